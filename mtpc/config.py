@@ -140,8 +140,9 @@ class CompileOptions:
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
-        draft: checkpoint of a drafter, in the place of MTP layers: an EAGLE-3 head, or MTP layers
-            of the target's family. None: the model's own MTP layers. See docs/models.md.
+        draft: checkpoint of a drafter, in the place of MTP layers: an EAGLE-3 head, Gemma 4's
+            assistant, or MTP layers of the target's family. None: the model's own MTP layers. See
+            docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,

@@ -234,8 +234,9 @@ LINES = {
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
     # Pages and snapshots in files (`offload.py`, `offload_files.py`); costs of K (`costs.py`).
     # Accounts of what trials of a K lose, and of what is lost to plain decoding (`tiers.py`).
-    # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`).
-    "engine": 5650,
+    # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
+    # embeddings of images that come again.
+    "engine": 5700,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 650,
     "host": 750,
@@ -253,8 +254,9 @@ LINES = {
     # tensors by the names that a checkpoint has for them.
     # EAGLE-3 heads and MTP layers in a directory of their own; Llama, Qwen2 and Qwen3.
     # Which entry of config.json transformers refuses (`refused_config.py`).
-    # Vision towers and positions in images (`vision.py`, `image_inputs.py`).
-    "models": 6450,
+    # Vision towers and positions in images (`vision.py`, `image_inputs.py`), of three kinds of
+    # checkpoint. GLM-4.5V, and Gemma 4 with its assistant (`gemma4_assistant.py`, `heads.py`).
+    "models": 7050,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
@@ -278,7 +280,8 @@ LINES = {
     # Images in messages.
     "server": 4000,
     # A drafter's own entry, tokens and logits.
-    "step": 1250,  # Synthetic acceptance (`synthetic.py`).
+    # Drafts at one position (`single_position.py`); rows of images that a later step reads.
+    "step": 1310,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).

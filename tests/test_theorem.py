@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.families import CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
+from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import (
@@ -20,13 +20,13 @@ from helpers.theorem import (
 
 BY_DEFAULT: dict[str, Iterable[int]] = {
     **dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)),
-    **dict.fromkeys(DRAFTED[1:], ()),
+    **dict.fromkeys((*DRAFTED[1:], *ASSISTED[1:]), ()),
     "mimo": range(5),
 }
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
 MORE_WHEN_SLOW = [
     *FAMILY_NAMES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in (*NEAR_FAMILIES, *DRAFTED)),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (*NEAR_FAMILIES, *DRAFTED, *ASSISTED)),
 ]
 """All families; those whose parts are others' in the slow run only."""
 
@@ -35,7 +35,7 @@ MORE_WHEN_SLOW = [
     ("family", "spec_tokens"),
     [
         pytest.param(family, k, marks=[pytest.mark.slow] if is_slow else [])
-        for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED)
+        for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED)
         for k in range(5)
         for is_slow in [k not in BY_DEFAULT.get(family, (3,))]
     ],
@@ -52,7 +52,7 @@ def test_speculative_output_equals_plain_decoding(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("spec_tokens", range(5))
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED])
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED])
 def test_the_same_at_length(
     family: str,
     spec_tokens: int,

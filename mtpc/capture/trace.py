@@ -56,8 +56,11 @@ class ModelTraces(nn.Module):
         self.drafts = nn.ModuleList(
             export_piece(draft, (ids, fed, *metadata), ({0}, {0}, *given)) for draft in model.drafts
         )
+        read = fed
+        if model.single_position and len(self.drafts):
+            read = _example(self.drafts[0], 1)
         self.draft_heads = nn.ModuleList(
-            self.target_head if head is model.target_head else export_piece(head, (fed,))
+            self.target_head if head is model.target_head else export_piece(head, (read,))
             for head in model.draft_heads
         )
         if model.draft_tokens is not None and model.draft_logits is not None:
@@ -66,7 +69,7 @@ class ModelTraces(nn.Module):
             self.draft_logits = export_piece(model.draft_logits, (logits,))
         self.vocab_size = model.vocab_size
         self.draft_index: Callable[[int], int] = model.draft_index
-        self.feeds_target = model.feeds_target
+        self.feeds_target, self.single_position = model.feeds_target, model.single_position
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -173,7 +176,8 @@ def trace_step(
     buffers.add_module("batch", _allocate_batch(layout, shared))
     passes = max(key.spec_tokens, len(traces.drafts))
     draft_index = tuple(traces.draft_index(i) for i in range(passes))
-    step = Step(key, pieces, buffers, draft_index, traces.feeds_target)
+    chaining = (traces.feeds_target, traces.single_position)
+    step = Step(key, pieces, buffers, draft_index, *chaining)
     graph = LeafTracer().trace(step)
     return StepGraph(fx.GraphModule(step, graph), key, layout, weights)
 

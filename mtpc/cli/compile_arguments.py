@@ -153,7 +153,7 @@ def add_compile_options(
         ("prefill_rows", int, "R", "requests that may share a prefill step (default: a bucket's)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
-        ("draft", Path, "DIR", "a drafter's checkpoint: an EAGLE-3 head, or MTP layers"),
+        ("draft", Path, "DIR", "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers"),
         ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
         (

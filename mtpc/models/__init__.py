@@ -6,6 +6,7 @@ from mtpc.models.families.deepseek_v32 import DEEPSEEK_V32
 from mtpc.models.families.dense import LLAMA, QWEN2, QWEN3
 from mtpc.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from mtpc.models.families.exaone_moe import EXAONE_MOE
+from mtpc.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mtpc.models.families.glm4v_moe import GLM4V_MOE
@@ -36,6 +37,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ERNIE4_5_MOE,
     EXAONE_MOE,
     NEMOTRON_H,
+    GEMMA4,
+    GEMMA4_UNIFIED,
     LLAMA,
     QWEN2,
     QWEN3,

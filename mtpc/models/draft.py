@@ -1,6 +1,6 @@
-"""Drafters in checkpoints of their own: an EAGLE-3 head, or MTP layers that a target comes without.
+"""Drafters in checkpoints of their own: an EAGLE-3 head, Gemma 4's assistant, or MTP layers.
 
-Both make of a target's family one that says how the drafter is loaded and stepped.
+All make of a target's family one that says how the drafter is loaded and stepped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from mtpc.errors import CheckpointError
 from mtpc.models.eagle3 import ARCHITECTURES, eagle3_family
 from mtpc.models.family import ModelFamily
+from mtpc.models.gemma4_assistant import TARGETS, assistant_family
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 
@@ -29,6 +30,8 @@ def drafted_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: An
     names = checkpoint.draft.config.get("architectures") or []
     if set(names) & set(ARCHITECTURES):
         return eagle3_family(family, checkpoint, target)
+    if set(names) & set(TARGETS):
+        return assistant_family(family, checkpoint, target)
     return _mtp_family(family, checkpoint, target)
 
 
@@ -54,7 +57,8 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
             f"{draft.config.get('architectures')}, and "
             f"{f'no tensor is named {prefix}*' if prefix else 'the target has no MTP layers'}; "
-            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}) or MTP layers of the target's family"
+            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), Gemma 4's assistant or MTP "
+            "layers of the target's family"
         )
     first = start
 

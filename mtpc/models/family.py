@@ -8,6 +8,7 @@ fed, how its tensors are named in checkpoints, and which state each layer keeps.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -161,6 +162,12 @@ class ModelFamily:
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, str] = field(default_factory=dict)
     config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
+
+    def inner_names(self) -> dict[str, str]:
+        """Patterns of stored names inside a multimodal model -> what they become in the text model:
+        `key_mapping` of transformers, which does so by itself for some models only."""
+        inside = {own: s for own, s in self.stored_prefixes.items() if s.startswith(own)}
+        return {f"^{re.escape(stored)}": own for own, stored in inside.items()}
 
     def wired(self, rules: Rules) -> ModelFamily:
         """This family with other rules for its MTP layers.

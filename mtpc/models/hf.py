@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import CachePool, LayerCache
 from mtpc.models.family import Canonical, ModelFamily, MTPWiring
+from mtpc.models.heads import draft_head, final_norm_of, target_head
 from mtpc.ops.experts import experts, relu2_experts
 from mtpc.step.records import Metadata
 
@@ -229,44 +230,6 @@ class OrderedRotary(nn.Module):
         return self.made.pop(layer_type)
 
 
-class NormedHead(nn.Module):
-    """Features before a norm [T, H] -> logits [T, V]."""
-
-    def __init__(self, norm: nn.Module, head: nn.Module):
-        super().__init__()
-        self.norm, self.head = norm, head
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.head(self.norm(features))
-
-
-def target_head(model: Any, wiring: MTPWiring) -> nn.Module:
-    """What makes logits of the target's features."""
-    head = model.get_output_embeddings()
-    if wiring.first_features == "before":
-        return NormedHead(model.get_decoder().norm, head)
-    return head
-
-
-def head_of(model: Any, layer: MTPLayer) -> nn.Module:
-    """The output head that reads an MTP layer: hidden state after its norm [T, H] -> [T, V]."""
-    own = layer.head if layer.wiring.head == "own" else None
-    return own or model.get_output_embeddings()
-
-
-def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
-    """What makes logits of an MTP layer's features."""
-    head = head_of(model, layer)
-    if layer.wiring.next_features == "before":
-        return NormedHead(final_norm_of(model.get_decoder(), layer), head)
-    return head
-
-
-def final_norm_of(decoder: Any, layer: MTPLayer) -> nn.Module:
-    """The norm after an MTP layer's block: its own or, where it stores none, the target's."""
-    return layer.final_norm if layer.wiring.final_norm else decoder.norm
-
-
 class MTPLayer(nn.Module):
     """One MTP layer: norms, projection, a decoder block of the target's own class, final norm.
 
@@ -461,6 +424,8 @@ class StepParts:
         draft_entry: layer -> module: what `target` gives besides its features, [T, ...] -> what
             the first draft is fed. `target` then gives both. None: the features are fed.
         draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
+        single_position: whether the drafter keeps no state, and makes all drafts at the last
+            accepted row. `draft` then gives the next features and what `draft_head` takes.
     """
 
     target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
@@ -470,3 +435,4 @@ class StepParts:
     stream_head: Callable[[Any, Any], nn.Module] | None = None
     draft_entry: Callable[[Any], nn.Module] | None = None
     draft_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda layer: None
+    single_position: bool = False

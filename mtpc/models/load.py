@@ -201,6 +201,7 @@ class SteppedModel:
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
         self.feeds_target = family.wiring.chaining == "target"
+        self.single_position = parts.single_position
         self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:
@@ -378,6 +379,7 @@ def read_target(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # They are refused below, by their names.
+                key_mapping=family.inner_names(),
             )
     except MtpcError:
         raise

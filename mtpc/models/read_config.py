@@ -31,7 +31,7 @@ _STEERING = (
     "use_kernels",
 )
 """Entries that transformers looks up on a config, and that its base class does not declare."""
-_MODEL = ("rope_scaling",)
+_MODEL = ("rope_scaling", "per_layer_config")
 """Entries of the base class that describe the model."""
 
 

@@ -20,6 +20,8 @@ _ELEMENTWISE = {
     aten.sub.Tensor,
     aten.mul.Tensor,
     aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.tanh.default,
     aten.add.Scalar,
     aten.pow.Tensor_Scalar,
     aten.rsqrt.default,

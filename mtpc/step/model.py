@@ -16,12 +16,14 @@ class StepModel(Protocol):
 
     target: nn.Module  # (ids [T], *metadata) -> features [T, ...], and what `draft_entry` takes
     target_head: nn.Module  # features [T, ...] -> logits [T, V]
-    drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]
+    drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]; see below
     draft_heads: nn.ModuleList  # each features -> logits [T, V], or [T, V_d] of `draft_tokens`
     draft_entry: nn.Module | None  # The target's second result -> what the first draft is fed.
     draft_tokens: nn.Module | None  # Rows of a draft's head, int64 [R] -> token ids [R].
     draft_logits: nn.Module | None  # Logits of these rows [R, V_d] -> of all tokens [R, V].
     feeds_target: bool  # Each of several MTP layers is fed the target's features.
+    single_position: bool  # The one of `drafts` keeps no state, and gives features and the rows
+    # that its head takes; see `mtpc.step.single_position`.
     vocab_size: int
 
     def draft_index(self, step: int) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.layout import StepKey
-from mtpc.step import chaining, sampling
+from mtpc.step import chaining, sampling, single_position
 from mtpc.step.accept import AcceptInputs
 from mtpc.step.records import (
     Accepted,
@@ -96,6 +96,7 @@ class Step(nn.Module):
         draft_index: MTP layer of each draft step.
         feeds_target: whether each of several MTP layers is fed the target's features, instead of
             those of the layer before it.
+        single_position: whether the drafter keeps no state; see `mtpc.step.single_position`.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class Step(nn.Module):
         buffers: nn.Module,
         draft_index: tuple[int, ...],
         feeds_target: bool = False,
+        single_position: bool = False,
     ):
         super().__init__()
         self.key, self.draft_index, self.feeds_target = key, draft_index, feeds_target
-        self.pieces = pieces
+        self.pieces, self.single_position = pieces, single_position
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
         self.samples = hasattr(self.state, "sampling_ints")
@@ -222,6 +224,8 @@ class Step(nn.Module):
         """K drafts [R]: the MTP layer over all rows, then single-row steps of the last layer."""
         if self.num_layers == 0:
             return []
+        if self.single_position:
+            return single_position.drafts(self, inputs)
         if self.num_layers == 1:
             features, draft = self.draft_rows(0, inputs)
             drafts = [draft]
@@ -235,7 +239,7 @@ class Step(nn.Module):
             chained = unpack(Chained, results)
             metadata, lens = self.publish(chained, metadata, self.key.bucket.num_reqs), chained.lens
             features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
-            drafts.append(self._pick(step, self.pieces.draft_heads[layer](features), inputs))
+            drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))
         return drafts[: self.key.spec_tokens]
 
     def draft_rows(self, step: int, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
@@ -252,10 +256,10 @@ class Step(nn.Module):
         if step < self.key.spec_tokens:
             logits = self.pieces.draft_heads[layer](features)
             logits = aten.index_select.default(logits, 0, inputs.anchors)
-            following = self._pick(step, logits, inputs)
+            following = self.pick(step, logits, inputs)
         return features, following
 
-    def _pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
+    def pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
         """Draft `step` of each request, from its row of logits: [R, V] or [R, V_d] -> [R]."""
         has_own = hasattr(self.pieces, "draft_tokens")
         if self.samples:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import UnsupportedModelError
+from mtpc.models.heads import draft_head, final_norm_of, target_head
 from mtpc.models.hf import (
     TextRotary,
-    draft_head,
     embedding_of,
-    final_norm_of,
     run_mtp_layer,
     share_model,
     stepped_decoder,
-    target_head,
 )
 from mtpc.models.load import LoadedModel, family_of, place, read_target
 from mtpc.models.mtp_layers import load_mtp_layers

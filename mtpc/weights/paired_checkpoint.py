@@ -24,6 +24,8 @@ DRAFT = "draft."
 TOKEN_MAP, _INVERSE_MAP = "d2t", "t2d"
 """Names of an EAGLE-3 head's map: what to add to a row of its head for the token id, int [V_d]; and
 which tokens have a row, bool [V], which says no more and is not read."""
+TOKEN_ORDER = "masked_embedding.token_ordering"
+"""Name of the tokens by cluster that an assistant of Gemma 4 may have, int [V]."""
 
 
 class PairedCheckpoint(Checkpoint):
@@ -38,7 +40,7 @@ class PairedCheckpoint(Checkpoint):
 
     Raises:
         CheckpointError: as `Checkpoint`, of either; or the map of the drafter's vocabulary names
-            tokens that the target lacks, or a token twice.
+            tokens that the target lacks, or a token twice; or its clusters do not name all once.
     """
 
     def __init__(self, directory: Path, draft: Path):
@@ -49,6 +51,8 @@ class PairedCheckpoint(Checkpoint):
         self.tensors = {**self.target_tensors, **theirs}
         if TOKEN_MAP in self.draft.tensors:
             self._check_token_map(self.draft.peek(TOKEN_MAP))
+        if TOKEN_ORDER in self.draft.tensors:
+            self._check_token_order(self.draft.peek(TOKEN_ORDER))
 
     def _check_token_map(self, offsets: Tensor) -> None:
         """Refuse a map that would name wrong tokens, before any step reads it."""
@@ -66,6 +70,18 @@ class PairedCheckpoint(Checkpoint):
                 f"{self.draft.directory}: {TOKEN_MAP} must name {len(offsets)} different tokens of "
                 f"the target's {size}; it has {offsets.dtype} {tuple(offsets.shape)}, and its ids "
                 f"are {_span(ids)}; use the drafter that was trained for this target"
+            )
+
+    def _check_token_order(self, ids: Tensor) -> None:
+        """Refuse clusters that would name wrong tokens, before any step reads them."""
+        size = self.text_config.get("vocab_size")
+        if type(size) is not int or size < 1:
+            return
+        if ids.is_floating_point() or not torch.equal(ids.long().sort().values, torch.arange(size)):
+            raise CheckpointError(
+                f"{self.draft.directory}: {TOKEN_ORDER} must name each of the target's {size} "
+                f"tokens once; it has {ids.dtype} {tuple(ids.shape)}, and its ids are {_span(ids)};"
+                " use the assistant that was made for this target"
             )
 
     @property

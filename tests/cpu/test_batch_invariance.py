@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import run_on
-from helpers.families import CPU_FAMILY_NAMES, DRAFTED, NEAR_FAMILIES, TINY
+from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.small_graphs import small_graph
 from helpers.theorem import poison
@@ -105,7 +105,7 @@ def choices(plain: Oracle, prompt: list[int], text: list[int]) -> list[int]:
     "family",
     [
         *CPU_FAMILY_NAMES,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (*NEAR_FAMILIES, *DRAFTED)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (*NEAR_FAMILIES, *DRAFTED, *ASSISTED)),
     ],
 )
 def test_every_pass_keeps_plain_decoding(

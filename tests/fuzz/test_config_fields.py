@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.families import DRAFTED, EVERY_FAMILY
+from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY
 from helpers.tiny import drafter, make_checkpoint
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
@@ -24,7 +24,7 @@ OF_TENSORS = ("tensor(s) of the target", "the checkpoint's tensor")
 SOME = ("mimo",)
 FAMILIES = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
-    for name in (*EVERY_FAMILY, *DRAFTED)
+    for name in (*EVERY_FAMILY, *DRAFTED, *ASSISTED)
 ]
 
 

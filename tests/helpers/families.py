@@ -23,6 +23,9 @@ at K = 3, the slow run what it has of the others."""
 DRAFTED = ("llama", "qwen3", "qwen2")
 """Families whose drafter is an EAGLE-3 head in a checkpoint of its own; the default run has the
 first at K = 3."""
+ASSISTED = ("gemma4", "gemma4_unified")
+"""Families whose drafter is an assistant, which reads the target's keys and values; the default run
+has the first at K = 3."""
 EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""
@@ -43,7 +46,9 @@ FEWER_BUCKETS: dict[str, dict[str, Any]] = {
     for family in ("deepseek_v4", "deepseek_v32", "mimo_v2", "step3p7")
 }
 """Of families whose graphs are large: a bucket costs five seconds."""
-FEWER_BUCKETS |= {family: {"batch_buckets": (4,)} for family in (*NEAR_FAMILIES, *DRAFTED)}
+FEWER_BUCKETS |= {
+    family: {"batch_buckets": (4,)} for family in (*NEAR_FAMILIES, *DRAFTED, *ASSISTED)
+}
 NUM_PAGES = 89
 """A prime that is no other size of these models: found in generated code, it is the pool's."""
 CPU_OPTIONS: dict[str, Any] = {

@@ -12,10 +12,11 @@ import torch
 import transformers
 from torch import nn
 
-from helpers import eagle
-from helpers.families import DRAFTED
+from helpers import assistant, eagle
+from helpers.families import ASSISTED, DRAFTED
 from mtpc.models import FAMILIES
-from mtpc.models.hf import MTPLayer, final_norm_of, model_class
+from mtpc.models.heads import final_norm_of
+from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
 from mtpc.models.save import save_checkpoint as write
 
@@ -129,7 +130,23 @@ _DENSE: dict[str, Any] = {
     **{k: v for k, v in _COMMON.items() if k != "num_nextn_predict_layers"},
     **dict(num_hidden_layers=4, num_key_value_heads=2, head_dim=16),
 }
+_KINDS = ("sliding", "full", "sliding", "sliding", "full")
+_GEMMA4: dict[str, Any] = {
+    **{k: v for k, v in _COMMON.items() if k != "num_nextn_predict_layers"},
+    **dict(num_hidden_layers=5, num_key_value_heads=2, head_dim=16, global_head_dim=24),
+    **dict(sliding_window=6, pad_token_id=0, final_logit_softcapping=4.0),
+    **dict(tie_word_embeddings=True),
+    "layer_types": [f"{kind}_attention" for kind in _KINDS],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        **_GEMMA4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+    },
+    "gemma4_unified": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "llama": _DENSE,
     "qwen2": _DENSE,
     "qwen3": _DENSE,
@@ -273,6 +290,8 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
             elif parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
             if buffer_name.endswith("tid2eid"):  # Experts by token id; a token's are distinct.
                 choice = torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)
                 buffer.copy_(choice[:, : buffer.shape[1]])
@@ -331,12 +350,15 @@ def make_checkpoint(
 ) -> Path:
     """A random checkpoint of a family, with or without MTP layer.
 
-    Of a family in `DRAFTED`, its EAGLE-3 head is in the directory `draft`.
+    Of a family in `DRAFTED` or `ASSISTED`, its drafter is in the directory `draft`.
     """
-    target = build_target(name, seed, **changes)
+    target, layers = build_target(name, seed, **changes), list[MTPLayer]()
     if name in DRAFTED and mtp:
         eagle.save_head(eagle.new_head(eagle.CONFIG, 64), eagle.CONFIG, directory / "draft")
-    layers = build_mtp_layers(name, target, seed + 1) if mtp and name not in DRAFTED else []
+    elif name in ASSISTED and mtp:
+        assistant.save_assistant(assistant.new_assistant(name), directory / "draft")
+    elif mtp:
+        layers = build_mtp_layers(name, target, seed + 1)
     return save_checkpoint(name, target, layers, directory)
 
 
@@ -489,18 +511,22 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     """A checkpoint trained for seconds, so that drafts are accepted in part."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
-    layers = [] if name in DRAFTED else build_mtp_layers(name, target, seed + 1)
+    layers = [] if name in (*DRAFTED, *ASSISTED) else build_mtp_layers(name, target, seed + 1)
     with torch.no_grad():
         for layer in layers:
             if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
                 head = target.get_output_embeddings().weight
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
-    steps = {"deepseek_v4": 16, **dict.fromkeys(DRAFTED, 30)}.get(name, 18)
+    steps = {"deepseek_v4": 16, **dict.fromkeys((*DRAFTED, *ASSISTED), 30)}.get(name, 18)
     train(name, target, layers, steps)
     if name in DRAFTED:
         head = eagle.new_head(eagle.CONFIG, target.config.hidden_size)
         head = eagle.train_head(head, eagle.CONFIG, target, cyclic_text)
         eagle.save_head(head, eagle.CONFIG, directory / "draft")
+    if name in ASSISTED:
+        drafter_of = assistant.new_assistant(name)
+        assistant.train_assistant(drafter_of, target, cyclic_text)
+        assistant.save_assistant(drafter_of, directory / "draft")
     return save_checkpoint(name, target, layers, directory)
 
 

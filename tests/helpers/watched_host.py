@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
@@ -40,10 +41,12 @@ def poison(tensors: Mapping[str, Tensor]) -> None:
 
 def layers_of(model: mtpc.HostedModel) -> tuple[int, int]:
     """Layers of the target, and rows before a step's own that chained MTP layers compute again."""
-    layers = {int(name.split(".")[1]) for name in model.buffers if name.startswith("kv.")}
+    directory = model.served.directory
+    assert directory is not None
+    config = json.loads((directory / "config.json").read_text())
     chained = [b for name, b in model.buffers.items() if name == "state.chain_ids"]
     window = chained[0].shape[1] if chained else 0
-    return max(layers) + 1 - (window + 1 if model.options.spec_tokens else 0), window
+    return config.get("text_config", config)["num_hidden_layers"], window
 
 
 class Watched:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
+from helpers.families import ASSISTED, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import FLOAT32_INSIDE, DraftOracle, TransformersDraftOracle
 from helpers.theorem import PROMPTS, check_caches, check_drafts, check_theorem, poison
 from transformers.modeling_layers import MtpModel
@@ -19,11 +19,17 @@ HERE = ("glm4_moe",)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "trained") for family in (*FAMILY_NAMES, *NEAR_FAMILIES, DRAFTED[0])),
-        *(pytest.param(family, "trained", marks=pytest.mark.slow) for family in DRAFTED[1:]),
+        *(
+            (family, "trained")
+            for family in (*FAMILY_NAMES, *NEAR_FAMILIES, DRAFTED[0], ASSISTED[0])
+        ),
+        *(
+            pytest.param(family, "trained", marks=pytest.mark.slow)
+            for family in (*DRAFTED[1:], *ASSISTED[1:])
+        ),
         *(
             pytest.param(family, "random", marks=[pytest.mark.slow] * (family not in HERE))
-            for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED)
+            for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED)
         ),
     ],
 )
@@ -92,7 +98,9 @@ def test_several_layers_chain_truly(
     check_caches(spec, PROMPTS[7])
 
 
-@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo_v2", 3), ("step3p7@3", 4)])
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"), [("mimo_v2", 3), ("step3p7@3", 4), (ASSISTED[0], 3)]
+)
 def test_drafts_after_rejections_at_every_position(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny
-from helpers.families import DRAFTED
+from helpers.families import ASSISTED, DRAFTED
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.models.from_config import load_config, load_shapes
 from mtpc.models.load import LoadedModel
 
-WITH_LAYERS = [name for name in tiny.CONFIGS if "@" not in name and name not in DRAFTED]
+WITH_LAYERS = [
+    name for name in tiny.CONFIGS if "@" not in name and name not in (*DRAFTED, *ASSISTED)
+]
 
 
 @pytest.mark.parametrize("family", WITH_LAYERS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny
-from helpers.families import DRAFTED
+from helpers.families import ASSISTED, DRAFTED
 
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N, P
@@ -36,6 +36,7 @@ HEADS_AND_WIDTHS = {
     "step3p5": 2 * 2 * (16 + 16),
     "step3p7": 2 * 2 * (16 + 16),
     "mimo_v2": 1 * 1 * (24 + 16),
+    **dict(zip(ASSISTED, (1 * 2 * (24 + 24), 2 * 1 * (24 + 24)), strict=True)),
     **dict.fromkeys(DRAFTED, 4 * 2 * (16 + 16) + 1 * (24 + 24)),
 }
 """Values a token in all layers together, those of MTP included: layers that see the whole text

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny
-from helpers.families import DRAFTED
+from helpers.families import ASSISTED, DRAFTED
 from torch import Tensor, nn
 
 from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.models.load import LoadedModel, load
 from mtpc.models.shards import STYLES, Shard, ShardPlan
 
-FAMILIES = [name for name in tiny.CONFIGS if "@" not in name and name not in DRAFTED]
+FAMILIES = [name for name in tiny.CONFIGS if "@" not in name and name not in (*DRAFTED, *ASSISTED)]
 
 
 @pytest.fixture(scope="session")

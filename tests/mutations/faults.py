@@ -38,6 +38,7 @@ _V32 = "test_theorem.py::test_speculative_output_equals_plain_decoding[deepseek_
 _GLM = "test_theorem.py::test_speculative_output_equals_plain_decoding[glm4_moe-3]"
 _DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
 _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
+_PLANTED = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[gemma4-3]"
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
 _STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
@@ -53,6 +54,10 @@ CHAINING = "step/chaining.py"
 CACHES = "models/caches.py"
 HF = "models/hf.py"
 EAGLE3 = "models/eagle3.py"
+GEMMA4 = "models/families/gemma4.py"
+ASSISTANT = "models/gemma4_assistant.py"
+SINGLE = "step/single_position.py"
+HEADS = "models/heads.py"
 RECURRENCE = "ops/recurrence.py"
 
 FAULTS = (
@@ -267,9 +272,9 @@ FAULTS = (
         "the chain keeps the first features",
         STEP,
         """            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
-            drafts.append(self._pick(step, self.pieces.draft_heads[layer](features), inputs))""",
+            drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))""",
         """            new = self.pieces.drafts[layer](drafts[-1], features, *metadata)
-            drafts.append(self._pick(step, self.pieces.draft_heads[layer](new), inputs))""",
+            drafts.append(self.pick(step, self.pieces.draft_heads[layer](new), inputs))""",
         f"{_DRAFTS}[mimo-trained]",
     ),
     Fault(
@@ -330,7 +335,7 @@ FAULTS = (
     ),
     Fault(
         "an MTP layer's own head is left out",
-        HF,
+        HEADS,
         'own = layer.head if layer.wiring.head == "own" else None',
         'own = layer.head if layer.wiring.head == "other" else None',
         f"{_WIRING}[step3p7]",
@@ -414,6 +419,49 @@ FAULTS = (
         "rows = torch.cat([self.embedding_norm(embedding), normed], -1)[None]",
         "rows = torch.cat([normed, self.embedding_norm(embedding)], -1)[None]",
         f"{_DRAFTS}[llama-trained]",
+    ),
+    # A drafter that reads the target's keys and values.
+    Fault(
+        "an assistant's queries stand one position early",
+        ASSISTANT,
+        "places = context.positions[None] + 1",
+        "places = context.positions[None]",
+        f"{_DRAFTS}[gemma4-trained]",
+    ),
+    Fault(
+        "an assistant sees the row after the last accepted one",
+        SINGLE,
+        "last = aten.sub.Tensor(inputs.accepted.lens, 1)",
+        "last = aten.sub.Tensor(inputs.accepted.lens, 0)",
+        _PLANTED,
+    ),
+    Fault(
+        "all drafts of an assistant are fed the target's features",
+        SINGLE,
+        "features = results[0]",
+        "results[0]",
+        f"{_DRAFTS}[gemma4-trained]",
+    ),
+    Fault(
+        "layers that share keys read the first ones of their type",
+        GEMMA4,
+        "return max((layer for",
+        "return min((layer for",
+        "test_theorem.py::test_speculative_output_equals_plain_decoding[gemma4-3]",
+    ),
+    Fault(
+        "the clusters of a head hold the tokens in order",
+        ASSISTANT,
+        'self.register_buffer("ordering", clusters.token_ordering)',
+        'self.register_buffer("ordering", clusters.token_ordering.sort().values)',
+        f"{_DRAFTS}[gemma4-trained]",
+    ),
+    Fault(
+        "logits are not capped",
+        HEADS,
+        "return torch.tanh(self.head(features) / self.cap) * self.cap",
+        "return self.head(features)",
+        "models/test_gemma4.py::test_logits_are_capped",
     ),
     # Caches.
     Fault(

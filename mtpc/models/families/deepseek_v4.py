@@ -23,13 +23,13 @@ from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.heads import head_of
 from mtpc.models.hf import (
     MTPLayer,
     StepContext,
     StepParts,
     TextRotary,
     embedding_of,
-    head_of,
 )
 from mtpc.models.hyper_connections import HyperConnection
 from mtpc.models.slot_rings import SlotRing, WindowMasks

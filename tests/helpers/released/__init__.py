@@ -13,6 +13,7 @@ from helpers.released.base import ReleasedMTP
 from helpers.released.deepseek_v4 import DeepseekV4
 from helpers.released.eagle3 import Eagle3
 from helpers.released.ernie import Ernie
+from helpers.released.gemma4 import Gemma4Assistant
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
 from helpers.released.nemotron import Nemotron
@@ -20,7 +21,7 @@ from helpers.released.nextn import Glm4v, GlmDsa, NextN
 from helpers.released.qwen import Exaone, Qwen
 from helpers.released.step import Step
 
-PAGES: Mapping[str, type[ReleasedMTP | Eagle3]] = {
+PAGES: Mapping[str, type[ReleasedMTP | Eagle3 | Gemma4Assistant]] = {
     "mimo": Mimo,
     "glm4_moe": NextN,
     "deepseek_v3": NextN,
@@ -38,6 +39,8 @@ PAGES: Mapping[str, type[ReleasedMTP | Eagle3]] = {
     "step3p5": Step,
     "step3p7": Step,
     "deepseek_v4": DeepseekV4,
+    "gemma4": Gemma4Assistant,
+    "gemma4_unified": Gemma4Assistant,
     "llama": Eagle3,
     "qwen2": Eagle3,
     "qwen3": Eagle3,

@@ -1,0 +1,100 @@
+"""Gemma 4: sliding and global layers with heads of different widths, and layers that share keys.
+
+In the small models the last layers store no keys and values: they attend to those of the last layer
+of their type that does. Those models also feed an embedding of their own to every layer. The larger
+ones take values from the projection of keys in global layers. Logits are capped in all.
+
+Its drafter is a checkpoint of its own (`mtpc.models.gemma4_assistant`).
+
+Source: transformers' Gemma4 and Gemma4Unified, as they are, without towers for images and sound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_pool_specs, ring_kv_specs
+from mtpc.models.family import ModelFamily, MTPWiring
+
+_SLIDING = "sliding_attention"
+_REFUSED = {
+    "enable_moe_block": (True, "false: mtpc has no kernel for experts with GELU"),
+    "use_bidirectional_attention": ("all", "'vision' or null: a decoder attends to earlier tokens"),
+}
+"""Entries of config.json that mtpc cannot run -> the value, and what is expected."""
+
+
+def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries as they are.
+
+    Raises:
+        UnsupportedModelError: one asks for what mtpc does not run.
+    """
+    for name, (refused, expected) in _REFUSED.items():
+        if entries.get(name) == refused:
+            raise UnsupportedModelError(
+                f"the config has {name} {entries[name]!r}; expected {expected}"
+            )
+    return entries
+
+
+def kv_layer(config: Any, kind: str) -> int | None:
+    """The layer whose keys and values layers of a type share: the last that stores its own."""
+    own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    return max((layer for layer, each in enumerate(own) if each == kind), default=None)
+
+
+def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State buffers by the layer's type; none where keys are another layer's, as a drafter's are.
+
+    Window and heads of a sliding layer differ from those of a global one.
+    """
+    if layer >= config.num_hidden_layers - config.num_kv_shared_layers:
+        return ()
+    sizes = config.per_layer_config[layer]
+    heads, dims = sizes.num_key_value_heads, (sizes.head_dim, sizes.head_dim)
+    if config.layer_types[layer] == _SLIDING:
+        return ring_kv_specs(layer, dtype, config.sliding_window, heads, dims)
+    return paged_pool_specs(layer, dtype, heads, dims)
+
+
+def _reads_shared(attention: Any) -> Any:
+    """transformers' attention as it is; one that shares keys finds them by their layer's number.
+
+    An assistant's, which shares the keys of another model, keeps the number that it has.
+    """
+    if attention.is_kv_shared_layer:
+        shared = kv_layer(attention.config, attention.layer_type)
+        attention.layer_idx = attention.layer_idx if shared is None else shared
+    return attention
+
+
+GEMMA4 = ModelFamily(
+    name="gemma4",
+    architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    hf_class="Gemma4ForCausalLM",
+    hf_config_class="Gemma4TextConfig",
+    wiring=MTPWiring(embedding_norm="", hidden_norm="", projection="", final_norm=""),
+    num_mtp_layers=lambda config: 0,
+    layer_prefix=lambda num_hidden_layers, i: "",
+    cache_specs=_cache_specs,
+    block_config=lambda config: config,
+    canonical={"Gemma4TextAttention": _reads_shared},
+    config_entries=_config_entries,
+    stored_prefixes={"model.": "model.language_model."},
+)
+"""The text model, which released checkpoints hold inside a multimodal model."""
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    hf_class="Gemma4UnifiedForCausalLM",
+    hf_config_class="Gemma4UnifiedTextConfig",
+    canonical={"Gemma4UnifiedTextAttention": _reads_shared},
+)
+"""Gemma 4 12B, whose text model has the same layers without inputs of their own."""

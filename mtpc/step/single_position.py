@@ -1,0 +1,40 @@
+"""Drafts of a drafter without state, which attends to the target's own keys and values.
+
+All K drafts are made at one place: the row of the request's last accepted token, whose keys and
+values are the target's last final ones. The first draft is fed the target's features of that row
+and the token after it, each further one the draft before and what the drafter gave. No row of a
+prompt needs the drafter, and it writes nothing, so a rejected draft leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mtpc.step.records import Chained, unpack
+
+if TYPE_CHECKING:
+    from mtpc.step.step import DraftInputs, Step
+
+aten = torch.ops.aten
+
+
+def drafts(step: Step, inputs: DraftInputs) -> list[Tensor]:
+    """K drafts [R] of each request; the metadata of its row is published once."""
+    if step.key.spec_tokens == 0:
+        return []
+    begun, pieces = inputs.begun, step.pieces
+    last = aten.sub.Tensor(inputs.accepted.lens, 1)
+    row = unpack(Chained, pieces.chain_metadata(last, begun.active, begun.block_table))
+    metadata = step.publish(row, inputs.metadata, step.key.bucket.num_reqs)
+    token = aten.index_select.default(inputs.ids, 0, inputs.anchors)
+    features = aten.index_select.default(inputs.features, 0, inputs.anchors)
+    found: list[Tensor] = []
+    for draft in range(step.key.spec_tokens):
+        results = pieces.drafts[0](token, features, *metadata)
+        features = results[0]
+        token = step.pick(draft, pieces.draft_heads[0](results[1]), inputs)
+        found.append(token)
+    return found
