@@ -31,7 +31,8 @@ _STEERING = (
     "use_kernels",
 )
 """Entries that transformers looks up on a config, and that its base class does not declare."""
-_MODEL = ("rope_scaling", "per_layer_config")
+_PER_LAYER = "per_layer_config"
+_MODEL = ("rope_scaling", _PER_LAYER)
 """Entries of the base class that describe the model."""
 
 
@@ -123,14 +124,22 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 
 
 def describing(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that describe the model, also within the configs of its parts; a new object."""
-    return {
-        name: describing(value)
-        if name.endswith("_config") and isinstance(value, dict)
-        else _number(value)
-        for name, value in fields.items()
-        if name in _MODEL or not _is_steering(name)
-    }
+    """The entries that describe the model, also within the configs of its parts and layers; a new
+    object."""
+    kept = {n: value for n, value in fields.items() if n in _MODEL or not _is_steering(n)}
+    found = {name: _described(name, value) for name, value in kept.items()}
+    if kept.get(_PER_LAYER) and not found[_PER_LAYER]:
+        del found[_PER_LAYER]  # No layer has an entry that describes it.
+    return found
+
+
+def _described(name: str, value: Any) -> Any:
+    if name == _PER_LAYER and isinstance(value, dict):
+        layers = {n: describing(own) if isinstance(own, dict) else own for n, own in value.items()}
+        return {layer: own for layer, own in layers.items() if own != {}}
+    if name.endswith("_config") and isinstance(value, dict):
+        return describing(value)
+    return _number(value)
 
 
 def _number(value: Any) -> Any:

@@ -62,7 +62,7 @@ def test_released_names(family: str, checkpoint: Callable[..., Path], tmp_path: 
     plain = load(open_checkpoint(source, source / "draft"), None, True)
     nested = load(open_checkpoint(directory, directory / "draft"), None, True)
     assert nested.family.name == family
-    assert nested.state_specs == plain.state_specs()
+    assert nested.state_specs == plain.state_specs
     wanted, found = plain.weights(), nested.weights()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
