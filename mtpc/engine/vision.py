@@ -185,20 +185,24 @@ class Vision:
                 the prompt is too long.
         """
         with self._lock:
-            self._places(ids, len(images))  # Before any work on the images.
-            return self._place(ids, self._patches(images), longest)
+            places = self._places(ids, len(images))  # Before any work on the images.
+            return self._place(ids, places, self._patches(images), longest)
 
     def place_patches(
         self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
     ) -> tuple[list[int], PromptImages]:
         """As `place`, of what the image processor has made of the images."""
         with self._lock:
-            return self._place(ids, images, longest)
+            return self._place(ids, self._places(ids, len(images)), images, longest)
 
     def _place(
-        self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
+        self,
+        ids: Sequence[int],
+        places: Sequence[int],
+        images: Sequence[ImagePatches],
+        longest: int,
     ) -> tuple[list[int], PromptImages]:
-        token, places = self.tower.image_token_id, self._places(ids, len(images))
+        token = self.tower.image_token_id
         out, spans, start = list[int](), list[tuple[int, int]](), 0
         origins = list[tuple[int, int]]()  # Of each span: its image, and its number within that.
         for index, (place, image) in enumerate(zip(places, images, strict=True)):

@@ -26,6 +26,7 @@ from mtpc.models.families.gemma4 import kv_layer
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary, use_seams
 from mtpc.models.read_config import describing
+from mtpc.models.refused_config import said
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 TARGETS = {
@@ -179,10 +180,9 @@ def _read_config(checkpoint: PairedCheckpoint, name: str) -> Any:
             getattr(transformers, name)(config)
         return config
     except Exception as error:  # transformers raises errors of any kind.
-        said = " ".join(str(error).split())
         raise CheckpointError(
-            f"{checkpoint.draft.config_path}: transformers refuses it: {said}; expected that of a "
-            f"released {name}: correct the file or download it again"
+            f"{checkpoint.draft.config_path}: transformers refuses it: {said(error)}; expected "
+            f"that of a released {name}: correct the file or download it again"
         ) from error
 
 

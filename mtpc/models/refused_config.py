@@ -58,6 +58,11 @@ def build_shapes(file: ConfigFile, family: ModelFamily, dtype: torch.dtype | Non
         )
 
 
+def are_too_many(weights: int, nbytes: int) -> bool:
+    """Whether so many weights cannot be stored in so many bytes."""
+    return weights > _MOST_PER_BYTE * nbytes + 2**20
+
+
 def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
 
@@ -66,7 +71,7 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
     model = build_shapes(checkpoint, family)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     count = sum(sizes.values())
-    if count > _MOST_PER_BYTE * checkpoint.nbytes + 2**20:
+    if are_too_many(count, checkpoint.nbytes):
         raise CheckpointError(
             f"{checkpoint.config_path} describes a model of {count} weights, the most of them in "
             f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
@@ -85,7 +90,7 @@ def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> Checkp
     Returns:
         The error. If a model can be built from config.json, it is about the tensors.
     """
-    reason = _said(_failure(file, family, file.config) or error)
+    reason = said(_failure(file, family, file.config) or error)
     end = time.monotonic() + _LONGEST_S
     found = _guilty(file, family, _without, end) or _guilty(file, family, _with_two, end)
     if not found:
@@ -218,7 +223,7 @@ def _without(config: dict[str, Any], path: Place) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != name}
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An error as part of a line."""
     while isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # The error of one of transformers' own checks.

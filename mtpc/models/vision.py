@@ -23,10 +23,9 @@ from mtpc.models.family import VisionParts
 from mtpc.models.load import LoadedModel, find_family, quiet_transformers
 from mtpc.models.mtp_layers import check_tensors
 from mtpc.models.read_config import describing
+from mtpc.models.refused_config import are_too_many
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 
-_MOST_PER_BYTE = 4
-"""Weights of a tower for each byte of its tensors, at most, as for the target."""
 _LOADING = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
 
 
@@ -254,7 +253,7 @@ def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: st
         return module.requires_grad_(False)
     described = sum(parameter.numel() for parameter in module.parameters())
     nbytes = sum(tensor.nbytes for tensor in stored.values())
-    if described > _MOST_PER_BYTE * nbytes + 2**20:
+    if are_too_many(described, nbytes):
         raise CheckpointError(
             f"{what} has tensors of {nbytes} bytes, and config.json describes {described} weights; "
             "correct the file or download the checkpoint again"

@@ -178,10 +178,16 @@ def test_heads_of_a_long_request_are_as_each_alone(dtype: torch.dtype, rows: int
         assert torch.equal(replace(batch, q=batch.q[:, own], k=k, v=v).paged(OURS), both[:, own])
 
 
+@pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("chunk", [1, 4, 5, 16])
-def test_chunks_of_a_long_prompt_are_as_the_whole(chunk: int) -> None:
-    """Whatever tiles a row shares: those of few rows and of many, of one head and of several."""
-    batch = make_batch([(1300, 37)], dtype=torch.bfloat16, heads=(16, 4), dims=(64, 96))
+def test_chunks_of_a_long_prompt_are_as_the_whole(chunk: int, page_size: int) -> None:
+    """Whatever tiles a row shares: those of few rows and of many, of one head and of several.
+
+    A page holds all keys of a tile, or half of them.
+    """
+    batch = make_batch(
+        [(1300, 37)], dtype=torch.bfloat16, heads=(16, 4), dims=(64, 96), page_size=page_size
+    )
     whole = batch.paged(OURS)
     close(whole, batch.paged(REFERENCE))
     for begin in range(0, 37, chunk):
