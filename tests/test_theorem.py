@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
+import torch
+from helpers import fitted
+from helpers.families import (
+    ASSISTED,
+    CPU_FAMILY_NAMES,
+    DRAFTED,
+    FAMILY_NAMES,
+    NEAR_FAMILIES,
+    TINY,
+)
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import (
@@ -17,6 +26,8 @@ from helpers.theorem import (
     poison,
     requests,
 )
+
+import mtpc
 
 BY_DEFAULT: dict[str, Iterable[int]] = {
     **dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)),
@@ -91,6 +102,35 @@ def test_full_acceptance(compiled: Callable[..., Any]) -> None:
     assert [len(ids) for ids in out] == [17, 17, 17]
     assert spec.stats.acceptance_rate == 1.0
     assert spec.stats.acceptance_length == 4.0
+
+
+PARTS = (
+    "model.layers.1.self_attn.o_proj",
+    "model.layers.1.mlp.experts",
+    "model.layers.2.self_attn.o_proj",
+    "model.layers.2.mlp.experts",
+)
+"""Of the checkpoint below: the target's second layer, and the MTP layer."""
+
+
+@pytest.mark.slow
+def test_full_acceptance_where_every_part_counts(tmp_path: Path) -> None:
+    """The same where attention and experts decide the text: without one of them, it is another."""
+    directory = fitted.make_fitted_checkpoint("glm4_moe", tmp_path / "whole")
+    rows = fitted.interleaved_text(4, 11, torch.Generator().manual_seed(5)).tolist()
+    prompts = [row[:length] for row, length in zip(rows, (2, 4, 8, 11), strict=True)]
+    options: dict[str, Any] = {**TINY, "batch_buckets": (4,), "dtype": "float64"}
+
+    def decode(directory: Path) -> tuple[list[list[int]], float]:
+        spec = mtpc.compile(directory, spec_tokens=3, backend="eager", **options)
+        return spec.generate(prompts, 17, ignore_eos=True), spec.stats.acceptance_length
+
+    plain = Oracle("glm4_moe", directory)
+    wanted = [plain.generate(prompt, 17, stop=False) for prompt in prompts]
+    assert decode(directory) == (wanted, 4.0)
+    for part in PARTS:
+        lessened = fitted.without(directory, part, tmp_path / part)
+        assert decode(lessened) != (wanted, 4.0), part
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 32])
