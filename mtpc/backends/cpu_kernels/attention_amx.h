@@ -1,10 +1,11 @@
 // Attention's products in AMX's tile registers: bfloat16 queries against bfloat16 caches.
 //
 // A split's values are packed by pairs of keys, as its keys are by pairs of dimensions
-// (attention_pairs.h), and the rows of a unit share them. Few rows take the keys as they are. Weights of values are taken as the sum of
-// two bfloat16, so that they keep 16 bits: rounded to one they would lose what float has over it.
-// A row's sums run over the positions in order, and unseen ones add exact zeros: they depend neither
-// on the rows beside it nor on where the unit's positions begin and end.
+// (attention_pairs.h), and the rows of a unit share them. Few rows take the keys as they are.
+// Weights of values are taken as the sum of two bfloat16, so that they keep 16 bits: rounded to one
+// they would lose what float has over it. Each part has sums of its own, over the positions in
+// order, and unseen positions add exact zeros. So a row's result depends neither on the rows beside
+// it nor on where the unit's positions begin and end.
 #pragma once
 
 #include <algorithm>
@@ -14,44 +15,50 @@
 
 namespace mtpc {
 
-/// tile[j][d] = dimensions column + d of values[2 j] and values[2 j + 1] side by side, for the
+/// tile[j] = the 32 dimensions from `column` on of values[2 j] and values[2 j + 1], in pairs, for the
 /// positions of `range`, which begins and ends with a pair; zeros where they are outside of `local`.
+/// Of each 8 dimensions the first 4 are in the first half of a tile's row (`order_halves`).
 inline void pack_values(const BFloat16* const* values, Range range, Range local, int64_t column,
                         int64_t valid, Group* tile) {
   const auto row = [&](int64_t j) {
     return j < local.begin || j >= local.end ? _mm512_setzero_si512()
                                              : (__m512i)load_groups(values[j] + column, valid);
   };
-  // Halves of a lane from the first and the second row in turn.
-  const __m512i low = _mm512_set_epi16(
-      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35,
-      3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t j = range.begin; j < range.end; j += 2) {
     const __m512i first = row(j), second = row(j + 1);
     Group* to = tile + j / 2 * kFeatures;
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, low, second));
-    _mm512_storeu_si512(to + kTileRows, _mm512_permutex2var_epi16(first, high, second));
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(first, second));
+    _mm512_storeu_si512(to + kTileRows, _mm512_unpackhi_epi16(first, second));
   }
 }
 
-/// high + low = weights, to 16 bits, for the positions of `range`, which is of whole panels.
-inline void split_weights(const float* weights, Range range, BFloat16* high, BFloat16* low) {
-  constexpr int kN = kLanes<float>;
-  for (int64_t j = range.begin; j < range.end; j += 2 * kN) {
-    narrow_sums<2 * kN>(high + j, weights + j);
-    alignas(64) float rest[2 * kN];
-    for (int i = 0; i < 2 * kN; i += kN) {
-      store(rest + i, load<float>(weights + j + i) - widen(high + j + i));
-    }
-    narrow_sums<2 * kN>(low + j, rest);
+/// Brings 32 sums of such a tile into the order of their dimensions.
+inline void order_halves(Vec<float> (&sums)[2]) {
+  const __m512d first = (__m512d)sums[0], second = (__m512d)sums[1];
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+  const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  sums[0] = (Vec<float>)_mm512_permutex2var_pd(first, low, second);
+  sums[1] = (Vec<float>)_mm512_permutex2var_pd(first, high, second);
+}
+
+/// parts[0] + parts[1] = weights, to 16 bits, for the positions of `range`, which is of whole panels.
+inline void split_weights(const float* weights, Range range, BFloat16* parts) {
+  for (int64_t j = range.begin; j < range.end; j += kFeatures) {
+    const __m512 first = _mm512_loadu_ps(weights + j), second = _mm512_loadu_ps(weights + j + 16);
+    const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    const auto widen_half = [](__m256i half) {
+      return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+    };
+    const __m512 rest = first - widen_half(_mm512_castsi512_si256(high));
+    const __m512 more = second - widen_half(_mm512_extracti64x4_epi64(high, 1));
+    _mm512_storeu_si512(parts + j, high);
+    _mm512_storeu_si512(parts + kSplit + j, (__m512i)_mm512_cvtne2ps_pbh(more, rest));
   }
 }
 
 /// Calls body(first row, count) for passes of up to 32 rows, the registers configured for them.
 template <class Body>
-void for_passes(int64_t rows, const Body& body) {
-  PassRegisters registers;
+void for_passes(PassRegisters& registers, int64_t rows, const Body& body) {
   for (int64_t row = 0; row < rows; row += kMostRows) {
     const int64_t count = std::min<int64_t>(kMostRows, rows - row);
     registers.set_rows(count);
@@ -71,38 +78,80 @@ inline void pack_queries(const BFloat16* queries, int64_t rows, int64_t width, G
   }
 }
 
-/// scores[r][0..32) = queries[r] . keys[0..32), for up to `kFewRows` rows, packed. Keys are inputs of
-/// the product and lie `stride` elements apart, 16 at a time. The products and the order of their
-/// sums are those of `score_panel`.
-inline void score_keys(const Group* queries, int64_t rows, int64_t width,
-                       const BFloat16* const* keys, int64_t shift, int64_t stride, Ahead ahead,
-                       float* scores) {
-  PassRegisters registers;
-  registers.set_rows(kTileRows);
-  settle_memory();
-  for (int64_t j = 0; j < kFeatures; j += kTileRows) {
-    const BFloat16* first = keys[j] + shift;
-    _tile_zero(0);
-    for (int64_t d = 0; d < width; d += 2 * kTileRows) {
-      _tile_loadd(4, first + d, stride * sizeof(BFloat16));
-      _tile_loadd(6, queries + d / 2 * kFewRows, kFewRows * sizeof(Group));
-      _tile_dpbf16ps(0, 4, 6);
-      for (int64_t key = j; key < j + kTileRows; ++key) ahead.fetch(key, d);
-    }
-    alignas(64) float by_key[kTileRows][kFewRows];
-    _tile_stored(0, by_key, sizeof(by_key[0]));
-    settle_memory();
-    Vec<float> by_row[kTileRows];
-    std::memcpy(by_row, by_key, sizeof(by_key));
-    transpose<float>(by_row);
-    for (int64_t r = 0; r < rows; ++r) store(scores + r * kSplit + j, by_row[r]);
+/// Keys k, k + kN, ... of 16, of each of which `from` has kN scores, in one register.
+template <int kN>
+inline Vec<float> load_keys(const float* from, int k) {
+  const auto part = [&](int i) { return from + (k + i * kN) * kN; };
+  if constexpr (kN == 16) {
+    return load<float>(part(0));
+  } else if constexpr (kN == 8) {
+    const __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(part(0)));
+    return _mm512_insertf32x8(low, _mm256_loadu_ps(part(1)), 1);
+  } else {
+    static_assert(kN == 4);
+    __m512 keys = _mm512_castps128_ps512(_mm_loadu_ps(part(0)));
+    keys = _mm512_insertf32x4(keys, _mm_loadu_ps(part(1)), 1);
+    keys = _mm512_insertf32x4(keys, _mm_loadu_ps(part(2)), 2);
+    return _mm512_insertf32x4(keys, _mm_loadu_ps(part(3)), 3);
   }
 }
 
+/// scores[r][j] = by_key[j][r] for 16 keys of kN rows.
+template <int kN>
+inline void turn_scores(const float* by_key, int64_t rows, float* scores) {
+  Vec<float> by_row[kN];
+#pragma GCC unroll 16
+  for (int k = 0; k < kN; ++k) by_row[k] = load_keys<kN>(by_key, k);
+  if constexpr (kN == 16) {
+    transpose<float>(by_row);
+  } else {
+    swap_blocks<float, kN / 2>(by_row);
+  }
+  for (int64_t r = 0; r < rows; ++r) store(scores + r * kSplit, by_row[r]);
+}
+
+/// scores[r][j] = queries[r] . keys[j], for up to kN rows, packed, and the positions of `range`, of
+/// whole panels. Keys are inputs of the product and lie `stride` elements apart, 16 at a time.
+/// The products and the order of their sums are those of `score_panel`. `by_key` is memory for the
+/// scores of all positions.
+template <int kN>
+void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int64_t width,
+               const BFloat16* const* keys, int64_t shift, int64_t stride, Range range, Ahead ahead,
+               float* by_key, float* scores) {
+  registers.set_shape(kTileRows, kTileRows, kN);
+  settle_memory();
+  for (int64_t j = range.begin; j < range.end; j += 2 * kTileRows) {
+    const BFloat16 *first = keys[j] + shift, *second = keys[j + kTileRows] + shift;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < width; d += 2 * kTileRows) {
+      _tile_loadd(6, queries + d / 2 * kFewRows, kFewRows * sizeof(Group));
+      _tile_loadd(4, first + d, stride * sizeof(BFloat16));
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, second + d, stride * sizeof(BFloat16));
+      _tile_dpbf16ps(1, 5, 6);
+      for (int64_t key = j; key < j + 2 * kTileRows; ++key) ahead.fetch(key, d);
+    }
+    _tile_stored(0, by_key + j * kN, kN * sizeof(float));
+    _tile_stored(1, by_key + (j + kTileRows) * kN, kN * sizeof(float));
+  }
+  settle_memory();
+  for (int64_t j = range.begin; j < range.end; j += kTileRows) {
+    turn_scores<kN>(by_key + j * kN, rows, scores + j);
+  }
+}
+
+inline void score_keys(PassRegisters& registers, const Group* queries, int64_t rows, int64_t width,
+                       const BFloat16* const* keys, int64_t shift, int64_t stride, Range range,
+                       Ahead ahead, float* by_key, float* scores) {
+  const auto score = rows <= 4 ? score_few<4> : rows <= 8 ? score_few<8> : score_few<16>;
+  score(registers, queries, rows, width, keys, shift, stride, range, ahead, by_key, scores);
+}
+
 /// scores[r][0..32) = queries[r] . keys of one packed panel.
-inline void score_panel(const BFloat16* queries, int64_t rows, int64_t width, const Group* panel,
-                        float* scores) {
-  for_passes(rows, [&](int64_t row, int64_t count) {
+inline void score_panel(PassRegisters& registers, const BFloat16* queries, int64_t rows,
+                        int64_t width, const Group* panel, float* scores) {
+  for_passes(registers, rows, [&](int64_t row, int64_t count) {
     alignas(64) TileSums<kMostRows> sums;
     multiply_rows(dense_rows(queries, width).from(row, 0, width / 2), count, panel, {}, sums);
     for (int64_t r = 0; r < count; ++r) {
@@ -111,20 +160,22 @@ inline void score_panel(const BFloat16* queries, int64_t rows, int64_t width, co
   });
 }
 
-/// out[r][0..32) = sum over `range`, of whole panels, of weights[r][j] * values[j], in order.
-inline void add_values(const BFloat16* high, const BFloat16* low, int64_t rows, Range range,
+/// out[r][0..32) = the sums over `range`, of whole panels, of both parts of weights[r][j] * values[j],
+/// each in order.
+inline void add_values(PassRegisters& registers, const BFloat16* parts, int64_t rows, Range range,
                        const Group* tile, float* out, int64_t out_stride) {
   const int64_t first = range.begin / 2, groups = range.size() / 2;
-  for_passes(rows, [&](int64_t row, int64_t count) {
+  for_passes(registers, 2 * rows, [&](int64_t part, int64_t count) {
     alignas(64) TileSums<kMostRows> sums;
-    zero_sums(count);
-    for (const BFloat16* part : {high, low}) {
-      add_rows(dense_rows(part, kSplit).from(row, first, groups), count, tile + first * kFeatures,
-               {});
-    }
-    store_sums(sums, count);
-    for (int64_t r = 0; r < count; ++r) {
-      std::memcpy(out + (row + r) * out_stride, sums[r], sizeof(sums[r]));
+    const InputRows inputs = dense_rows(parts, kSplit).from(part, first, groups);
+    multiply_rows(inputs, count, tile + first * kFeatures, {}, sums);
+    settle_memory();
+    for (int64_t i = 0; i < count; i += 2) {
+      constexpr int kN = kLanes<float>;
+      Vec<float> both[2]{load<float>(sums[i]) + load<float>(sums[i + 1]),
+                         load<float>(sums[i] + kN) + load<float>(sums[i + 1] + kN)};
+      order_halves(both);
+      std::memcpy(out + (part + i) / 2 * out_stride, both, sizeof(both));
     }
   });
 }

@@ -30,6 +30,7 @@ inline constexpr bool kTileRegisters =
     kPairs<A, T>;
 #else
     false;
+struct PassRegisters {};  // There are none.
 #endif
 
 /// Positions whose values stay in the first-level cache for all rows of a head.
@@ -54,7 +55,7 @@ struct HeadRows {
 template <class A, class T>
 struct Scratch {
   Buffer<A> queries, panel, weights, split_sums, unit_sums;
-  Buffer<Factor<T>> narrow_queries, high_weights, low_weights, expanded;
+  Buffer<Factor<T>> narrow_queries, weight_parts, expanded;
   Buffer<Group> packed, packed_queries;
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
@@ -136,7 +137,8 @@ class SplitAttention {
     const Range local{seen.begin - base, seen.end - base};
     find_rows(unit, base, local, memory);
     A* weights = memory.weights.reserve(kRows * kSplit);
-    const Range computed = score(unit, local, memory, weights);
+    PassRegisters registers;
+    const Range computed = score(unit, local, memory, registers, weights);
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const Range own = intersect(p_.visible(position(unit, row)), seen);
       const bool is_first = row % unit.rows == 0;
@@ -144,9 +146,13 @@ class SplitAttention {
       out.norms[row] = weigh_row<A>(
           weights + row * kSplit, computed, {own.begin - base, own.end - base},
           static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory));
+      if constexpr (kTileRegisters<A, F>) {
+        F* parts = memory.weight_parts.reserve(2 * kRows * kSplit);
+        if (in_pairs()) split_weights(weights + row * kSplit, computed, parts + 2 * row * kSplit);
+      }
     }
     if constexpr (kTileRegisters<A, F>) {
-      if (in_pairs()) return add_packed_values(unit, computed, local, memory, out);
+      if (in_pairs()) return add_packed_values(unit, computed, local, memory, registers, out);
     }
     add_values_by_panel(unit, local, memory, out);
   }
@@ -234,20 +240,52 @@ class SplitAttention {
   }
 
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
-  Range score(const Unit& unit, Range local, Memory& memory, A* scores) const {
+  Range score(const Unit& unit, Range local, Memory& memory, PassRegisters& registers,
+              A* scores) const {
     const Range computed{
         local.begin / kPanel<A> * kPanel<A>,
         (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
+#if defined(__AMX_TILE__)
+    if constexpr (kTileRegisters<A, F>) {
+      if (scores_keys_in_place(unit)) {
+        const Range whole{
+            (local.begin + kPanel<A> - 1) / kPanel<A> * kPanel<A>,
+            local.end / kPanel<A> * kPanel<A>};
+        for (int64_t h = 0; h < unit.heads; ++h) {
+          score_in_place(unit, h, memory, registers, whole, scores);
+        }
+      }
+    }
+#endif
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
       const bool whole = panel_at(j, local).size() == kPanel<A>;
-      for (int64_t h = 0; h < unit.heads; ++h) score_panel_of(unit, h, memory, j, whole, scores + j);
+      if (whole && scores_keys_in_place(unit)) continue;
+      for (int64_t h = 0; h < unit.heads; ++h) {
+        score_panel_of(unit, h, memory, registers, j, whole, scores + j);
+      }
     }
     return computed;
   }
 
+#if defined(__AMX_TILE__)
+  /// The scores of one head's few rows at the positions of `range`, of whole panels.
+  void score_in_place(const Unit& unit, int64_t h, Memory& memory, PassRegisters& registers,
+                      Range range, A* scores) const {
+    if (range.empty()) return;
+    const auto [keys, shift] = head_rows(
+        p_.keys, memory.keys, h, range, p_.values, memory.values, memory);
+    const int64_t width = p_.keys.width;
+    const int64_t stride = kCodes<T> ? width : p_.keys.slot_stride;
+    score_keys(
+        registers, memory.packed_queries.get() + h * (width / 2) * kFewRows, unit.rows, width, keys,
+        shift, stride, range, key_panel_ahead(memory, keys, 0, h),
+        memory.panel.reserve(kSplit * kFewRows), scores + h * unit.rows * kSplit);
+  }
+#endif
+
   /// The scores of one panel of one head.
-  void score_panel_of(const Unit& unit, int64_t h, Memory& memory, int64_t begin, bool whole,
-                      A* scores) const {
+  void score_panel_of(const Unit& unit, int64_t h, Memory& memory, PassRegisters& registers,
+                      int64_t begin, bool whole, A* scores) const {
     const auto [rows, shift] = head_rows(
         p_.keys, memory.keys, h, {begin, begin + kPanel<A>}, p_.values, memory.values, memory);
     const F* const* keys = rows + begin;
@@ -258,16 +296,9 @@ class SplitAttention {
         const F* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
         const Ahead ahead = key_panel_ahead(memory, keys, begin, h);
-#if defined(__AMX_TILE__)
-        if (whole && scores_keys_in_place(unit)) {
-          const int64_t stride = kCodes<T> ? width : p_.keys.slot_stride;
-          const Group* own = memory.packed_queries.get() + h * (width / 2) * kFewRows;
-          return score_keys(own, unit.rows, width, keys, shift, stride, ahead, scores);
-        }
-#endif
         pack_keys(keys, whole, shift, width, ahead, packed);
 #if defined(__AMX_TILE__)
-        score_panel(queries, unit.rows, width, packed, scores);
+        score_panel(registers, queries, unit.rows, width, packed, scores);
 #else
         for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
           score_pairs<decltype(tile)::value>(
@@ -332,13 +363,8 @@ class SplitAttention {
 
   /// Weighted values in tile registers, 32 dimensions at a time.
   void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
-                         Partial<A> out) const {
-    F* high = memory.high_weights.reserve(kRows * kSplit);
-    F* low = memory.low_weights.reserve(kRows * kSplit);
-    for (int64_t row = 0; row < unit.all_rows(); ++row) {
-      const int64_t at = row * kSplit;
-      split_weights(memory.weights.get() + at, computed, high + at, low + at);
-    }
+                         PassRegisters& registers, Partial<A> out) const {
+    const F* parts = memory.weight_parts.get();
     const int64_t width = p_.values.width;
     Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
     for (int64_t h = 0; h < unit.heads; ++h) {
@@ -347,7 +373,7 @@ class SplitAttention {
           p_.values, memory.values, h, local, p_.keys, memory.next_keys, memory);
       for (int64_t column = 0; column < width; column += kFeatures) {
         pack_values(values, computed, local, shift + column, width - column, tile);
-        add_values(high + first * kSplit, low + first * kSplit, unit.rows, computed, tile,
+        add_values(registers, parts + 2 * first * kSplit, unit.rows, computed, tile,
                    out.sums + first * stride + column, stride);
       }
     }

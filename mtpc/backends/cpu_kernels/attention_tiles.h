@@ -112,7 +112,7 @@ Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap, Scales
   const A peak = max_lanes<A>(peaks);
   Vec<A> totals{};
   for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
-    const Vec<A> weight = exp(load<A>(scores + j) - finite_peak(peak));
+    const Vec<A> weight = exp_nonpositive(load<A>(scores + j) - finite_peak(peak));
     totals += weight;
     store(scores + j, scales.values ? weight * load<A>(scales.values + j) : weight);
   }

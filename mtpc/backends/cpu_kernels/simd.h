@@ -251,10 +251,11 @@ inline void swap_off_diagonal(V& a, V& b, std::integer_sequence<int, kLane...>) 
   a = upper;
 }
 
-/// Transpose a square of registers, by swapping ever smaller off-diagonal blocks.
-template <class A, int kBlock = kLanes<A> / 2>
-inline void swap_blocks(Vec<A> (&square)[kLanes<A>]) {
-  for (int i = 0; i < kLanes<A>; ++i) {
+/// Transpose a square of registers, by swapping ever smaller off-diagonal blocks. Of fewer registers,
+/// each square of lanes is transposed by itself.
+template <class A, int kBlock = kLanes<A> / 2, size_t kCount>
+inline void swap_blocks(Vec<A> (&square)[kCount]) {
+  for (size_t i = 0; i < kCount; ++i) {
     if ((i & kBlock) == 0) {
       swap_off_diagonal<kBlock>(
           square[i], square[i + kBlock], std::make_integer_sequence<int, kLanes<A>>{});
@@ -341,6 +342,24 @@ inline Vec<double> exp(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
   return x;
 }
+
+/// e^x for x <= 0, in half the instructions: 2^n times a polynomial in base 2. Exactly 0 below -87.3,
+/// exactly 1 at 0, NaN for NaN.
+__attribute__((always_inline)) inline Vec<float> exp_nonpositive(Vec<float> x) {
+  // As above. The low bits are those of n + 127, the exponent of 2^n.
+  constexpr float kRounder = 12582912.0f + 127, kLog2E = 1.44269504088896341f;
+  const Vec<float> shifted = x * kLog2E + kRounder;
+  const Vec<float> r = x * kLog2E - (shifted - kRounder);
+  Vec<float> p = r * 1.326472731e-3f + 9.671512991e-3f;
+  p = p * r + 5.5507335812e-2f;
+  p = p * r + 2.40222424269e-1f;
+  p = p * r + 6.93147003651e-1f;
+  p = p * r + 1.0f;
+  const auto power = reinterpret_cast<Mask<float>>(shifted) << 23;
+  return x < -87.3f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
+}
+
+inline Vec<double> exp_nonpositive(Vec<double> x) { return exp(x); }
 
 template <class V>
 inline V tanh(V x) {

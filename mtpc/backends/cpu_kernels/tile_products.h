@@ -48,15 +48,15 @@ struct alignas(64) TileConfig {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  /// For `count` rows, of each of which a step takes `groups` groups.
-  TileConfig(int64_t count, int groups) {
+  /// For `count` rows, of each of which a step takes `groups` groups, and `columns` features.
+  TileConfig(int64_t count, int groups, int columns) {
     const int first = std::min<int64_t>(count, kTileRows);
     const int second = count > kTileRows ? count - kTileRows : first;
     const int used[] = {first, first, second, second, first, second, groups, groups};
     for (int i = 0; i < 8; ++i) {
       const bool are_inputs = i == 4 || i == 5;
       rows[i] = used[i];
-      bytes[i] = used[i] ? (are_inputs ? groups : kTileRows) * sizeof(Group) : 0;
+      bytes[i] = used[i] ? (are_inputs ? groups : columns) * sizeof(Group) : 0;
     }
   }
 };
@@ -176,14 +176,18 @@ class PassRegisters {
  public:
   PassRegisters() = default;
   PassRegisters(const PassRegisters&) = delete;
-  ~PassRegisters() { _tile_release(); }
+  ~PassRegisters() {
+    if (rows_ > 0) _tile_release();
+  }
 
-  /// Configures them for `rows` rows, of each of which a step takes `groups` groups.
-  void set_shape(int64_t rows, int groups) {
-    if (rows == rows_ && groups == groups_) return;
+  /// Configures them for `rows` rows, of each of which a step takes `groups` groups, and for
+  /// `columns` features in a register.
+  void set_shape(int64_t rows, int groups, int columns = kTileRows) {
+    if (rows == rows_ && groups == groups_ && columns == columns_) return;
     rows_ = rows;
     groups_ = groups;
-    const TileConfig config(rows, groups);
+    columns_ = columns;
+    const TileConfig config(rows, groups, columns);
     settle_memory();
     _tile_loadconfig(&config);
   }
@@ -192,7 +196,7 @@ class PassRegisters {
 
  private:
   int64_t rows_ = 0;
-  int groups_ = 0;
+  int groups_ = 0, columns_ = 0;
 };
 
 }  // namespace mtpc
