@@ -11,6 +11,7 @@ from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mtpc.models.families.glm4v_moe import GLM4V_MOE
 from mtpc.models.families.glm_moe_dsa import GLM_MOE_DSA
+from mtpc.models.families.longcat_flash import LONGCAT_FLASH
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
 from mtpc.models.families.nemotron_h import NEMOTRON_H
@@ -37,6 +38,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ERNIE4_5_MOE,
     EXAONE_MOE,
     NEMOTRON_H,
+    LONGCAT_FLASH,
     GEMMA4,
     GEMMA4_UNIFIED,
     LLAMA,

@@ -17,7 +17,14 @@ FAMILY_NAMES = (
     "deepseek_v32",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
-NEAR_FAMILIES = ("glm4_moe_lite", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe", "nemotron_h")
+NEAR_FAMILIES = (
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "nemotron_h",
+    "longcat_flash",
+)
 """Families whose parts are those of the ones above: the default run has their text and their drafts
 at K = 3, the slow run what it has of the others."""
 DRAFTED = ("llama", "qwen3", "qwen2")

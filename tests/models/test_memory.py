@@ -23,6 +23,7 @@ HEADS_AND_WIDTHS = {
     "glm4_moe": 3 * 2 * (16 + 16),
     "deepseek_v3": 3 * (32 + 8),
     "glm4_moe_lite": 3 * (32 + 8),
+    "longcat_flash": (2 * 2 + 1) * (32 + 8),
     "glm4v_moe": 3 * 2 * (16 + 16),
     "ernie4_5_moe": 3 * 2 * (16 + 16),
     "nemotron_h": 2 * 2 * (16 + 16),
