@@ -47,4 +47,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 """The family table. A new model is one file in this package and one row here."""
 
-__all__ = ["FAMILIES", "ModelFamily"]
+LACKING = dict.fromkeys(
+    ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+    "embeddings of n-grams, and attention to blocks that an indexer chooses",
+)
+"""Architectures of transformers that mtpc does not run -> what it has no state and operators for;
+docs/models.md has more."""
+
+__all__ = ["FAMILIES", "LACKING", "ModelFamily"]

@@ -37,7 +37,7 @@ HEADS_AND_WIDTHS = {
     "step3p5": 2 * 2 * (16 + 16),
     "step3p7": 2 * 2 * (16 + 16),
     "mimo_v2": 1 * 1 * (24 + 16),
-    **dict(zip(ASSISTED, (1 * 2 * (24 + 24), 2 * 1 * (24 + 24)), strict=True)),
+    **dict(zip(ASSISTED[:2], (1 * 2 * (24 + 24), 2 * 1 * (24 + 24)), strict=True)),
     **dict.fromkeys(DRAFTED, 4 * 2 * (16 + 16) + 1 * (24 + 24)),
 }
 """Values a token in all layers together, those of MTP included: layers that see the whole text

@@ -31,8 +31,9 @@ _COMPUTED: dict[str, Any] = {
     "router_bias": False,
     "norm_topk_prob": False,
     "hidden_act": "silu",
+    "nextn_use_scmoe": False,
 }
-"""Entries of config.json -> what transformers computes, whatever they say."""
+"""Entries of config.json -> what transformers' layers and `mtpc::experts` compute in any case."""
 
 
 class ZeroExperts(nn.Module):
@@ -102,29 +103,15 @@ def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
     """The entries as they are.
 
     Raises:
-        UnsupportedModelError: transformers' layers compute something else.
+        UnsupportedModelError: one asks for what is not computed.
     """
     for name, computed in _COMPUTED.items():
         if entries.get(name) not in (None, computed):
             raise UnsupportedModelError(
                 f"the config has {name} {entries[name]!r}; expected {computed!r}, which is what "
-                "transformers' LongcatFlash computes"
+                "mtpc computes with transformers' layers"
             )
     return entries
-
-
-def _block_config(config: Any) -> Any:
-    """A copy of the config.
-
-    Raises:
-        UnsupportedModelError: the MTP layer has experts.
-    """
-    if getattr(config, "nextn_use_scmoe", False):
-        raise UnsupportedModelError(
-            "nextn_use_scmoe is true; expected false or none: an MTP layer with experts has no "
-            "known names; use spec_tokens=0"
-        )
-    return copy.deepcopy(config)
 
 
 LONGCAT_FLASH = ModelFamily(
@@ -142,7 +129,7 @@ LONGCAT_FLASH = ModelFamily(
     num_mtp_layers=num_mtp_layers,
     layer_prefix=lambda num_hidden_layers, i: "model.mtp.",
     block_prefix="layers.0.",
-    block_config=_block_config,
+    block_config=copy.deepcopy,
     make_block=DenseLayer,
     cache_specs=paged_latent_specs,
     caches_per_layer=2,
