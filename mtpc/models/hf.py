@@ -88,8 +88,7 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     """The experts function that transformers calls."""
     if not getattr(module, "has_gate", True):
         return _experts_without_gate(module, x, expert_ids, expert_weights)
-    config = module.config
-    name = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
+    name = getattr(module.config, "hidden_activation", None) or module.config.hidden_act
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"the experts have the activation {name!r}; expected one of {', '.join(_ACTIVATIONS)}, "

@@ -420,7 +420,8 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> Lo
             f"the model is a multimodal {type(model).__name__}; expected its text model: load it "
             f"with transformers.{family.hf_class}, or pass the checkpoint's directory"
         )
-    if not isinstance(model, (model_class(family), getattr(transformers, family.hf_class, ()))):
+    kinds: Any = (model_class(family), getattr(transformers, family.hf_class, ()))
+    if not isinstance(model, kinds):
         raise UnsupportedModelError(
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"

@@ -19,6 +19,7 @@ import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.families.longcat_flash import ZeroExperts
 from mtpc.models.hf import model_class
+from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import load
 
 FAMILY = "longcat_flash"
@@ -66,16 +67,24 @@ def test_a_layer_has_two_caches(checkpoint: Callable[..., Path]) -> None:
     assert [*numbers, loaded.mtp_layers[0].block.self_attn.layer_idx] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("change", [0.0, 0.3])
-def test_an_embedding_of_its_own(
-    change: float, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    """A copy of the target's, as released, takes no memory; another one is used."""
+def test_layers_are_copied_with_both_caches(tmp_path: Path) -> None:
+    """A layer copied k layers on has its caches 2 k on; later ones and the MTP layer's stay."""
+    tiny.make_checkpoint(FAMILY, tmp_path, num_layers=6)
+    pattern = find_pattern(load(tmp_path, None, True, headers_only=True), lambda name: None)
+    assert pattern is not None
+    assert (pattern.first, pattern.period, pattern.traced, pattern.total) == (0, 1, 4, 6)
+    names = ("kv.6.latent", "kv.7.latent", "kv.8.latent", "model.layers.3.mlps.1.up_proj.weight")
+    moved = ("kv.8.latent", "kv.9.latent", "kv.8.latent", "model.layers.4.mlps.1.up_proj.weight")
+    assert tuple(pattern.shifted(name, 1) for name in names) == moved
+
+
+def test_an_embedding_of_its_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A copy of the target's, as released, takes no memory of its own; another one is used."""
     source = checkpoint(FAMILY, "random")
-    directory = longcat.with_own_embedding(source, tmp_path / "own", change)
-    (layer,) = load(directory, "float64", True).mtp_layers
-    target = load(directory, "float64", False).target.get_input_embeddings().weight
-    assert torch.equal(layer.embedding.weight, target * (1 + change)) == (change == 0)
+    loaded = load(longcat.with_own_embedding(source, tmp_path / "copy"), "float64", True)
+    target = loaded.target.get_input_embeddings().weight
+    assert loaded.mtp_layers[0].embedding.weight.data_ptr() == target.data_ptr()
+    directory = longcat.with_own_embedding(source, tmp_path / "own", 0.3)
     spec = mtpc.compile(directory, spec_tokens=2, dtype="float64", **EAGER)
     drafts = DraftOracle(Oracle(FAMILY, directory))
     assert check_drafts(spec, drafts, [PROMPTS[4], PROMPTS[9]], 6) >= 2
@@ -139,13 +148,7 @@ def test_layers_that_an_eagle_head_may_name(
     entries["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]
     eagle.save_head(eagle.new_head(entries, 64), entries, tmp_path / "head")
     with pytest.raises(CheckpointError, match=r"are \[0, 1, 3\]; expected"):
-        load_pair(checkpoint(FAMILY, "random"), tmp_path / "head")
+        load(checkpoint(FAMILY, "random"), None, True, draft=tmp_path / "head")
     entries["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     eagle.save_head(eagle.new_head(entries, 64), entries, tmp_path / "fits")
-    spec = load_pair(checkpoint(FAMILY, "random"), tmp_path / "fits")
-    assert spec.generate(PROMPTS[4], 4, ignore_eos=True)
-
-
-def load_pair(target: Path, draft: Path) -> Any:
-    """Both compiled, in float64."""
-    return mtpc.compile(target, draft=draft, spec_tokens=2, dtype="float64", **EAGER)
+    assert load(checkpoint(FAMILY, "random"), None, True, draft=tmp_path / "fits").captures_layers

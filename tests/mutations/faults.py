@@ -491,7 +491,7 @@ FAULTS = (
         "models/layer_pattern.py",
         '("kv.", ".", self.caches)',
         '("kv.", ".", 1)',
-        "program/test_copied_layers.py::test_copies_are_the_layers[longcat_flash-key6]",
+        "models/test_longcat.py::test_layers_are_copied_with_both_caches",
     ),
     Fault(
         "an EAGLE-3 head may name as many layers as there are attentions",

@@ -48,11 +48,7 @@ def plain(name: str) -> None:
 
 DECODE, PREFILL = StepKey.decode(2, 2), StepKey.prefill(2, 4, 2)
 CASES = [
-    pytest.param(
-        family,
-        key,
-        marks=() if family in ("mimo", "longcat_flash") and key == DECODE else pytest.mark.slow,
-    )
+    pytest.param(family, key, marks=() if (family, key) == ("mimo", DECODE) else pytest.mark.slow)
     for family in DEEP
     for key in (DECODE, PREFILL)
 ]
