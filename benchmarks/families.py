@@ -55,6 +55,7 @@ FAMILIES = (
     "ernie4_5_moe",
     "exaone_moe",
     "nemotron_h",
+    "longcat_flash",
 )
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"

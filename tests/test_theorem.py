@@ -31,7 +31,7 @@ import mtpc
 
 BY_DEFAULT: dict[str, Iterable[int]] = {
     **dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)),
-    **dict.fromkeys((*DRAFTED[1:], *ASSISTED[1:]), ()),
+    **dict.fromkeys((*DRAFTED[1:], ASSISTED[1]), ()),
     "mimo": range(5),
 }
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
@@ -147,9 +147,9 @@ def test_prefill_chunking_changes_nothing(
         )
 
 
-REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4", "llama")
-"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries, and a
-drafter in a checkpoint of its own."""
+REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4", "llama", "gemma4")
+"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries, and
+drafters in checkpoints of their own, one with caches and one that reads the target's."""
 
 
 @pytest.mark.parametrize("family", [*REUSING, pytest.param("nemotron_h", marks=pytest.mark.slow)])

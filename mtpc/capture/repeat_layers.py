@@ -63,8 +63,8 @@ def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> _Periods | Non
     """
     marks: list[int] = []
     for count in range(1, 4):
-        layer = pattern.first + count * pattern.period
-        uses = (i for i, call in enumerate(calls) if _uses_state(call, f"kv.{layer}."))
+        cache = (pattern.first + count * pattern.period) * pattern.caches
+        uses = (i for i, call in enumerate(calls) if _uses_state(call, f"kv.{cache}."))
         mark = next(uses, None)
         if mark is None:
             return None

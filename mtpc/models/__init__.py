@@ -11,6 +11,7 @@ from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mtpc.models.families.glm4v_moe import GLM4V_MOE
 from mtpc.models.families.glm_moe_dsa import GLM_MOE_DSA
+from mtpc.models.families.longcat_flash import LONGCAT_FLASH
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
 from mtpc.models.families.nemotron_h import NEMOTRON_H
@@ -37,6 +38,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ERNIE4_5_MOE,
     EXAONE_MOE,
     NEMOTRON_H,
+    LONGCAT_FLASH,
     GEMMA4,
     GEMMA4_UNIFIED,
     LLAMA,
@@ -45,4 +47,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 """The family table. A new model is one file in this package and one row here."""
 
-__all__ = ["FAMILIES", "ModelFamily"]
+LACKING = dict.fromkeys(
+    ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+    "embeddings of n-grams, and attention to blocks that an indexer chooses",
+)
+"""Architectures of transformers that mtpc does not run -> what it has no state and operators for;
+docs/models.md has more."""
+
+__all__ = ["FAMILIES", "LACKING", "ModelFamily"]

@@ -76,8 +76,8 @@ class Eagle3Config:
     norm_first: bool
 
     @classmethod
-    def read(cls, checkpoint: PairedCheckpoint, target: Any) -> Eagle3Config:
-        """From the drafter's config.json, for a target of this config.
+    def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> Eagle3Config:
+        """From the drafter's config.json, for a target of this config and so many decoder layers.
 
         Raises:
             CheckpointError: the head was made for a target of other sizes.
@@ -104,8 +104,8 @@ class Eagle3Config:
                 f"{where} lacks {TOKEN_MAP}, which says what tokens the {rows} rows of its head "
                 f"stand for (vocab_size is {vocab}); download or export the head again"
             )
-        layers = _layer_ids(entries, target.num_hidden_layers, where)
-        return cls(config, layers, rows, width, bool(entries.get(_NORM_FIRST)))
+        found = _layer_ids(entries, layers, where)
+        return cls(config, found, rows, width, bool(entries.get(_NORM_FIRST)))
 
 
 def _check_known(entries: Mapping[str, Any], config: Any, where: Any) -> None:
@@ -323,7 +323,8 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
             f"{where} is an EAGLE-3 head, and {family.name} has no residual stream of one row that "
             "it could be fed; expected another target"
         )
-    config = Eagle3Config.read(checkpoint, target)
+    layers = target.num_hidden_layers // family.caches_per_layer
+    config = Eagle3Config.read(checkpoint, target, layers)
     stored = checkpoint.draft.tensors
     _check_ends(stored, config, target, where)
     block = next((b for b in _BLOCKS if any(name.startswith(b) for name in stored)), _BLOCKS[0])

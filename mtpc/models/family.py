@@ -94,7 +94,8 @@ class ModelFamily:
         name: short name for messages and docs.
         architectures: `architectures` entries of config.json that this family serves.
         hf_class: name of the target's class in transformers.
-        own_class: returns the target's class if transformers has the layers but no such class.
+        own_class: returns the target's class if transformers has none, or one whose tensors are not
+            those of checkpoints.
         hf_config_class: name of the config's class in transformers.
         wiring: how an MTP layer joins embedding and features.
         num_mtp_layers: config -> number of MTP layers; None if the config does not say: loading
@@ -107,6 +108,8 @@ class ModelFamily:
             MTP layer, where it is not one of those layers.
         make_layer: (wiring, layer index, what it has of its own) -> a drafter that is no MTP layer.
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
+        caches_per_layer: layers that `config.num_hidden_layers` counts, each with state of its own,
+            in one of the decoder's layers.
         cache_kinds: dataclasses that hold the state of a layer, besides those of `caches`. A class
             is used for the layers whose buffer roles are the names of its fields.
         shared_tensors: names of an MTP layer's embedding and output head, which checkpoints may
@@ -147,6 +150,7 @@ class ModelFamily:
         config, index
     )
     make_layer: Callable[[MTPWiring, int, Collection[str]], Any] | None = None
+    caches_per_layer: int = 1
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
@@ -160,7 +164,7 @@ class ModelFamily:
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked_gate_up: tuple[str, str] | None = None
     own_class: Callable[[], type[nn.Module]] | None = None
-    released_entries: Mapping[str, str] = field(default_factory=dict)
+    released_entries: Mapping[str, Any] = field(default_factory=dict)
     config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
 
     def inner_names(self) -> dict[str, str]:
@@ -201,6 +205,6 @@ def layers_after(config: Any, count: int, **kinds: str) -> Any:
     return extended
 
 
-def find_norm_class(layer: Any) -> type[nn.Module]:
-    """The RMSNorm class of a decoder layer, taken from its input norm."""
-    return type(getattr(layer, "input_layernorm", None) or layer.norm)
+def find_norm_class(block: Any) -> type[nn.Module]:
+    """The RMSNorm class of a decoder block, taken from its input norm."""
+    return type(getattr(block, "input_layernorm", None) or block.norm)

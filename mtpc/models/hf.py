@@ -28,6 +28,8 @@ from mtpc.ops.experts import experts, relu2_experts
 from mtpc.step.records import Metadata
 
 SEAM_NAME = "mtpc"
+_ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+"""transformers' names for activations of experts with gates -> whether `mtpc::experts` has GELU."""
 
 CACHE = next(
     field.name
@@ -86,17 +88,17 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     """The experts function that transformers calls."""
     if not getattr(module, "has_gate", True):
         return _experts_without_gate(module, x, expert_ids, expert_weights)
-    if module.config.hidden_act not in ("silu", "swish"):
+    name = getattr(module.config, "hidden_activation", None) or module.config.hidden_act
+    if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"the experts have the activation {module.config.hidden_act!r}; expected 'silu', as "
-            "mtpc::experts computes SwiGLU"
+            f"the experts have the activation {name!r}; expected one of {', '.join(_ACTIVATIONS)}, "
+            "which mtpc::experts computes"
         )
     weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
     limit = getattr(module, "limit", None)
-    if limit is None:
-        return experts(x, *weights)
-    # Modules with a limit clamp the gate in `_apply_gate`; the last argument asks for the same.
-    return experts(x, *weights, float(limit), True)
+    # Modules with a limit clamp the gate in `_apply_gate`, as `limit_input` asks for.
+    bounds = (float(limit or 0), limit is not None)
+    return experts(x, *weights, *bounds, _ACTIVATIONS[name])
 
 
 def _experts_without_gate(

@@ -33,6 +33,7 @@ class LayerPattern:
         period: layers after which it repeats.
         traced: how many of the first layers are traced.
         total: how many layers there are.
+        caches: see `ModelFamily.caches_per_layer`.
     """
 
     prefix: str
@@ -40,6 +41,7 @@ class LayerPattern:
     period: int
     traced: int
     total: int
+    caches: int
 
     @property
     def copies(self) -> int:
@@ -48,19 +50,21 @@ class LayerPattern:
 
     def shifted(self, name: str, layers: int) -> str:
         """The name of a weight or of state, of so many layers later; other names stay."""
-        for prefix, end in (
-            (self.prefix, "."),
-            (self.prefix.replace(".", "_"), "_"),  # In names of derived weights.
-            ("kv.", "."),
+        for prefix, end, numbers in (
+            (self.prefix, ".", 1),
+            (self.prefix.replace(".", "_"), "_", 1),  # In names of derived weights.
+            ("kv.", ".", self.caches),
         ):
             start = r"(?<![a-zA-Z0-9_])" if end == "_" else "^"
             pattern = rf"{start}({re.escape(prefix)})(\d+)(?={re.escape(end)})"
-            name = re.sub(pattern, partial(self._later, layers), name)
+            name = re.sub(pattern, partial(self._later, layers, numbers), name)
         return name
 
-    def _later(self, layers: int, match: re.Match[str]) -> str:
+    def _later(self, layers: int, numbers: int, match: re.Match[str]) -> str:
+        """A number moved on, of which each layer has so many."""
         number = int(match[2])
-        return f"{match[1]}{number + layers if number < self.traced else number}"
+        is_traced = number < self.traced * numbers
+        return f"{match[1]}{number + layers * numbers if is_traced else number}"
 
 
 SpecOf = Callable[[str], GroupSpec | None]
@@ -82,7 +86,8 @@ def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
         rest = (total - first) % period or period
         traced = first + 3 * period + rest
         if traced < total and (best is None or traced < best.traced):
-            best = LayerPattern(layers_prefix(loaded), first, period, traced, total)
+            caches = loaded.family.caches_per_layer
+            best = LayerPattern(layers_prefix(loaded), first, period, traced, total, caches)
     return best
 
 
@@ -115,9 +120,11 @@ def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) >= config.num_hidden_layers
     }
+    count = loaded.family.caches_per_layer
     specs = [
-        replace(spec, name=spec.name.replace(f"kv.{index}.", "kv."))
-        for spec in loaded.cache_specs(index)
+        replace(spec, name=spec.name.replace(f"kv.{cache}.", f"kv.{cache % count}."))
+        for cache in range(index * count, (index + 1) * count)
+        for spec in loaded.cache_specs(cache)
     ]
     names = [name for name, _ in layer.named_parameters()]
     groups = {name: spec_of(f"{layers_prefix(loaded)}{index}.{name}") for name in names}

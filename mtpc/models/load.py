@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
-from mtpc.models import FAMILIES, ModelFamily
+from mtpc.models import FAMILIES, LACKING, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.draft import drafted_family
@@ -310,6 +310,9 @@ def find_family(architectures: list[str]) -> ModelFamily:
     known = [name for family in FAMILIES for name in family.architectures]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
+    lacking = next((LACKING[name] for name in architectures if name in LACKING), None)
+    if lacking:
+        hint = f": mtpc lacks {lacking} (docs/models.md)"
     raise UnsupportedModelError(
         f"architectures {architectures} are not supported{hint}; expected one of {', '.join(known)}"
     )
@@ -417,7 +420,8 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> Lo
             f"the model is a multimodal {type(model).__name__}; expected its text model: load it "
             f"with transformers.{family.hf_class}, or pass the checkpoint's directory"
         )
-    if not isinstance(model, model_class(family)):
+    kinds: Any = (model_class(family), getattr(transformers, family.hf_class, ()))
+    if not isinstance(model, kinds):
         raise UnsupportedModelError(
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"

@@ -175,15 +175,15 @@ def build_mtp_layer(
         own: what the layer has of its own, of "embedding" and "head".
     """
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
-    sample = decoder.layers[-1]
     number = config.num_hidden_layers + index
     if family.make_layer is not None:
         made: MTPLayer = family.make_layer(family.wiring, number, own)
         return made
-    block = family.make_block(type(sample), family.block_config(config), number)
+    kind = type(decoder.layers[-1])
+    block = family.make_block(kind, family.block_config(config), number)
     parts = family.parts
     stream_head = parts.stream_head(decoder, config) if parts and parts.stream_head else None
-    layer = MTPLayer(family.wiring, config, block, find_norm_class(sample), stream_head)
+    layer = MTPLayer(family.wiring, config, block, find_norm_class(block), stream_head)
     if "embedding" in own:
         layer.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     if "head" in own:

@@ -19,6 +19,7 @@ def experts(
     expert_weights: Tensor,
     limit: float = 0.0,
     limit_input: bool = False,
+    gelu: bool = False,
 ) -> Tensor:
     """Weighted sum of the chosen experts' SwiGLU feed-forwards, per row.
 
@@ -28,17 +29,18 @@ def experts(
         x: [T, H].
         gate_up: [E, 2I, H], gate rows first.
         down: [E, H, I].
-        expert_ids: int64 [T, k], distinct per row.
+        expert_ids: int64 [T, k], distinct per row. An id outside of [0, E) chooses nothing.
         expert_weights: [T, k].
         limit: bounds silu(gate) from above and up on both sides (Step-3.7); 0 is off.
         limit_input: the limit bounds gate itself instead, before silu (DeepSeek-V4).
+        gelu: gelu(gate), by its tanh form, in the place of silu(gate) (Gemma 4).
 
     Returns:
         [T, H], dtype of x.
     """
 
     def activate(rows: Tensor) -> Tensor:
-        return swiglu(rows, limit, limit_input)
+        return swiglu(rows, limit, limit_input, gelu)
 
     return _weighted_sum(x, gate_up, down, expert_ids, expert_weights, activate)
 
@@ -117,12 +119,12 @@ def sum_experts(
     return out
 
 
-def swiglu(gate_up: Tensor, limit: float, limit_input: bool) -> Tensor:
-    """silu(gate) * up of [..., 2I], gate first, with the bounds of `experts`."""
+def swiglu(gate_up: Tensor, limit: float, limit_input: bool, gelu: bool = False) -> Tensor:
+    """silu(gate) * up of [..., 2I], gate first, with the bounds and the GELU of `experts`."""
     gate, up = gate_up.chunk(2, -1)
     if limit > 0:
         gate, up = (gate.clamp(max=limit) if limit_input else gate), up.clamp(-limit, limit)
-    gate = F.silu(gate)
+    gate = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
     if limit > 0 and not limit_input:
         gate = gate.clamp(max=limit)
     return gate * up

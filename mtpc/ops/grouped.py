@@ -183,6 +183,7 @@ def grouped_experts(
     limit: float = 0.0,
     limit_input: bool = False,
     rows: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """`mtpc::experts` with the products of `mtpc::grouped_linear`, in float32 between them.
 
@@ -200,6 +201,7 @@ def grouped_experts(
         limit: as in `mtpc::experts`.
         limit_input: as there.
         rows: as in `packed_linear`; a row that is not in use chooses no expert.
+        gelu: as in `mtpc::experts`.
 
     Returns:
         [T, H], of x's dtype.
@@ -209,7 +211,7 @@ def grouped_experts(
 
     def run(expert: int, numbers: Tensor) -> Tensor:
         both = grouped_linear(numbers, gate_up[expert], gate_up_scales[expert], of[0][expert], wide)
-        active = swiglu(both, limit, limit_input)
+        active = swiglu(both, limit, limit_input, gelu)
         return grouped_linear(active, down[expert], down_scales[expert], of[1][expert], narrow)
 
     out = sum_experts(x, down.shape[0], expert_ids, expert_weights, run)

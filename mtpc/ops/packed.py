@@ -143,6 +143,7 @@ def packed_experts(
     limit: float = 0.0,
     limit_input: bool = False,
     rows: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """`mtpc::experts` on packed weights.
 
@@ -155,13 +156,14 @@ def packed_experts(
         limit: as in `mtpc::experts`.
         limit_input: as there.
         rows: as in `packed_linear`; a row that is not in use chooses no expert.
+        gelu: as in `mtpc::experts`.
 
     Returns:
         bfloat16 [T, H].
     """
     wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
     narrow = unpack(down, x.shape[1])
-    mixed = experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input)
+    mixed = experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input, gelu)
     return keep_rows(mixed, rows)
 
 

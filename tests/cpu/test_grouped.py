@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -233,14 +234,14 @@ CASES: list[tuple[Kind, tuple[int, int], Zeros]] = [
 
 
 @pytest.mark.parametrize(("kind", "groups", "points"), CASES)
-@pytest.mark.parametrize("limit", [(0.0, False), (0.4, True)])
+@pytest.mark.parametrize("options", [{}, {"limit": 0.4, "limit_input": True}, {"gelu": True}])
 def test_experts_against_the_reference(
-    kind: Kind, groups: tuple[int, int], points: Zeros, limit: tuple[float, bool]
+    kind: Kind, groups: tuple[int, int], points: Zeros, options: dict[str, Any]
 ) -> None:
     """An activation on the edge between two integers may be rounded to either: one step of it."""
     arguments = experts_of(13, kind, groups, torch.float32, points)
-    found = OURS.grouped_experts(*arguments, *limit)
-    expected = REFERENCE.grouped_experts(*arguments, *limit)
+    found = OURS.grouped_experts(*arguments, **options)
+    expected = REFERENCE.grouped_experts(*arguments, **options)
     assert float((found - expected).norm()) <= 2e-3 * float(expected.norm()) > 0
 
 

@@ -261,6 +261,22 @@ def test_experts_cut_off_at_a_limit(dtype: torch.dtype, of_input: bool) -> None:
     assert (expected - mix.run(REFERENCE)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_gelu(dtype: torch.dtype) -> None:
+    """Against the reference, and that against the formula; silu gives something else."""
+    mix = make_mixture(5, dtype=dtype, hidden=37, intermediate=19)
+    expected = mix.run(REFERENCE, 0.0, False, True)
+    close(mix.run(OURS, 0.0, False, True), expected, scale=2)
+    for row in range(5):
+        each = []
+        for e, w in zip(mix.ids[row], mix.weights[row].to(dtype), strict=True):
+            gate, up = (mix.gate_up[e] @ mix.x[row]).chunk(2)
+            gated = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            each.append(w * (mix.down[e] @ gated))
+        close(expected[row], torch.stack(each).sum(0), scale=2)
+    assert (expected - mix.run(REFERENCE)).abs().max() > 0.01
+
+
 def test_experts_beyond_the_table_and_unused_ones_count_for_nothing() -> None:
     mix = make_mixture(5)
     mix.ids[:, 0] = 2

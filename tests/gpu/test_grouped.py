@@ -132,6 +132,13 @@ def test_experts_with_a_limit_and_more_rows_than_a_tile(limit_input: bool) -> No
     _close_but_for_steps(OURS.grouped_experts(*arguments, 0.5, limit_input), expected)
 
 
+def test_experts_of_gelu() -> None:
+    arguments = experts_call(3, FORMS[0], torch.float32)
+    expected = REFERENCE.grouped_experts(*arguments, gelu=True)
+    assert not torch.allclose(expected, REFERENCE.grouped_experts(*arguments), atol=0.02)
+    _close_but_for_steps(OURS.grouped_experts(*arguments, gelu=True), expected)
+
+
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[-1]])
 def test_experts_beyond_the_table_and_rows_that_are_no_numbers(
     form: tuple[Kind, int, Zeros],

@@ -284,6 +284,14 @@ def test_experts_with_a_limit(dtype: torch.dtype, tokens: int, limit_input: bool
     close(mix.run(OURS, 0.5, limit_input), expected, scale=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_gelu(dtype: torch.dtype) -> None:
+    mix = make_mixture(5, dtype=dtype)
+    expected = mix.run(REFERENCE, 0.0, False, True)
+    assert not torch.allclose(expected, mix.run(REFERENCE), atol=0.02)
+    close(mix.run(OURS, 0.0, False, True), expected, scale=2)
+
+
 def test_a_limit_keeps_nan() -> None:
     mix = make_mixture(3)
     mix.x[1] = float("nan")

@@ -42,9 +42,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "backbone_hidden_size": 64,
     },
+    "gemma4@experts": {
+        "text_config": {
+            **_TEXT,
+            **_SMALL,
+            "model_type": "gemma4_text",
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        "backbone_hidden_size": 64,
+    },
 }
-"""Of an assistant with clusters of tokens, and of one with a plain head."""
-_STEM = {"gemma4": "Gemma4Assistant", "gemma4_unified": "Gemma4UnifiedAssistant"}
+"""Of an assistant with clusters of tokens, and of two with a plain head."""
+_STEM = {
+    "gemma4": "Gemma4Assistant",
+    "gemma4_unified": "Gemma4UnifiedAssistant",
+    "gemma4@experts": "Gemma4Assistant",
+}
 
 
 @torch.no_grad()

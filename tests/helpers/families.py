@@ -17,15 +17,22 @@ FAMILY_NAMES = (
     "deepseek_v32",
 )
 """Qwen3.5 differs from qwen3_next by its projections and its loading: models/test_recurrent.py."""
-NEAR_FAMILIES = ("glm4_moe_lite", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe", "nemotron_h")
+NEAR_FAMILIES = (
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "nemotron_h",
+    "longcat_flash",
+)
 """Families whose parts are those of the ones above: the default run has their text and their drafts
 at K = 3, the slow run what it has of the others."""
 DRAFTED = ("llama", "qwen3", "qwen2")
 """Families whose drafter is an EAGLE-3 head in a checkpoint of its own; the default run has the
 first at K = 3."""
-ASSISTED = ("gemma4", "gemma4_unified")
+ASSISTED = ("gemma4", "gemma4_unified", "gemma4@experts")
 """Families whose drafter is an assistant, which reads the target's keys and values; the default run
-has the first at K = 3."""
+has the first and that with experts at K = 3."""
 EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""

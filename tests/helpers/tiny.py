@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from helpers import assistant, eagle
+from helpers import assistant, eagle, longcat
 from helpers.families import ASSISTED, DRAFTED
 from mtpc.models import FAMILIES
 from mtpc.models.heads import final_norm_of
@@ -147,6 +147,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 96,
     },
     "gemma4_unified": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4@experts": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "llama": _DENSE,
     "qwen2": _DENSE,
     "qwen3": _DENSE,
@@ -202,6 +212,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 16,
     },
+    "longcat_flash": longcat.CONFIG,
     "qwen3_next": {
         **_COMMON,
         **_GATED_DELTA,
@@ -300,8 +311,8 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
 
 def is_norm(name: str) -> bool:
     """Whether a parameter is a norm's weight."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    return "norm" in module and name.endswith(".weight")
+    *path, leaf = (part for part in name.split(".") if not part.isdigit())
+    return leaf == "weight" and "norm" in path[-1]
 
 
 def spread(weight: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ HEADS_AND_WIDTHS = {
     "glm4_moe": 3 * 2 * (16 + 16),
     "deepseek_v3": 3 * (32 + 8),
     "glm4_moe_lite": 3 * (32 + 8),
+    "longcat_flash": (2 * 2 + 1) * (32 + 8),
     "glm4v_moe": 3 * 2 * (16 + 16),
     "ernie4_5_moe": 3 * 2 * (16 + 16),
     "nemotron_h": 2 * 2 * (16 + 16),
@@ -36,7 +37,7 @@ HEADS_AND_WIDTHS = {
     "step3p5": 2 * 2 * (16 + 16),
     "step3p7": 2 * 2 * (16 + 16),
     "mimo_v2": 1 * 1 * (24 + 16),
-    **dict(zip(ASSISTED, (1 * 2 * (24 + 24), 2 * 1 * (24 + 24)), strict=True)),
+    **dict(zip(ASSISTED[:2], (1 * 2 * (24 + 24), 2 * 1 * (24 + 24)), strict=True)),
     **dict.fromkeys(DRAFTED, 4 * 2 * (16 + 16) + 1 * (24 + 24)),
 }
 """Values a token in all layers together, those of MTP included: layers that see the whole text

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import longcat
 from helpers.families import NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
@@ -75,6 +76,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "mamba_proj_bias": False,
         "torch_dtype": "float32",
     },
+    "longcat_flash": longcat.RELEASED,
 }
 """Entries of the authors' config.json, with the sizes of the tiny models."""
 

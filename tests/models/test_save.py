@@ -29,6 +29,7 @@ SOME_NAMES = {
     "glm_moe_dsa": ("model.layers.2.", ("eh_proj", "self_attn.indexer.wq_b", "mlp.gate")),
     "ernie4_5_moe": ("model.mtp_", ("emb_norm.0", "linear_proj.0", "block.0.mlp.up_proj")),
     "nemotron_h": ("mtp.", ("layers.0.eh_proj", "layers.1.mixer.experts.3.up_proj")),
+    "longcat_flash": ("model.mtp.", ("layers.0.enorm.m", "layers.0.eh_proj", "norm")),
     "exaone_moe": ("mtp.", ("fc", "norm", "layers.0.self_attn.q_norm")),
     "glm4_moe_lite": ("model.layers.2.", ("hnorm", "self_attn.kv_b_proj", "mlp.gate")),
     "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),

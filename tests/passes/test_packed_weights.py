@@ -243,19 +243,21 @@ def packed(mix: Mixture) -> tuple[Tensor, ...]:
     return mix.x, pack(mix.gate_up), pack(mix.down), mix.ids, mix.weights
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.4])
+@pytest.mark.parametrize("options", [{}, {"limit": 0.4, "limit_input": True}, {"gelu": True}])
 @pytest.mark.parametrize("tokens", [1, 3, 13, 40])
 @pytest.mark.parametrize("sizes", EXPERTS)
-def test_experts_against_float64(tokens: int, sizes: tuple[int, int, int], limit: float) -> None:
+def test_experts_against_float64(
+    tokens: int, sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
     """As close to exact as the kernel on plain weights, whose meaning it has."""
     mix = mixture(tokens, *sizes)
     wide = [t.double() for t in (mix.x, mix.gate_up, mix.down)]
-    exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double(), limit, True)
-    found = torch.ops.mtpc_cpu.packed_experts(*packed(mix), limit, True)
+    exact = torch.ops.mtpc.experts(*wide, mix.ids, mix.weights.bfloat16().double(), **options)
+    found = torch.ops.mtpc_cpu.packed_experts(*packed(mix), **options)
     # Activations and results are rounded to bfloat16.
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
-    reference = torch.ops.mtpc.packed_experts(*packed(mix), limit, True)
-    plain = torch.ops.mtpc.experts(mix.x, mix.gate_up, mix.down, mix.ids, mix.weights, limit, True)
+    reference = torch.ops.mtpc.packed_experts(*packed(mix), **options)
+    plain = torch.ops.mtpc.experts(mix.x, mix.gate_up, mix.down, mix.ids, mix.weights, **options)
     assert torch.equal(reference, plain)
 
 

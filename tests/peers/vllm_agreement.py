@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "ernie4_5_moe": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "exaone_moe": HEADS,
+    "longcat_flash": {**LATENT, "head_dim": 64},
     "deepseek_v32": LATENT,
     "deepseek_v4": {},
     "glm_moe_dsa": LATENT,
@@ -97,7 +98,7 @@ MTP, lists of layer types (it cuts off what they say of MTP layers)."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
-BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), "CPU_MLA")
+BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
 TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
 """Margins that bfloat16 does not move: both programs round, at other places."""

@@ -26,6 +26,7 @@ DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "mimo": ({"num_hidden_layers": 6}, (0, 1, 4)),
     "deepseek_v3": ({"num_hidden_layers": 7, "first_k_dense_replace": 2}, (2, 1, 6)),
     "qwen3_next": ({"num_hidden_layers": 10, **GATED}, (0, 2, 8)),
+    "longcat_flash": ({"num_layers": 6}, (0, 1, 4)),
 }
 """Family -> its changes, and first layer, period and number of layers that are traced."""
 

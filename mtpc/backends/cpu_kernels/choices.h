@@ -64,21 +64,29 @@ Choices<Accumulator<T>> group_rows(
 }
 
 /// What bounds gate (silu(gate), or gate itself) from above and up on both sides; 0 is off.
+/// With `gelu`, gelu(gate) stands in the place of silu(gate).
 struct Limit {
   double value;
   bool of_input;
+  bool gelu;
 };
+
+/// silu(2 sqrt(2 / pi) (x + 0.044715 x^3)) by x is gelu(x) in its tanh form.
+template <class A>
+A gelu_input(A x) {
+  return A(1.5957691216057308) * (x + A(0.044715) * x * x * x);
+}
 
 template <class A>
 A swiglu(A gate, A up, Limit limit) {
   const A most = static_cast<A>(limit.value);
   if (limit.value > 0) up = std::clamp(up, -most, most);
   if (limit.value > 0 && limit.of_input) gate = std::min(gate, most);
-  gate = gate / (1 + std::exp(-gate));
+  gate = gate / (1 + std::exp(-(limit.gelu ? gelu_input(gate) : gate)));
   return (limit.value > 0 && !limit.of_input ? std::min(gate, most) : gate) * up;
 }
 
-/// silu(gate) * up of so many rows, for 32 features. gates(body) and ups(body) call body(row, its 32
+/// `swiglu` of so many rows, for 32 features. gates(body) and ups(body) call body(row, its 32
 /// sums) for each row; rows of `out` are `stride` apart.
 template <class T, class Gates, class Ups>
 void activate_tile(int64_t rows, const Gates& gates, const Ups& ups, Limit limit, T* out,

@@ -171,14 +171,15 @@ Tensor run_experts(
 
 MTPC_OPERATOR Tensor experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input) {
-  return run_experts<true>(x, gate_up, down, expert_ids, expert_weights, {limit, limit_input});
+    const Tensor& expert_weights, double limit, bool limit_input, bool gelu) {
+  return run_experts<true>(
+      x, gate_up, down, expert_ids, expert_weights, {limit, limit_input, gelu});
 }
 
 MTPC_OPERATOR Tensor relu2_experts(
     const Tensor& x, const Tensor& up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights) {
-  return run_experts<false>(x, up, down, expert_ids, expert_weights, {0, false});
+  return run_experts<false>(x, up, down, expert_ids, expert_weights, {0, false, false});
 }
 
 }  // namespace mtpc

@@ -53,7 +53,7 @@ class GroupedExperts {
   }
 
  private:
-  /// silu(gate) * up of the choice's rows, for 32 features.
+  /// `swiglu` of the choice's rows, for 32 features.
   void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), width = down_.form.inputs;
     const int64_t gate_tile = choice.expert * wide_tiles_ + tile;
@@ -99,7 +99,7 @@ MTPC_OPERATOR Tensor grouped_experts(
     const std::optional<Tensor>& gate_up_zeros, const Tensor& down, const Tensor& down_scales,
     const std::optional<Tensor>& down_zeros, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input,
-    const std::optional<Tensor>& rows) {
+    const std::optional<Tensor>& rows, bool gelu) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && gate_up.size(0) == down.size(0) &&
           down.size(0) > 0 && gate_up.size(1) % 2 == 0,
@@ -116,7 +116,8 @@ MTPC_OPERATOR Tensor grouped_experts(
   const int64_t used = used_rows(rows, x.size(0));
   Choices<float> choices =
       group_rows<float>(expert_ids, adjacent_last(expert_weights), experts, used);
-  GroupedExperts(dense, wide, narrow, experts, std::move(choices), used, {limit, limit_input})
+  GroupedExperts(dense, wide, narrow, experts, std::move(choices), used,
+                 {limit, limit_input, gelu})
       .run(out);
   return out;
 }

@@ -55,7 +55,7 @@ class PackedExperts {
     }
   }
 
-  /// A tile of gate and its tile of up: silu(gate) * up of the choice's rows, 32 features.
+  /// A tile of gate and its tile of up: `swiglu` of the choice's rows, 32 features.
   void activate(const Choice<float>& choice, int64_t tile, PassRegisters& registers) const {
     const int64_t rows = choice.rows.size(), size = kFeatures * s_.hidden;
     const InputRows x = dense_rows(inputs_.get() + choice.first_slot * s_.hidden, s_.hidden);
@@ -125,9 +125,9 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 MTPC_OPERATOR Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
     const Tensor& expert_weights, double limit, bool limit_input,
-    const std::optional<Tensor>& rows) {
+    const std::optional<Tensor>& rows, bool gelu) {
   const Shape shape =
-      check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input});
+      check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input, gelu});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = dense_empty(dense, {shape.tokens, shape.hidden});

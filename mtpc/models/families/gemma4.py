@@ -2,7 +2,8 @@
 
 In the small models the last layers store no keys and values: they attend to those of the last layer
 of their type that does. Those models also feed an embedding of their own to every layer. The larger
-ones take values from the projection of keys in global layers. Logits are capped in all.
+ones take values from the projection of keys in global layers. One has experts beside the
+feed-forward of each layer. Logits are capped in all.
 
 Its drafter is a checkpoint of its own (`mtpc.models.gemma4_assistant`).
 
@@ -12,6 +13,7 @@ Source: transformers' Gemma4 and Gemma4Unified, as they are, without towers for 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +24,22 @@ from mtpc.models.caches import paged_pool_specs, ring_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
 
 _SLIDING = "sliding_attention"
-_REFUSED = {
-    "enable_moe_block": (True, "false: mtpc has no kernel for experts with GELU"),
+_REFUSED: dict[str, tuple[Any, str]] = {
     "use_bidirectional_attention": ("all", "'vision' or null: a decoder attends to earlier tokens"),
 }
 """Entries of config.json that mtpc cannot run -> the value, and what is expected."""
 
 
-def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
+_NO_EXPERTS = {"enable_moe_block": (True, "false: transformers' Gemma4Unified has no experts")}
+
+
+def _config_entries(known: dict[str, tuple[Any, str]], entries: dict[str, Any]) -> dict[str, Any]:
     """The entries as they are.
 
     Raises:
         UnsupportedModelError: one asks for what mtpc does not run.
     """
-    for name, (refused, expected) in _REFUSED.items():
+    for name, (refused, expected) in known.items():
         if entries.get(name) == refused:
             raise UnsupportedModelError(
                 f"the config has {name} {entries[name]!r}; expected {expected}"
@@ -85,7 +89,7 @@ GEMMA4 = ModelFamily(
     cache_specs=_cache_specs,
     block_config=lambda config: config,
     canonical={"Gemma4TextAttention": _reads_shared},
-    config_entries=_config_entries,
+    config_entries=partial(_config_entries, _REFUSED),
     stored_prefixes={"model.": "model.language_model."},
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
@@ -96,5 +100,6 @@ GEMMA4_UNIFIED = replace(
     hf_class="Gemma4UnifiedForCausalLM",
     hf_config_class="Gemma4UnifiedTextConfig",
     canonical={"Gemma4UnifiedTextAttention": _reads_shared},
+    config_entries=partial(_config_entries, _REFUSED | _NO_EXPERTS),
 )
 """Gemma 4 12B, whose text model has the same layers without inputs of their own."""

@@ -14,6 +14,7 @@ from helpers.released.deepseek_v4 import DeepseekV4
 from helpers.released.eagle3 import Eagle3
 from helpers.released.ernie import Ernie
 from helpers.released.gemma4 import Gemma4Assistant
+from helpers.released.longcat import Longcat
 from helpers.released.mimo import Mimo
 from helpers.released.mimo_v2 import MimoV2
 from helpers.released.nemotron import Nemotron
@@ -32,6 +33,7 @@ PAGES: Mapping[str, type[ReleasedMTP | Eagle3 | Gemma4Assistant]] = {
     "ernie4_5_moe": Ernie,
     "exaone_moe": Exaone,
     "nemotron_h": Nemotron,
+    "longcat_flash": Longcat,
     "qwen3_next": Qwen,
     "qwen3_5": Qwen,
     "qwen3_5_moe": Qwen,

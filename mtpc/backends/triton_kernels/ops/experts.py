@@ -42,13 +42,18 @@ def chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def glu(gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu(gate) * up, bounded as `mtpc::experts` says; selects, unlike minima, keep NaN."""
+def glu(  # type: ignore[no-untyped-def]
+    gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr
+):
+    """silu(gate) * up or gelu(gate) * up, bounded as `mtpc::experts` says; selects, unlike minima,
+    keep NaN."""
     if LIMIT > 0:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         if LIMIT_INPUT:
             gate = tl.where(gate > LIMIT, LIMIT, gate)
-    gate = gate / (1 + tl.exp(-gate))
+    # The tanh form of GELU is x times the logistic function of this.
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    gate = gate / (1 + tl.exp(-inner))
     if LIMIT > 0 and not LIMIT_INPUT:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
     return gate * up
@@ -59,7 +64,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, ids_ptr, hidden_ptr, num_tokens, x_stride,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
     expert = tl.program_id(0)
@@ -83,7 +88,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
         mask = inner[None] & (k < H)[:, None]
         gate += dot(x, tl.load(at, mask=mask, other=0.0), WIDEN)
         up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
-    value = glu(gate, up, LIMIT, LIMIT_INPUT)
+    value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
     out = hidden_ptr + (tokens * CHOICES + choice)[:, None] * INNER + feature[None]
     tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=hit[:, None] & inner[None])
 
@@ -146,7 +151,7 @@ def expert_sum_kernel(  # type: ignore[no-untyped-def]
 @operator()
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    limit: float, limit_input: bool,
+    limit: float, limit_input: bool, gelu: bool,
 ) -> Plan:  # fmt: skip
     """Gate and up with the activation, the way down, and the sum over experts.
 
@@ -169,7 +174,7 @@ def experts(
     shared = dict(sizes, INNER=inner, BLOCK_T=tile, BLOCK_F=_FEATURES,
                   BLOCK_K=_DEPTH if x.dtype.itemsize == 2 else _DEPTH // 2,
                   WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    bounded = dict(shared, LIMIT=float(limit), LIMIT_INPUT=limit_input)
+    bounded = dict(shared, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
     first = dict(x_ptr=x, weight_ptr=gate_up, ids_ptr=ids, hidden_ptr=hidden,
                  num_tokens=num_tokens, x_stride=x.stride(0))  # fmt: skip
     second = dict(hidden_ptr=hidden, weight_ptr=down, ids_ptr=ids, scale_ptr=scales, part_ptr=part,

@@ -41,7 +41,7 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
-    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j.
 
@@ -83,7 +83,7 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
         at += further * (groups * _TILE)
         scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
         up = add_group(up, ups, steps, inputs, scales, points, BITS, POINTS)
-    value = glu(gate, up, LIMIT, LIMIT_INPUT)
+    value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
     feature = tl.program_id(1) * _TILE + column
     out = hidden_ptr + (row * CHOICES + choice)[:, None] * INNER + feature[None]
     tl.store(out, value, mask=hit[:, None] & (feature < INNER)[None])
@@ -147,6 +147,7 @@ def grouped_experts(
     x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, gate_up_zeros: Tensor | None,
     down: Tensor, down_scales: Tensor, down_zeros: Tensor | None,
     expert_ids: Tensor, expert_weights: Tensor, limit: float, limit_input: bool,
+    gelu: bool,
 ) -> Plan:  # fmt: skip
     """Five launches, three with float8."""
     out = x.new_empty(x.shape)
@@ -162,7 +163,7 @@ def grouped_experts(
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
     tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
     sizes = dict(H=width, INNER=inner, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK_T=tile)
-    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input)
+    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
     first = rows.arguments() | _pieces(gate_up, gate_up_scales, gate_up_zeros)
     first |= dict(ids_ptr=ids, hidden_ptr=hidden, num_tokens=num_tokens)
     second = inner_rows.arguments() | _pieces(down, down_scales, down_zeros)

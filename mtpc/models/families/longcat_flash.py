@@ -1,0 +1,141 @@
+"""LongCat-Flash: two latent attentions a layer, and experts on a shortcut past the second one.
+
+Some experts are the identity ("zero experts"). They have no weights, and a row that chose them adds
+itself. The MTP layer has one attention and one feed-forward of the target's, and no experts.
+
+Source: transformers' LongcatFlash for the target; vLLM's longcat_flash_mtp.py and SGLang's
+longcat_flash_nextn.py, which agree, for the names and the joint of the MTP layer. transformers
+drops the layer. It also allocates projections of gate and up for the zero experts, which no
+checkpoint has.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.models.caches import paged_latent_specs
+from mtpc.models.families.qwen3_next import num_mtp_layers
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.ops.experts import experts
+
+_COMPUTED: dict[str, Any] = {
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "zero_expert_type": "identity",
+    "router_bias": False,
+    "norm_topk_prob": False,
+    "hidden_act": "silu",
+    "nextn_use_scmoe": False,
+}
+"""Entries of config.json -> what transformers' layers and `mtpc::experts` compute in any case."""
+
+
+class ZeroExperts(nn.Module):
+    """The routed experts by `mtpc::experts`, and those that are the identity.
+
+    Args:
+        module: transformers' `LongcatFlashExperts`; parameters are shared and keep their names.
+    """
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = _routed(module), module.down_proj
+        self.count = int(module.num_routed_experts)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""
+        routed = experts(x, self.gate_up_proj, self.down_proj, expert_ids, expert_weights)
+        share = torch.where(expert_ids >= self.count, expert_weights, 0).sum(-1, keepdim=True)
+        return routed + (x * share).to(x.dtype)
+
+
+def _routed(module: Any) -> nn.Parameter:
+    """The gate and up projections of the experts that have any, [E, 2I, H]."""
+    held, count = module.gate_up_proj, module.num_routed_experts
+    return held if len(held) == count else nn.Parameter(held.detach()[:count], held.requires_grad)
+
+
+class DenseLayer(nn.Module):
+    """The decoder block of the MTP layer: the first half of a layer of the target's, alone.
+
+    Args:
+        layer: class of the target's layers.
+        config: the language model's.
+        index: layer index; a layer of the target's has two.
+    """
+
+    def __init__(self, layer: Any, config: Any, index: int):
+        super().__init__()
+        whole = layer(config, index // 2)
+        self.self_attn, self.mlp = whole.self_attn[0], whole.mlps[0]
+        self.input_layernorm = whole.input_layernorm[0]
+        self.post_attention_layernorm = whole.post_attention_layernorm[0]
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states=normed, **options)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+@cache
+def stored_class() -> type[nn.Module]:
+    """transformers' class with the tensors of checkpoints, made late: its base imports much."""
+    from transformers import LongcatFlashForCausalLM as Base
+
+    class LongcatFlashForCausalLM(Base):
+        """The routed experts have weights, and the zero experts have none."""
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.mlp.experts.gate_up_proj = _routed(layer.mlp.experts)
+
+    return LongcatFlashForCausalLM
+
+
+def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries as they are.
+
+    Raises:
+        UnsupportedModelError: one asks for what is not computed.
+    """
+    for name, computed in _COMPUTED.items():
+        if entries.get(name) not in (None, computed):
+            raise UnsupportedModelError(
+                f"the config has {name} {entries[name]!r}; expected {computed!r}, which is what "
+                "mtpc computes with transformers' layers"
+            )
+    return entries
+
+
+LONGCAT_FLASH = ModelFamily(
+    name="longcat_flash",
+    architectures=("LongcatFlashForCausalLM",),
+    hf_class="LongcatFlashForCausalLM",
+    hf_config_class="LongcatFlashConfig",
+    own_class=stored_class,
+    wiring=MTPWiring(
+        embedding_norm="layers.0.enorm.m",
+        hidden_norm="layers.0.hnorm.m",
+        projection="layers.0.eh_proj",
+        final_norm="norm",
+    ),
+    num_mtp_layers=num_mtp_layers,
+    layer_prefix=lambda num_hidden_layers, i: "model.mtp.",
+    block_prefix="layers.0.",
+    block_config=copy.deepcopy,
+    make_block=DenseLayer,
+    cache_specs=paged_latent_specs,
+    caches_per_layer=2,
+    shared_tensors={"embed_tokens.weight": "embedding"},
+    canonical={"LongcatFlashExperts": ZeroExperts},
+    stored_names=(("transformer_layer.mlp.", "mlp."),),
+    config_entries=_config_entries,
+    released_entries=_COMPUTED,
+)
