@@ -1,53 +1,51 @@
 """Filling the cache ahead of time: every step of one checkpoint, several at once.
 
-Each worker is a process that loads the model's headers and takes steps from a common queue. Workers
-share the cache alone, and its locks let any other builder join in. No worker reads weights.
+This process and its workers load the model's headers and take steps from a common queue. They share
+the cache alone, and its locks let any other builder join in. None of them reads weights.
+
+What tracing needs is imported where tracing begins: workers start before this process imports it,
+so all of them import it at the same time.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtpc import errors
 from mtpc.backends import PACKAGING, make_backend, settle_prefill
-from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.backends.cpu_kernels import build_kernels, load_library
 from mtpc.config import CompileOptions
-from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
+from mtpc.errors import CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
-from mtpc.models.load import LoadedModel, load
-from mtpc.program.caching_compiler import CachingCompiler
-from mtpc.program.compiler import StepCompiler
 from mtpc.program.forecast import Forecast, Graph
 from mtpc.program.free_memory import free_bytes
-from mtpc.program.open_cache import open_cache
-from mtpc.program.processes import (
-    WORKER,
-    end_with_parent,
-    ended_by_sigterm,
-    how_it_ended,
-)
+from mtpc.program.open_cache import open_cache, open_store
+from mtpc.program.processes import WORKER
 from mtpc.program.ranks import Ranks
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.program.workers import Workers
 from mtpc.store.entries import Entry
+from mtpc.store.key import Fields
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
-Check = Callable[[StepCompiler], None]
+if TYPE_CHECKING:
+    from mtpc.models.load import LoadedModel
+    from mtpc.program.caching_compiler import CachingCompiler
+    from mtpc.program.compiler import StepCompiler
+
+Check = Callable[["StepCompiler"], None]
 """May refuse a model. It is sent to other processes."""
-_POLL_S = 0.2
-_GRACE_S = 10.0
-"""Seconds that a worker has to clean up, once it was told to end."""
+_Program = tuple[int, Ranks | None]
+"""K, and the rank whose part of the steps it has."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Task:
     ranks: Ranks | None = None
 
     @property
-    def program(self) -> tuple[int, Ranks | None]:
+    def program(self) -> _Program:
         """The program that it belongs to: K, and the rank."""
         return self.spec_tokens, self.ranks
 
@@ -136,15 +134,14 @@ def build(
     source = open_checkpoint(directory, options.draft)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
-    job = _Job(directory, options, torch.get_num_threads(), check)
-    tell = _Teller(listener, start)
+    tell = Teller(listener, start)
     tasks = [
         Task(k, key, part, ranks)
         for ranks in parts
         for k in spec_tokens
         for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
     ]
-    caches = {task.program: job.cache(*task.program) for task in tasks}
+    caches = {task.program: _open_cache(directory, options, *task.program) for task in tasks}
     there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
     store = caches[tasks[0].program].store
@@ -153,15 +150,29 @@ def build(
     kernels = build_kernels(store, tell.line)
     workers = min(jobs or default_jobs(), len(todo))
     tell.expect(_expected(caches, todo), workers)
+    keys = {program: cache.program for program, cache in caches.items()}
+    job = Job(directory, options, torch.get_num_threads(), check, keys, kernels)
     if workers > 1:
-        _build_in_processes(job, todo, workers, tell)
+        _build_beside_workers(job, todo, workers - 1, tell)
     else:
         job.run(iter(todo), tell)
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
 
 
+def _open_cache(
+    directory: Path, options: CompileOptions, spec_tokens: int, ranks: Ranks | None
+) -> StepCache:
+    """The cache of the program for one K, and one rank."""
+    options = replace(options, spec_tokens=spec_tokens)
+    source = open_checkpoint(directory, options.drafter)
+    cache = open_cache(source, options, lambda line: None, ranks)
+    if cache is None:
+        raise OptionError("building ahead of time needs the cache; drop use_cache=False")
+    return cache
+
+
 def _expected(
-    caches: Mapping[tuple[int, Ranks | None], StepCache], todo: list[Task]
+    caches: Mapping[_Program, StepCache], todo: list[Task]
 ) -> dict[Graph, Mapping[str, float]]:
     """What each stage of each task took in the nearest entry."""
     expected: dict[Graph, Mapping[str, float]] = {}
@@ -173,7 +184,7 @@ def _expected(
 
 
 def _report(
-    caches: dict[tuple[int, Ranks | None], StepCache],
+    caches: dict[_Program, StepCache],
     tasks: list[Task],
     there: set[Task],
     kernels: Entry | Path,
@@ -211,7 +222,7 @@ def default_jobs() -> int:
     return max(1, min(os.cpu_count() or 1, fit))
 
 
-class _Teller:
+class Teller:
     """Turns what happens into `Progress`; counts what is done."""
 
     def __init__(self, listener: Listener, start: float):
@@ -234,33 +245,39 @@ class _Teller:
         self._forecast.finished(task.graph)
         self._done += 1
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every step is in the cache."""
+        return self._done == self._total
+
 
 @dataclass(frozen=True)
-class _Job:
-    """What every worker needs to know. It is sent to other processes."""
+class Job:
+    """What every builder needs to know. It is sent to other processes.
+
+    Attributes:
+        directory: the checkpoint.
+        options: for all K.
+        threads: of torch.
+        check: sees each model before it is traced.
+        keys: what the keys of a program's steps share.
+        kernels: what `build_kernels` returned.
+    """
 
     directory: Path
     options: CompileOptions
     threads: int
     check: Check | None
-
-    def cache(
-        self,
-        spec_tokens: int,
-        ranks: Ranks | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> StepCache:
-        """The cache of the program for one K, and one rank."""
-        options = replace(self.options, spec_tokens=spec_tokens)
-        cache = open_cache(open_checkpoint(self.directory, options.drafter), options, tell, ranks)
-        if cache is None:
-            raise OptionError("building ahead of time needs the cache; drop use_cache=False")
-        return cache
+    keys: Mapping[_Program, Fields]
+    kernels: Entry | Path
 
     def run(self, tasks: Iterator[Task], tell: Any) -> None:
         """Build tasks until there are none left."""
+        from mtpc.models.load import load
+
         torch.set_num_threads(self.threads)
-        compilers: dict[tuple[int, Ranks | None], CachingCompiler] = {}
+        load_library(self.kernels)
+        compilers: dict[_Program, CachingCompiler] = {}
         models: dict[bool, LoadedModel] = {}
         for task in tasks:
             k = task.spec_tokens
@@ -282,9 +299,12 @@ class _Job:
             tell.finished(task)
 
     def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:
-        cache = self.cache(*task.program, tell.line)
-        backend = make_backend(PACKAGING, tell.line, cache.store)
+        from mtpc.program.caching_compiler import CachingCompiler
+        from mtpc.program.compiler import StepCompiler
+
         options = replace(self.options, spec_tokens=task.spec_tokens)
+        cache = StepCache(open_store(options), self.keys[task.program], options, tell.line)
+        backend = make_backend(PACKAGING, tell.line, cache.store)
         reserve, ranks = Layout.reserve, task.ranks
         compiler = StepCompiler(loaded, options, backend, new_buffer=reserve, ranks=ranks)
         if self.check is not None:
@@ -297,94 +317,11 @@ def _pass_on(tell: Any, task: Task, progress: Progress) -> None:
     tell(progress.stage, task)
 
 
-class _Remote:
-    """A worker's side of `_Teller`: sends what it is told to the parent."""
-
-    def __init__(self, events: Any):
-        self._events = events
-
-    def __call__(self, stage: str, task: Task) -> None:
-        self._events.put(("tell", (stage, task)))
-
-    def line(self, text: str, fraction: float | None = None, /) -> None:
-        """A line that concerns no step."""
-        self._events.put(("line", (text, fraction)))
-
-    def finished(self, task: Task) -> None:
-        """One more step is in the cache."""
-        self._events.put(("finished", (task,)))
-
-
-def _work(job: _Job, tasks: Any, events: Any) -> None:
-    """A worker process."""
-    end_with_parent()
+def _build_beside_workers(job: Job, todo: list[Task], count: int, tell: Teller) -> None:
+    """Build tasks in this process, and in so many workers."""
+    workers = Workers(job, todo, count, tell)
     try:
-        with ended_by_sigterm():
-            job.run(_drain(tasks), _Remote(events))
-    except MtpcError as error:
-        events.put(("error", (type(error).__name__, str(error))))
-
-
-def _drain(tasks: Any) -> Iterator[Task]:
-    """Tasks until the queue says stop, or the process that wants them has ended."""
-    parent = multiprocessing.parent_process()
-    while parent is None or parent.is_alive():
-        try:
-            task = tasks.get(timeout=1)
-        except queue.Empty:
-            continue
-        if task is None:
-            return
-        yield task
-
-
-def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller) -> None:
-    context = multiprocessing.get_context("spawn")
-    tasks, events = context.Queue(), context.Queue()
-    for task in [*todo, *[None] * workers]:
-        tasks.put(task)
-    processes = [
-        context.Process(target=_work, args=(job, tasks, events), daemon=True)
-        for _ in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while any(process.is_alive() for process in processes) or not events.empty():
-            _handle(events, tell)
-            _check_alive(processes)
+        job.run(workers.tasks(), workers)
+        workers.wait()
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _handle(events: Any, tell: _Teller) -> None:
-    """Pass on one event of a worker, if there is one."""
-    try:
-        kind, data = events.get(timeout=_POLL_S)
-    except queue.Empty:
-        return
-    if kind == "tell":
-        tell(*data)
-    elif kind == "line":
-        tell.line(*data)
-    elif kind == "finished":
-        tell.finished(*data)
-    else:
-        name, message = data
-        raise getattr(errors, name)(message)
-
-
-def _check_alive(processes: list[Any]) -> None:
-    """End the build if a worker died without an error, usually for want of memory."""
-    dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
-    if dead:
-        raise BackendError(
-            f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
-            "is in the cache"
-        )
+        workers.end()
