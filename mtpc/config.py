@@ -280,11 +280,6 @@ class CompileOptions:
         return self.draft if self.spec_tokens else None
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether building is an error."""
-        return self.frozen or self.require_sha256 is not None
-
-    @property
     def tiers(self) -> tuple[int, ...]:
         """Numbers of drafts that have decode steps, ascending."""
         return self.spec_tiers or (self.spec_tokens,)
@@ -353,7 +348,7 @@ class CompileOptions:
             raise OptionError(
                 f"require_sha256 is {pin!r}; expected 64 hexadecimal digits, as `mtpc build` prints"
             )
-        if self.is_frozen and not self.use_cache:
+        if (self.frozen or pin is not None) and not self.use_cache:
             raise OptionError(
                 "use_cache is False; expected True with frozen or require_sha256, which need the "
                 "cache"

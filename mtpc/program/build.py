@@ -1,49 +1,41 @@
 """Filling the cache ahead of time: every step of one checkpoint, several at once.
 
-This process and its workers load the model's headers and take steps from a common queue. They share
-the cache alone, and its locks let any other builder join in. None of them reads weights.
-
-What tracing needs is imported where tracing begins: workers start before this process imports it,
-so all of them import it at the same time.
+This process loads a model's headers and traces the model. Then it and its workers, which begin as
+copies of it, take steps from a common queue. They share the cache alone, and its locks let any
+other builder join in. None of them reads weights.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
 
 from mtpc.backends import PACKAGING, make_backend, settle_prefill
-from mtpc.backends.cpu_kernels import build_kernels, load_library
+from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
+from mtpc.models.load import LoadedModel, load
+from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
 from mtpc.program.forecast import Forecast, Graph
 from mtpc.program.free_memory import free_bytes
-from mtpc.program.open_cache import open_cache, open_store
+from mtpc.program.open_cache import open_cache
 from mtpc.program.processes import WORKER
 from mtpc.program.ranks import Ranks
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
-from mtpc.program.workers import Workers
+from mtpc.program.workers import Tell, Workers
 from mtpc.store.entries import Entry
-from mtpc.store.key import Fields
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
-if TYPE_CHECKING:
-    from mtpc.models.load import LoadedModel
-    from mtpc.program.caching_compiler import CachingCompiler
-    from mtpc.program.compiler import StepCompiler
-
-Check = Callable[["StepCompiler"], None]
-"""May refuse a model. It is sent to other processes."""
+Check = Callable[[StepCompiler], None]
+"""May refuse a model."""
 _Program = tuple[int, Ranks | None]
 """K, and the rank whose part of the steps it has."""
 
@@ -134,41 +126,28 @@ def build(
     source = open_checkpoint(directory, options.draft)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
-    tell = Teller(listener, start)
+    tell = _Teller(listener, start)
+    builder = _Builder(directory, options, check, tell)
     tasks = [
         Task(k, key, part, ranks)
         for ranks in parts
         for k in spec_tokens
         for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
     ]
-    caches = {task.program: _open_cache(directory, options, *task.program) for task in tasks}
+    caches = {program: builder.open_cache(*program) for program in {t.program: None for t in tasks}}
     there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
     store = caches[tasks[0].program].store
     if todo:
         store.prepare()
     kernels = build_kernels(store, tell.line)
-    workers = min(jobs or default_jobs(), len(todo))
-    tell.expect(_expected(caches, todo), workers)
-    keys = {program: cache.program for program, cache in caches.items()}
-    job = Job(directory, options, torch.get_num_threads(), check, keys, kernels)
-    if workers > 1:
-        _build_beside_workers(job, todo, workers - 1, tell)
+    count = min(jobs or default_jobs(), len(todo))
+    tell.expect(_expected(caches, todo), count)
+    if count > 1:
+        _build_beside_workers(builder, todo, count - 1, tell)
     else:
-        job.run(iter(todo), tell)
+        builder.run(iter(todo))
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
-
-
-def _open_cache(
-    directory: Path, options: CompileOptions, spec_tokens: int, ranks: Ranks | None
-) -> StepCache:
-    """The cache of the program for one K, and one rank."""
-    options = replace(options, spec_tokens=spec_tokens)
-    source = open_checkpoint(directory, options.drafter)
-    cache = open_cache(source, options, lambda line: None, ranks)
-    if cache is None:
-        raise OptionError("building ahead of time needs the cache; drop use_cache=False")
-    return cache
 
 
 def _expected(
@@ -216,13 +195,18 @@ def _report(
 
 
 def default_jobs() -> int:
-    """One process for each core, or fewer if the free memory does not hold so many."""
+    """One process for each core, or fewer if the free memory does not hold so many.
+
+    Only on Linux can a process be copied safely.
+    """
+    if sys.platform != "linux":
+        return 1
     free = free_bytes()
     fit = free // WORKER if free is not None else 1
     return max(1, min(os.cpu_count() or 1, fit))
 
 
-class Teller:
+class _Teller:
     """Turns what happens into `Progress`; counts what is done."""
 
     def __init__(self, listener: Listener, start: float):
@@ -251,77 +235,89 @@ class Teller:
         return self._done == self._total
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every builder needs to know. It is sent to other processes.
+class _Builder:
+    """Builds tasks in one process.
 
-    Attributes:
+    Args:
         directory: the checkpoint.
         options: for all K.
-        threads: of torch.
         check: sees each model before it is traced.
-        keys: what the keys of a program's steps share.
-        kernels: what `build_kernels` returned.
+        tell: hears of progress.
+
+    Attributes:
+        tell: a worker, which begins as a copy of this process, puts its own in its place.
     """
 
-    directory: Path
-    options: CompileOptions
-    threads: int
-    check: Check | None
-    keys: Mapping[_Program, Fields]
-    kernels: Entry | Path
+    def __init__(self, directory: Path, options: CompileOptions, check: Check | None, tell: Tell):
+        self._directory, self._options, self._check, self.tell = directory, options, check, tell
+        self._caches: dict[_Program, StepCache] = {}
+        self._models: dict[bool, LoadedModel] = {}
+        self._compilers: dict[_Program, CachingCompiler] = {}
 
-    def run(self, tasks: Iterator[Task], tell: Any) -> None:
+    def open_cache(self, spec_tokens: int, ranks: Ranks | None = None) -> StepCache:
+        """The cache of the program for one K, and one rank."""
+        options = replace(self._options, spec_tokens=spec_tokens)
+        source = open_checkpoint(self._directory, options.drafter)
+        cache = open_cache(source, options, self._line, ranks)
+        if cache is None:
+            raise OptionError("building ahead of time needs the cache; drop use_cache=False")
+        self._caches[spec_tokens, ranks] = cache
+        return cache
+
+    def prepare(self, task: Task) -> None:
+        """Trace the model of a task's program, which all steps of the program share."""
+        self._compiler(task).prepare(task.key)
+
+    def run(self, tasks: Iterator[Task]) -> None:
         """Build tasks until there are none left."""
-        from mtpc.models.load import load
-
-        torch.set_num_threads(self.threads)
-        load_library(self.kernels)
-        compilers: dict[_Program, CachingCompiler] = {}
-        models: dict[bool, LoadedModel] = {}
         for task in tasks:
-            k = task.spec_tokens
-            if task.program not in compilers:
-                if (k > 0) not in models:
-                    tell("load the model", task)
-                    options = self.options
-                    models[k > 0] = load(
-                        *(self.directory, options.dtype, k > 0, options.wiring),
-                        headers_only=True,
-                        draft=options.draft,
-                    )
-                compilers[task.program] = self._compiler(task, models[k > 0], tell)
-            compiler = compilers[task.program]
-            compiler.compiler.listener = partial(_pass_on, tell, task)
+            compiler = self._compiler(task)
             if compiler.obtain(task.key, task.part).entry is None:
                 # The next step could not be kept either, after minutes of work.
                 raise CacheWriteError("; ".join(compiler.cache.notes))
-            tell.finished(task)
+            self.tell.finished(task)
 
-    def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:
-        from mtpc.program.caching_compiler import CachingCompiler
-        from mtpc.program.compiler import StepCompiler
+    def _compiler(self, task: Task) -> CachingCompiler:
+        """The compiler of a task's program, whose progress is that of the task from now on."""
+        if task.program not in self._compilers:
+            self._compilers[task.program] = self._new_compiler(task)
+        compiler = self._compilers[task.program]
+        compiler.compiler.listener = lambda progress: self.tell(progress.stage, task)
+        return compiler
 
-        options = replace(self.options, spec_tokens=task.spec_tokens)
-        cache = StepCache(open_store(options), self.keys[task.program], options, tell.line)
-        backend = make_backend(PACKAGING, tell.line, cache.store)
+    def _new_compiler(self, task: Task) -> CachingCompiler:
+        cache, loaded = self._caches[task.program], self._model(task)
+        backend = make_backend(PACKAGING, self._line, cache.store)
+        options = replace(self._options, spec_tokens=task.spec_tokens)
         reserve, ranks = Layout.reserve, task.ranks
         compiler = StepCompiler(loaded, options, backend, new_buffer=reserve, ranks=ranks)
-        if self.check is not None:
-            self.check(compiler)
+        if self._check is not None:
+            self._check(compiler)
         return CachingCompiler(compiler, cache)
 
+    def _model(self, task: Task) -> LoadedModel:
+        """The model of a task, with MTP layers or without."""
+        has_mtp, options = task.spec_tokens > 0, self._options
+        if has_mtp not in self._models:
+            self.tell("load the model", task)
+            self._models[has_mtp] = load(
+                *(self._directory, options.dtype, has_mtp, options.wiring),
+                headers_only=True,
+                draft=options.draft,
+            )
+        return self._models[has_mtp]
 
-def _pass_on(tell: Any, task: Task, progress: Progress) -> None:
-    """A compiler's progress, as progress of the build."""
-    tell(progress.stage, task)
+    def _line(self, text: str, fraction: float | None = None, /) -> None:
+        self.tell.line(text, fraction)
 
 
-def _build_beside_workers(job: Job, todo: list[Task], count: int, tell: Teller) -> None:
-    """Build tasks in this process, and in so many workers."""
-    workers = Workers(job, todo, count, tell)
+def _build_beside_workers(builder: _Builder, todo: list[Task], count: int, tell: _Teller) -> None:
+    """Build tasks in this process, and in so many copies of it."""
+    builder.prepare(todo[0])
+    workers = Workers(builder, todo, count, tell)
+    builder.tell = workers
     try:
-        job.run(workers.tasks(), workers)
+        builder.run(workers.tasks())
         workers.wait()
     finally:
         workers.end()

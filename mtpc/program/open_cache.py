@@ -52,9 +52,10 @@ def open_cache(
         OptionError: the options ask for `frozen`, but the backend has no cached steps, or the model
             object has hooks or replaced forwards.
     """
+    frozen = options.frozen or options.require_sha256 is not None
     row = first_choice(options.backend)
     if not options.use_cache or row is None or not row.has_packages:
-        if options.is_frozen:
+        if frozen:
             raise OptionError(
                 f"frozen with backend {options.backend!r}, which has no cached steps; use "
                 f"backend={PACKAGING!r}"
@@ -62,7 +63,7 @@ def open_cache(
         return None
     model = _model_fields(source, options)
     if model is None:
-        if options.is_frozen:
+        if frozen:
             raise OptionError(
                 "frozen with a model object that has hooks or replaced forwards, which the cache "
                 "cannot identify; pass the checkpoint's directory"
@@ -71,7 +72,7 @@ def open_cache(
         return None
     part = "" if ranks is None else ranks.part
     fields = program_fields(PACKAGING, model, options, part)
-    return StepCache(open_store(options), fields, options, tell)
+    return StepCache(open_store(options), fields, options, frozen, tell)
 
 
 def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None:

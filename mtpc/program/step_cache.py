@@ -174,10 +174,10 @@ class StepCache:
         store: where the entries are.
         program: the result of `program_fields`.
         options: of the program.
+        frozen: whether building is an error.
         tell: is called with a line when the cache waits, or finds a damaged entry.
 
     Attributes:
-        frozen: whether building is an error.
         notes: lines that say why the cache could not serve or keep a step -> count; part of
             `Stats.fallbacks`.
     """
@@ -187,10 +187,10 @@ class StepCache:
         store: EntryStore,
         program: Fields,
         options: CompileOptions,
+        frozen: bool = False,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.store, self.program, self.options = store, program, options
-        self.frozen = options.is_frozen
+        self.store, self.program, self.options, self.frozen = store, program, options, frozen
         self.notes: Counter[str] = Counter()
         self._tell, self._told_miss = tell, ""
         self._scratch = Scratch("steps")

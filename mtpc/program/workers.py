@@ -1,7 +1,10 @@
-"""Processes that build steps beside the process that wants them.
+"""Processes that build beside this one: copies of it, made when it has traced a model.
 
-this process: tasks ->               | worker: `Job.run`
-<- stages, lines, what is finished   | as any other builder, through the cache
+    this process: tasks ->               | worker: `Builder.run`
+    <- stages, lines, what is finished   | as any other builder, through the cache
+
+A copy has what this process has loaded and traced, at once and in the same memory. It has none of
+this process's other threads, so it runs nothing on torch's.
 """
 
 from __future__ import annotations
@@ -10,57 +13,92 @@ import multiprocessing
 import queue
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from mtpc import errors
 from mtpc.errors import BackendError, MtpcError
 from mtpc.program.processes import end_with_parent, ended_by_sigterm, how_it_ended
 
 if TYPE_CHECKING:
-    from mtpc.program.build import Job, Task, Teller
+    from mtpc.program.build import Task
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
 """Seconds that a worker has to clean up, once it was told to end."""
 
 
-class Workers:
-    """Processes that build, and what they say. This process is one builder more.
+class Tell(Protocol):
+    """Hears of a build's progress."""
 
-    It takes a `Teller`'s place for this process's own work: what workers have said meanwhile is
-    then passed on, too.
+    def __call__(self, stage: str, task: Task) -> None:
+        """A stage of a task begins."""
+        ...
 
-    Args:
-        job: what all builders know.
-        todo: the tasks, of which each builder takes one after the other.
-        count: processes to start.
-        tell: hears of progress.
+    def line(self, text: str, fraction: float | None = None, /) -> None:
+        """A line that concerns no step."""
+        ...
+
+    def finished(self, task: Task) -> None:
+        """One more step is in the cache."""
+        ...
+
+
+class Counted(Tell, Protocol):
+    """Also knows when all is done."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Builder(Protocol):
+    """What workers are copies of.
+
+    Attributes:
+        tell: hears of its progress.
     """
 
-    def __init__(self, job: Job, todo: list[Task], count: int, tell: Teller):
-        context = multiprocessing.get_context("spawn")
-        self._tell, self.line = tell, tell.line
+    tell: Tell
+
+    def run(self, tasks: Iterator[Task]) -> None:
+        """Build tasks until there are none left."""
+        ...
+
+
+class Workers:
+    """Copies of this process that build, and what they say.
+
+    This process builds, too. For its work this takes the place of a `Tell`, which passes on what
+    workers have said meanwhile.
+
+    Args:
+        builder: of this process.
+        todo: the tasks, of which each process takes one after the other.
+        count: how many workers to start.
+        tell: hears of the progress of all.
+    """
+
+    def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Counted):
+        context = multiprocessing.get_context("fork")
+        self._tell, self.line, self.finished = tell, tell.line, tell.finished
         self._tasks, self._events = context.Queue(), context.Queue()
         for task in [*todo, *[None] * (count + 1)]:
             self._tasks.put(task)
         self._processes = [
-            context.Process(target=_work, args=(job, self._tasks, self._events), daemon=True)
+            context.Process(target=_work, args=(builder, self._tasks, self._events), daemon=True)
             for _ in range(count)
         ]
         for process in self._processes:
             process.start()
 
-    def tasks(self) -> Iterator[Task]:
-        """The tasks of this process."""
-        return _drain(self._tasks)
-
     def __call__(self, stage: str, task: Task) -> None:
         self._hear()
         self._tell(stage, task)
 
-    def finished(self, task: Task) -> None:
-        """This process has put one more step into the cache."""
-        self._tell.finished(task)
+    def tasks(self) -> Iterator[Task]:
+        """The tasks of this process."""
+        return _drain(self._tasks)
 
     def wait(self) -> None:
         """Until every step is in the cache, or all workers have ended.
@@ -113,7 +151,7 @@ class Workers:
 
 
 class _Remote:
-    """A worker's side of `Teller`: sends what it is told to the parent."""
+    """A worker's `Tell`: sends what it hears to the parent."""
 
     def __init__(self, events: Any):
         self._events = events
@@ -122,20 +160,20 @@ class _Remote:
         self._events.put(("tell", (stage, task)))
 
     def line(self, text: str, fraction: float | None = None, /) -> None:
-        """A line that concerns no step."""
         self._events.put(("line", (text, fraction)))
 
     def finished(self, task: Task) -> None:
-        """One more step is in the cache."""
         self._events.put(("finished", (task,)))
 
 
-def _work(job: Job, tasks: Any, events: Any) -> None:
+def _work(builder: Builder, tasks: Any, events: Any) -> None:
     """A worker process."""
     end_with_parent()
+    torch.set_num_threads(1)
+    builder.tell = _Remote(events)
     try:
         with ended_by_sigterm():
-            job.run(_drain(tasks), _Remote(events))
+            builder.run(_drain(tasks))
     except MtpcError as error:
         events.put(("error", (type(error).__name__, str(error))))
 

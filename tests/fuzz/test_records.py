@@ -30,7 +30,7 @@ from mtpc.store.machine import cpu_flags
 from mtpc.weights.recipes import Join, Packed, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
-OPTIONS, FROZEN = CompileOptions(max_len=32), CompileOptions(max_len=32, frozen=True)
+OPTIONS = CompileOptions(max_len=32)
 PROGRAM = {**FIELDS, "kind": KIND, "format": str(FORMAT)}
 DEEP = b'{"kind": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 VALUES: tuple[Any, ...] = (
@@ -96,7 +96,7 @@ def test_forged_records(cache: StepCache, data: bytes) -> None:
     name = forge(cache, data)
     assert cache.find(KEY_OF_STEP) is None
     assert f"{name}: {RECORD} is not a record" in next(iter(cache.notes))
-    frozen = StepCache(cache.store, PROGRAM, FROZEN)
+    frozen = StepCache(cache.store, PROGRAM, OPTIONS, frozen=True)
     with pytest.raises(DamagedEntryError, match=f"{name}: {RECORD} is not a record"):
         frozen.find(KEY_OF_STEP)
     assert [row.entry for row in examine(cache.store)] == [None]
@@ -106,7 +106,7 @@ def test_the_record_of_another_step(cache: StepCache) -> None:
     other = dataclasses.replace(record(), step=StepKey.decode(4, 3))
     forge(cache, other.to_json().encode())
     with pytest.raises(DamagedEntryError, match=r"step\.record\.json is that of decode"):
-        StepCache(cache.store, PROGRAM, FROZEN).find(KEY_OF_STEP)
+        StepCache(cache.store, PROGRAM, OPTIONS, frozen=True).find(KEY_OF_STEP)
     forge(cache, record().to_json().encode())
     assert cache.find(KEY_OF_STEP) is not None
 
