@@ -221,7 +221,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         return _start(job)
     from mtpc.backends.cpu_kernels import build_kernels
     from mtpc.config import CompileOptions
-    from mtpc.program.build import build, default_jobs
+    from mtpc.program.processes import without_collections
     from mtpc.store.entries import EntryStore
 
     if job["what"] == "kernels":
@@ -229,8 +229,11 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         store.prepare()
         build_kernels(store)
         return {"steps": 0, "stages": {}, "processes": 1}
-    options = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
-    report = build(Path(job["directory"]), options, (options.spec_tokens,))
+    with without_collections():  # As `mtpc build` does.
+        from mtpc.program.build import build, default_jobs
+
+        options = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
+        report = build(Path(job["directory"]), options, (options.spec_tokens,))
     seconds = [built.step.record.seconds for built in report.steps]
     stages = {stage: sum(each.get(stage, 0.0) for each in seconds) for stage in STAGES}
     processes = min(default_jobs(), len(seconds))

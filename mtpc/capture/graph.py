@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.specs import Dim
@@ -244,8 +245,16 @@ class StepGraph:
         graph = fx.Graph()
         graph.graph_copy(self.graph, {})
         graph.output(())
-        module = fx.GraphModule(self.module, copy_meta(self.graph, graph))
+        module = module_of(self.module, copy_meta(self.graph, graph))
         return StepGraph(module, self.key, self.layout, self.weights, list(self.history), self.part)
+
+
+def module_of(holder: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph with a holder's tensors; it makes Python of the graph when it is called.
+
+    Passes change a graph many times, and few backends call its module.
+    """
+    return _LazyGraphModule(holder, graph)
 
 
 def copy_meta(old: fx.Graph, new: fx.Graph) -> fx.Graph:

@@ -7,7 +7,7 @@ model's traces become numbers. `node.meta["val"]` keeps each result.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, set_tensor
+from mtpc.capture.fake_calls import form_of
+from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, module_of, set_tensor
 from mtpc.capture.step_mode import StepMode, fake_of, settled
 from mtpc.errors import GraphError
 from mtpc.ops.signatures import value_of
@@ -45,9 +46,11 @@ def fake_call(
     mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The metadata of a call: `val`, its result, and `given`, the arguments that `val` is for."""
-    values, named = fx.node.map_aggregate(args, value_of), fx.node.map_aggregate(kwargs, value_of)
+    given = (fx.node.map_aggregate(args, value_of), fx.node.map_aggregate(kwargs, value_of))
+    if isinstance(mode, StepMode):
+        return {"val": mode.call(target, *given), "given": given}
     with mode:
-        return {"val": target(*values, **named), "given": (values, named)}
+        return {"val": target(*given[0], **given[1]), "given": given}
 
 
 class Inliner:
@@ -66,6 +69,7 @@ class Inliner:
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.attributes: dict[str, fx.Node] = {}
+        self._glue: dict[Hashable, fx.GraphModule] = {}
         self.num_inlined = 0
 
     def run(self) -> fx.GraphModule:
@@ -83,7 +87,7 @@ class Inliner:
             else:
                 env[node] = self._call(node, env, piece="step")
         self.graph.output(())
-        return fx.GraphModule(self.root, self.graph)
+        return module_of(self.root, self.graph)
 
     def _inline(self, call: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if call.kwargs:
@@ -114,8 +118,11 @@ class Inliner:
     def _trace_glue(self, piece: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
         """A piece that is not the model's, traced at the shapes of its arguments."""
         values = fx.node.map_aggregate(args, value_of)
-        with self.mode:
-            return make_fx(piece, pre_dispatch=True)(*values)
+        key = (piece, form_of(values))
+        if key not in self._glue:
+            with self.mode:
+                self._glue[key] = make_fx(piece, pre_dispatch=True)(*values)
+        return self._glue[key]
 
     def _attribute(self, tensor: Tensor, name: str | None) -> fx.Node:
         """The get_attr node of a tensor; the graph has one for each tensor."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, set_tensor
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.weights.recipes import substitute
@@ -161,7 +161,7 @@ class _Writer:
         for call in self.calls[end:]:
             self._write(call, self.pattern.copies * self.pattern.period)
         self.graph.output(())
-        module = fx.GraphModule(self.root, self.graph)
+        module = module_of(self.root, self.graph)
         return StepGraph(module, old.key, old.layout, old.weights, list(old.history), old.part)
 
     def _write(self, call: fx.Node, layers: int) -> None:

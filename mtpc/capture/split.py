@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse, eliminate_dead_nodes
-from mtpc.capture.graph import StepGraph, dim_of, set_tensor
+from mtpc.capture.graph import StepGraph, dim_of, module_of, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import nominal
 from mtpc.errors import GraphError
@@ -94,8 +94,8 @@ def split_step(graph: StepGraph) -> SplitStep:
     sides = _Sides(graph, propose_side, free, names)
     verify, propose = sides.verify(), sides.propose()
     return SplitStep(
-        replace(whole, module=fx.GraphModule(whole.module, verify), layout=layout, part="verify"),
-        replace(whole, module=fx.GraphModule(whole.module, propose), layout=layout, part="propose"),
+        replace(whole, module=module_of(whole.module, verify), layout=layout, part="verify"),
+        replace(whole, module=module_of(whole.module, propose), layout=layout, part="propose"),
         specs,
     )
 

@@ -7,6 +7,7 @@ size alone. torch's `ShapeEnv` notices both. Such a size is *fixed* from then on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -17,6 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from mtpc.capture.fake_calls import FakeCalls
 from mtpc.layout import Layout
 from mtpc.layout.specs import Dim
 
@@ -37,6 +39,9 @@ class StepMode(FakeTensorMode):
         self._env = ShapeEnv()
         super().__init__(shape_env=self._env)
         self._layout, self._fakes = layout, dict[str, Tensor]()
+        self._calls = FakeCalls(self)
+        self._forms: dict[tuple[sympy.Expr, frozenset[sympy.Symbol]], Dim] = {}
+        self._dims: dict[sympy.Expr, Dim] = {}
         values = {s: layout.sizes[s] for s in layout.open_sizes}
         self._open = {s: self._symbol(s, n) for s, n in values.items() if n >= LEAST}
         self._least = dict.fromkeys(self._open, LEAST)
@@ -59,8 +64,14 @@ class StepMode(FakeTensorMode):
         """A buffer's dimension with numbers for all sizes that are not open."""
         if isinstance(dim, int):
             return dim
+        key = (dim, frozenset(self.open_sizes))
+        if key not in self._forms:
+            self._forms[key] = self._form(*key)
+        return self._forms[key]
+
+    def _form(self, dim: sympy.Expr, is_open: frozenset[sympy.Symbol]) -> Dim:
         sizes = self._layout.sizes
-        form = dim.subs({s: n for s, n in sizes.items() if s not in self.open_sizes})
+        form = dim.subs({s: n for s, n in sizes.items() if s not in is_open})
         # Min(size, number) is the number, for all sizes from the number on.
         for bound in form.atoms(sympy.Min):
             number, *symbols = sorted(bound.args, key=lambda arg: not arg.is_Integer)
@@ -81,6 +92,10 @@ class StepMode(FakeTensorMode):
         with self:
             self._fakes[name] = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
         return self._fakes[name]
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call on fake tensors of this mode."""
+        return self._calls.value(target, args, kwargs)
 
     def _size(self, form: Dim, value: int) -> Any:
         if isinstance(form, int):
@@ -104,8 +119,11 @@ class StepMode(FakeTensorMode):
         """A size of a fake tensor, over the layout's symbols."""
         if not isinstance(size, torch.SymInt):
             return int(size)
-        form = sympy.expand(size.node.expr)
-        return int(form) if form.is_Integer else form.subs(self._names)
+        expr = size.node.expr
+        if expr not in self._dims:
+            form = sympy.expand(expr)
+            self._dims[expr] = int(form) if form.is_Integer else form.subs(self._names)
+        return self._dims[expr]
 
 
 def _lower_bound(guard: sympy.Expr) -> tuple[sympy.Symbol, int] | None:

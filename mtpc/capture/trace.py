@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph, WeightTable, module_of
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import P
 from mtpc.step.accept import Accept, AcceptPrefill
@@ -179,7 +179,7 @@ def trace_step(
     chaining = (traces.feeds_target, traces.single_position)
     step = Step(key, pieces, buffers, draft_index, *chaining)
     graph = LeafTracer().trace(step)
-    return StepGraph(fx.GraphModule(step, graph), key, layout, weights)
+    return StepGraph(module_of(step, graph), key, layout, weights)
 
 
 def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from mtpc.cli.run import set_threads
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
+from mtpc.program.processes import without_collections
 
 if TYPE_CHECKING:
     from mtpc.layout import Form
@@ -42,7 +43,7 @@ def command(args: argparse.Namespace) -> int:
             f"backend {options.backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
     checkpoint = chosen_checkpoint(args.checkpoint)
-    with show_progress(sys.stderr, args.quiet) as tell:
+    with show_progress(sys.stderr, args.quiet) as tell, without_collections():
         tell("import torch and transformers")
         from mtpc.program.build import build
         from mtpc.program.ranks import all_parts

@@ -1,28 +1,23 @@
 """Filling the cache ahead of time: every step of one checkpoint, several at once.
 
-Each worker is a process that loads the model's headers and takes steps from a common queue. Workers
-share the cache alone, and its locks let any other builder join in. No worker reads weights.
+This process loads a model's headers and traces the model. Then it and its workers, which begin as
+copies of it, take steps from a common queue. They share the cache alone, and its locks let any
+other builder join in. None of them reads weights.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mtpc import errors
 from mtpc.backends import PACKAGING, make_backend, settle_prefill
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.config import CompileOptions
-from mtpc.errors import BackendError, CacheWriteError, MtpcError, OptionError
+from mtpc.errors import CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load
@@ -31,23 +26,18 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.forecast import Forecast, Graph
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.open_cache import open_cache
-from mtpc.program.processes import (
-    WORKER,
-    end_with_parent,
-    ended_by_sigterm,
-    how_it_ended,
-)
+from mtpc.program.processes import WORKER
 from mtpc.program.ranks import Ranks
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.program.workers import Tell, Workers
 from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 Check = Callable[[StepCompiler], None]
-"""May refuse a model. It is sent to other processes."""
-_POLL_S = 0.2
-_GRACE_S = 10.0
-"""Seconds that a worker has to clean up, once it was told to end."""
+"""May refuse a model."""
+_Program = tuple[int, Ranks | None]
+"""K, and the rank whose part of the steps it has."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Task:
     ranks: Ranks | None = None
 
     @property
-    def program(self) -> tuple[int, Ranks | None]:
+    def program(self) -> _Program:
         """The program that it belongs to: K, and the rank."""
         return self.spec_tokens, self.ranks
 
@@ -136,32 +126,32 @@ def build(
     source = open_checkpoint(directory, options.draft)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
-    job = _Job(directory, options, torch.get_num_threads(), check)
     tell = _Teller(listener, start)
+    builder = _Builder(directory, options, check, tell)
     tasks = [
         Task(k, key, part, ranks)
         for ranks in parts
         for k in spec_tokens
         for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
     ]
-    caches = {task.program: job.cache(*task.program) for task in tasks}
+    caches = {program: builder.open_cache(*program) for program in {t.program: None for t in tasks}}
     there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
     todo = [task for task in tasks if task not in there]
     store = caches[tasks[0].program].store
     if todo:
         store.prepare()
     kernels = build_kernels(store, tell.line)
-    workers = min(jobs or default_jobs(), len(todo))
-    tell.expect(_expected(caches, todo), workers)
-    if workers > 1:
-        _build_in_processes(job, todo, workers, tell)
+    count = min(jobs or default_jobs(), len(todo))
+    tell.expect(_expected(caches, todo), count)
+    if count > 1:
+        _build_beside_workers(builder, todo, count - 1, tell)
     else:
-        job.run(iter(todo), tell)
+        builder.run(iter(todo))
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
 
 
 def _expected(
-    caches: Mapping[tuple[int, Ranks | None], StepCache], todo: list[Task]
+    caches: Mapping[_Program, StepCache], todo: list[Task]
 ) -> dict[Graph, Mapping[str, float]]:
     """What each stage of each task took in the nearest entry."""
     expected: dict[Graph, Mapping[str, float]] = {}
@@ -173,7 +163,7 @@ def _expected(
 
 
 def _report(
-    caches: dict[tuple[int, Ranks | None], StepCache],
+    caches: dict[_Program, StepCache],
     tasks: list[Task],
     there: set[Task],
     kernels: Entry | Path,
@@ -205,7 +195,12 @@ def _report(
 
 
 def default_jobs() -> int:
-    """One process for each core, or fewer if the free memory does not hold so many."""
+    """One process for each core, or fewer if the free memory does not hold so many.
+
+    Only on Linux can a process be copied safely.
+    """
+    if sys.platform != "linux":
+        return 1
     free = free_bytes()
     fit = free // WORKER if free is not None else 1
     return max(1, min(os.cpu_count() or 1, fit))
@@ -234,157 +229,95 @@ class _Teller:
         self._forecast.finished(task.graph)
         self._done += 1
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every step is in the cache."""
+        return self._done == self._total
 
-@dataclass(frozen=True)
-class _Job:
-    """What every worker needs to know. It is sent to other processes."""
 
-    directory: Path
-    options: CompileOptions
-    threads: int
-    check: Check | None
+class _Builder:
+    """Builds tasks in one process.
 
-    def cache(
-        self,
-        spec_tokens: int,
-        ranks: Ranks | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> StepCache:
+    Args:
+        directory: the checkpoint.
+        options: for all K.
+        check: sees each model before it is traced.
+        tell: hears of progress.
+
+    Attributes:
+        tell: a worker, which begins as a copy of this process, puts its own in its place.
+    """
+
+    def __init__(self, directory: Path, options: CompileOptions, check: Check | None, tell: Tell):
+        self._directory, self._options, self._check, self.tell = directory, options, check, tell
+        self._caches: dict[_Program, StepCache] = {}
+        self._models: dict[bool, LoadedModel] = {}
+        self._compilers: dict[_Program, CachingCompiler] = {}
+
+    def open_cache(self, spec_tokens: int, ranks: Ranks | None = None) -> StepCache:
         """The cache of the program for one K, and one rank."""
-        options = replace(self.options, spec_tokens=spec_tokens)
-        cache = open_cache(open_checkpoint(self.directory, options.drafter), options, tell, ranks)
+        options = replace(self._options, spec_tokens=spec_tokens)
+        source = open_checkpoint(self._directory, options.drafter)
+        cache = open_cache(source, options, self._line, ranks)
         if cache is None:
             raise OptionError("building ahead of time needs the cache; drop use_cache=False")
+        self._caches[spec_tokens, ranks] = cache
         return cache
 
-    def run(self, tasks: Iterator[Task], tell: Any) -> None:
+    def prepare(self, task: Task) -> None:
+        """Trace the model of a task's program, which all steps of the program share."""
+        self._compiler(task).prepare(task.key)
+
+    def run(self, tasks: Iterator[Task]) -> None:
         """Build tasks until there are none left."""
-        torch.set_num_threads(self.threads)
-        compilers: dict[tuple[int, Ranks | None], CachingCompiler] = {}
-        models: dict[bool, LoadedModel] = {}
         for task in tasks:
-            k = task.spec_tokens
-            if task.program not in compilers:
-                if (k > 0) not in models:
-                    tell("load the model", task)
-                    options = self.options
-                    models[k > 0] = load(
-                        *(self.directory, options.dtype, k > 0, options.wiring),
-                        headers_only=True,
-                        draft=options.draft,
-                    )
-                compilers[task.program] = self._compiler(task, models[k > 0], tell)
-            compiler = compilers[task.program]
-            compiler.compiler.listener = partial(_pass_on, tell, task)
+            compiler = self._compiler(task)
             if compiler.obtain(task.key, task.part).entry is None:
                 # The next step could not be kept either, after minutes of work.
                 raise CacheWriteError("; ".join(compiler.cache.notes))
-            tell.finished(task)
+            self.tell.finished(task)
 
-    def _compiler(self, task: Task, loaded: LoadedModel, tell: Any) -> CachingCompiler:
-        cache = self.cache(*task.program, tell.line)
-        backend = make_backend(PACKAGING, tell.line, cache.store)
-        options = replace(self.options, spec_tokens=task.spec_tokens)
+    def _compiler(self, task: Task) -> CachingCompiler:
+        """The compiler of a task's program, whose progress is that of the task from now on."""
+        if task.program not in self._compilers:
+            self._compilers[task.program] = self._new_compiler(task)
+        compiler = self._compilers[task.program]
+        compiler.compiler.listener = lambda progress: self.tell(progress.stage, task)
+        return compiler
+
+    def _new_compiler(self, task: Task) -> CachingCompiler:
+        cache, loaded = self._caches[task.program], self._model(task)
+        backend = make_backend(PACKAGING, self._line, cache.store)
+        options = replace(self._options, spec_tokens=task.spec_tokens)
         reserve, ranks = Layout.reserve, task.ranks
         compiler = StepCompiler(loaded, options, backend, new_buffer=reserve, ranks=ranks)
-        if self.check is not None:
-            self.check(compiler)
+        if self._check is not None:
+            self._check(compiler)
         return CachingCompiler(compiler, cache)
 
+    def _model(self, task: Task) -> LoadedModel:
+        """The model of a task, with MTP layers or without."""
+        has_mtp, options = task.spec_tokens > 0, self._options
+        if has_mtp not in self._models:
+            self.tell("load the model", task)
+            self._models[has_mtp] = load(
+                *(self._directory, options.dtype, has_mtp, options.wiring),
+                headers_only=True,
+                draft=options.draft,
+            )
+        return self._models[has_mtp]
 
-def _pass_on(tell: Any, task: Task, progress: Progress) -> None:
-    """A compiler's progress, as progress of the build."""
-    tell(progress.stage, task)
-
-
-class _Remote:
-    """A worker's side of `_Teller`: sends what it is told to the parent."""
-
-    def __init__(self, events: Any):
-        self._events = events
-
-    def __call__(self, stage: str, task: Task) -> None:
-        self._events.put(("tell", (stage, task)))
-
-    def line(self, text: str, fraction: float | None = None, /) -> None:
-        """A line that concerns no step."""
-        self._events.put(("line", (text, fraction)))
-
-    def finished(self, task: Task) -> None:
-        """One more step is in the cache."""
-        self._events.put(("finished", (task,)))
+    def _line(self, text: str, fraction: float | None = None, /) -> None:
+        self.tell.line(text, fraction)
 
 
-def _work(job: _Job, tasks: Any, events: Any) -> None:
-    """A worker process."""
-    end_with_parent()
+def _build_beside_workers(builder: _Builder, todo: list[Task], count: int, tell: _Teller) -> None:
+    """Build tasks in this process, and in so many copies of it."""
+    builder.prepare(todo[0])
+    workers = Workers(builder, todo, count, tell)
+    builder.tell = workers
     try:
-        with ended_by_sigterm():
-            job.run(_drain(tasks), _Remote(events))
-    except MtpcError as error:
-        events.put(("error", (type(error).__name__, str(error))))
-
-
-def _drain(tasks: Any) -> Iterator[Task]:
-    """Tasks until the queue says stop, or the process that wants them has ended."""
-    parent = multiprocessing.parent_process()
-    while parent is None or parent.is_alive():
-        try:
-            task = tasks.get(timeout=1)
-        except queue.Empty:
-            continue
-        if task is None:
-            return
-        yield task
-
-
-def _build_in_processes(job: _Job, todo: list[Task], workers: int, tell: _Teller) -> None:
-    context = multiprocessing.get_context("spawn")
-    tasks, events = context.Queue(), context.Queue()
-    for task in [*todo, *[None] * workers]:
-        tasks.put(task)
-    processes = [
-        context.Process(target=_work, args=(job, tasks, events), daemon=True)
-        for _ in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while any(process.is_alive() for process in processes) or not events.empty():
-            _handle(events, tell)
-            _check_alive(processes)
+        builder.run(workers.tasks())
+        workers.wait()
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _handle(events: Any, tell: _Teller) -> None:
-    """Pass on one event of a worker, if there is one."""
-    try:
-        kind, data = events.get(timeout=_POLL_S)
-    except queue.Empty:
-        return
-    if kind == "tell":
-        tell(*data)
-    elif kind == "line":
-        tell.line(*data)
-    elif kind == "finished":
-        tell.finished(*data)
-    else:
-        name, message = data
-        raise getattr(errors, name)(message)
-
-
-def _check_alive(processes: list[Any]) -> None:
-    """End the build if a worker died without an error, usually for want of memory."""
-    dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
-    if dead:
-        raise BackendError(
-            f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
-            "is in the cache"
-        )
+        workers.end()

@@ -46,6 +46,7 @@ class CachingCompiler:
 
     def __init__(self, compiler: StepCompiler, cache: StepCache):
         self.compiler, self.cache = compiler, cache
+        self._prepared: dict[StepKey, float] = {}
         compiler.weights.defers = True
         compiler.copy_layers()
 
@@ -71,6 +72,13 @@ class CachingCompiler:
         self.compiler.forecast.begins((self._spec_tokens, key, part), stage)
         self.compiler.tell(stage, key)
 
+    def prepare(self, key: StepKey) -> None:
+        """Trace the model, which all steps share; the record of this one has the seconds."""
+        start = time.perf_counter()
+        with torch.no_grad():
+            self.compiler.trace_model(key)
+        self._prepared[key] = time.perf_counter() - start
+
     def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
         """One step's entry, built if the cache lacks it."""
         return self.cache.obtain(key, partial(self._build, key, part), part)
@@ -79,6 +87,7 @@ class CachingCompiler:
     def _build(self, key: StepKey, part: Part, directory: Path) -> StepRecord:
         """Compile a step's files into `directory`."""
         timer = _Timer()
+        timer.add("trace", self._prepared.pop(key, 0.0))
         graph = self._graph(key, part, directory, timer)
         self._tell("lower", key, part)
         with timer("lower"):
@@ -171,5 +180,7 @@ class _Timer:
     def __call__(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        taken = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-        self.seconds[stage] = round(taken, 3)
+        self.add(stage, time.perf_counter() - start)
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + seconds, 3)

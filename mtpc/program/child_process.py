@@ -29,7 +29,12 @@ from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.program.host_memory import check_model
-from mtpc.program.processes import end_children, how_it_ended, start_python
+from mtpc.program.processes import (
+    end_children,
+    how_it_ended,
+    start_python,
+    without_collections,
+)
 from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
@@ -131,9 +136,13 @@ def serve(handle: int) -> None:
     Args:
         handle: file descriptor of its end.
     """
+    with without_collections():
+        _do_job(Connection(handle))
+
+
+def _do_job(pipe: Connection) -> None:
     from mtpc.program.build import build
 
-    pipe = Connection(handle)
     threads, directory, options, graphs, check, in_background, ranks = pipe.recv()
     torch.set_num_threads(threads)
     if in_background:

@@ -203,15 +203,19 @@ class StepCompiler:
 
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass."""
-        layout = self.layout(key)
+        traces = self.trace_model(key)
+        return trace_step(key, traces, self.layout(key), self.shared_module, self.weights)
+
+    def trace_model(self, key: StepKey) -> ModelTraces:
+        """The model's pieces; any step's key will do."""
         if self._traces is None:
             self.tell("trace model", None)
-            traced = self.loaded
+            layout, traced = self.layout(key), self.loaded
             if self.pattern is not None:
                 traced = with_first_layers(traced, self.pattern.traced)
             stepped = SteppedModel(traced, self._pools, layout.value(S))
             self._traces = ModelTraces(stepped, layout)
-        return trace_step(key, self._traces, layout, self.shared_module, self.weights)
+        return self._traces
 
     def copy_layers(self) -> None:
         """From now on trace only the first layers of those that repeat; see `all_layers`."""

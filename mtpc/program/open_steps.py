@@ -27,6 +27,7 @@ from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.open_cache import kernel_store, open_cache
 from mtpc.program.page_identity import page_identity
+from mtpc.program.processes import without_collections
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
@@ -297,7 +298,8 @@ class _Opener(Generic[T]):
         options = self.options
         keeps = cache if backend.package is not None else None
         if keeps is not None and isinstance(self.source, Checkpoint):
-            opened = self._built_from_headers(self.source, keeps, backend)
+            with without_collections():
+                opened = self._built_from_headers(self.source, keeps, backend)
             if opened is not None:
                 return opened
         loaded = self._load(backend)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.backends.cpu_kernels.build import LONGEST
+from mtpc.backends.cpu_kernels.generate import SOURCE_DIR
 from mtpc.errors import BackendError, CacheError
 from mtpc.store.entries import EntryStore
 
@@ -79,3 +81,9 @@ def test_the_compilers_last_words_are_passed_on(
         build_kernels(EntryStore(tmp_path / "cache"))
     assert not list(tmp_path.glob("cache/entries/*"))
     assert not list(tmp_path.glob("cache/tmp/*"))
+
+
+def test_the_longest_sources_are_there() -> None:
+    """Their order is a list of names, which a renamed source would leave."""
+    named = {path.stem for path in SOURCE_DIR.glob("*.cpp")} | {"operators"}
+    assert set(LONGEST) <= named

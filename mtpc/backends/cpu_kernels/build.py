@@ -58,6 +58,9 @@ _FLAGS = (
 )
 _DECISIVE = ("source.kernels", "version.torch", "machine.platform", COMPILER)
 _DECISIVE_IF_NATIVE = ("machine.cpu", "machine.instruction_sets")
+LONGEST = ("attention", "grouped_products", "experts", "chain", "operators", "grouped_linear")
+"""Sources that take longest to compile, as measured. They begin, so that no core is left alone with
+one of them."""
 _ERROR_LINES = 20
 _MOST_COMPILERS = 8
 """The most compilers at once; each takes half a gigabyte."""
@@ -167,6 +170,10 @@ def compile_for(levels: Iterable[Level], into: Path, report: Report) -> None:
         _Build(compiler, level, report).fill(into / level.name, kernel_fields(level))
 
 
+def _turn(source: Path) -> int:
+    return LONGEST.index(source.stem) if source.stem in LONGEST else len(LONGEST)
+
+
 @dataclass(frozen=True)
 class _Build:
     """One compilation of all sources."""
@@ -205,7 +212,7 @@ class _Build:
         ):
             objects, run = Path(scratch), partial(_run, run_compiler)
             kernels = sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
-            sources = [*kernels, _write_generated(objects)]
+            sources = sorted([*kernels, _write_generated(objects)], key=_turn)
             flags = (*_FLAGS, *self.level.flags)
             # The runner takes longest and needs no precompiled header, so it begins.
             runner = pool.submit(self._object, _RUNNER_SOURCE, _RUNNER_FLAGS, objects, run)

@@ -64,14 +64,14 @@ std::vector<Block> plan_blocks(const std::vector<Row>& rows, int64_t count) {
   return blocks;
 }
 
-template <class A, class T>
+/// A is the accumulation type. Only scoring depends on the type of the keys.
+template <class A>
 class Chooser {
  public:
   Chooser(const Choice& choice, const Tensor& query, const Tensor& weights, int32_t* out)
       : c_(choice),
         query_(static_cast<const A*>(query.const_data_ptr())),
         weights_(static_cast<const A*>(weights.const_data_ptr())),
-        keys_(static_cast<const T*>(choice.keys.tensor.const_data_ptr())),
         out_(out),
         rows_(plan_rows(choice)),
         blocks_(plan_blocks(rows_, choice.count)) {
@@ -86,10 +86,13 @@ class Chooser {
     totals_.reserve(scored * stride_);
   }
 
+  /// Scores against keys of type T, then chooses.
+  template <class T>
   void run() {
     struct Task {
       int64_t block, split;
     };
+    const T* keys = static_cast<const T*>(c_.keys.tensor.const_data_ptr());
     std::vector<Task> tasks;
     int64_t pairs = 0;
     for (int64_t b = 0; b < static_cast<int64_t>(blocks_.size()); ++b) {
@@ -97,8 +100,14 @@ class Chooser {
       pairs += (blocks_[b].last - blocks_[b].first) * blocks_[b].visible;
     }
     run_tasks(tasks.size(), worker_count(pairs * c_.heads * c_.keys.width), [&](int64_t t) {
-      score(tasks[t].block, tasks[t].split);
+      score(keys, tasks[t].block, tasks[t].split);
     });
+    choose(pairs);
+  }
+
+ private:
+  /// What each row chooses, of `pairs` scores in all.
+  void choose(int64_t pairs) {
     for (const Row& row : rows_) {
       if (row.visible <= c_.count) take_all(row);
     }
@@ -110,7 +119,6 @@ class Chooser {
     });
   }
 
- private:
   /// Memory of one thread, kept between calls.
   struct Scratch {
     Buffer<A> panel, scores;
@@ -123,7 +131,8 @@ class Chooser {
   };
 
   /// Totals of a block's rows over one split of positions, panel by panel.
-  void score(int64_t b, int64_t split) {
+  template <class T>
+  void score(const T* all_keys, int64_t b, int64_t split) {
     const Block& block = blocks_[b];
     const int64_t base = split * kSplit, width = c_.keys.width;
     const int64_t seen = std::min(block.visible - base, kSplit);
@@ -131,7 +140,7 @@ class Chooser {
     std::fill_n(keys, kSplit, nullptr);
     for (int64_t j = 0; j < seen; ++j) {
       const int64_t slot = c_.slot(rows_[block.first].request, base + j);
-      keys[j] = keys_ + slot / c_.keys.page_size * c_.keys.page_stride +
+      keys[j] = all_keys + slot / c_.keys.page_size * c_.keys.page_stride +
           slot % c_.keys.page_size * c_.keys.slot_stride;
     }
     Scratch& memory = Scratch::of_this_thread();
@@ -189,7 +198,6 @@ class Chooser {
   const Choice& c_;
   const A* query_;
   const A* weights_;
-  const T* keys_;
   int32_t* out_;
   std::vector<Row> rows_;
   std::vector<Block> blocks_;
@@ -232,10 +240,10 @@ MTPC_OPERATOR Tensor choose_slots(
     using T = typename decltype(type)::type;
     if (query.scalar_type() == ScalarType::Double) {
       const Tensor q = dense_in(query, ScalarType::Double);
-      Chooser<double, T>(choice, q, dense_in(weights, ScalarType::Double), slots).run();
+      Chooser<double>(choice, q, dense_in(weights, ScalarType::Double), slots).run<T>();
     } else {
       const Tensor q = dense_in(query, ScalarType::Float);
-      Chooser<float, T>(choice, q, dense_in(weights, ScalarType::Float), slots).run();
+      Chooser<float>(choice, q, dense_in(weights, ScalarType::Float), slots).run<T>();
     }
   });
   return out;

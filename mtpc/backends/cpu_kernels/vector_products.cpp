@@ -1,0 +1,77 @@
+// Products with packed weights in vector registers, for each number of rows. Where there are tile
+// registers, those take their place.
+#if !defined(__AMX_TILE__)
+
+#include "vector_products.h"
+
+#include <utility>
+
+namespace mtpc {
+namespace {
+
+/// Registers of sums that a row of a tile takes.
+constexpr int kRegisters = kFeatures / kLanes<float>;
+
+/// Groups of inputs per turn of the loop. One row alone waits only for memory: with four groups per
+/// turn, and no prefetch instructions, the processor itself fetches furthest ahead. With more rows
+/// that is slower, and without AVX-512 it was not measured.
+template <int kRows>
+constexpr int kTurn = kVectorBytes == 64 && kRows == 1 ? 4 : 1;
+
+/// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
+template <int kRows>
+void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRows>& out) {
+  constexpr int kCache = kRows <= kStreamedRows ? 3 : 2;
+  Vec<float> sums[kRows][kRegisters]{};
+  const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
+    Groups weights[kRegisters];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
+      std::memcpy(&weights[i], from, kVectorBytes);
+    }
+    if constexpr (kTurn<kRows> == 1) {
+      __builtin_prefetch(fetch.from, 0, kCache);
+      __builtin_prefetch(fetch.from + fetch.step / 2, 0, kCache);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Group group = x.first[r * x.stride + k];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegisters; ++i) {
+        sums[r][i] = add_pairs(sums[r][i], weights[i], Groups{} + group);
+      }
+    }
+    tile += kFeatures;
+    fetch.from += fetch.step;
+  };
+  int64_t k = 0;
+  for (; k + kTurn<kRows> <= x.groups; k += kTurn<kRows>) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kTurn<kRows>; ++i) add_group(k + i);
+  }
+  for (; k < x.groups; ++k) add_group(k);
+  // One by one: copied as a whole they would live in memory, not in registers.
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      std::memcpy(out[r] + i * kLanes<float>, &sums[r][i], kVectorBytes);
+    }
+  }
+}
+
+template <int... kRows>
+constexpr std::array<MultiplySome, sizeof...(kRows)> all_products(
+    std::integer_sequence<int, kRows...>) {
+  return {multiply_some<kRows + 1>...};
+}
+
+}  // namespace
+
+constexpr std::array<MultiplySome, kMostRows> kMultiplySome =
+    all_products(std::make_integer_sequence<int, kMostRows>{});
+
+}  // namespace mtpc
+
+#endif

@@ -1,0 +1,191 @@
+"""Processes that build beside this one: copies of it, made when it has traced a model.
+
+    this process: tasks ->               | worker: `Builder.run`
+    <- stages, lines, what is finished   | as any other builder, through the cache
+
+A copy has what this process has loaded and traced, at once and in the same memory. It has none of
+this process's other threads, so it runs nothing on torch's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from mtpc import errors
+from mtpc.errors import BackendError, MtpcError
+from mtpc.program.processes import end_with_parent, ended_by_sigterm, how_it_ended
+
+if TYPE_CHECKING:
+    from mtpc.program.build import Task
+
+_POLL_S = 0.2
+_GRACE_S = 10.0
+"""Seconds that a worker has to clean up, once it was told to end."""
+
+
+class Tell(Protocol):
+    """Hears of a build's progress."""
+
+    def __call__(self, stage: str, task: Task) -> None:
+        """A stage of a task begins."""
+        ...
+
+    def line(self, text: str, fraction: float | None = None, /) -> None:
+        """A line that concerns no step."""
+        ...
+
+    def finished(self, task: Task) -> None:
+        """One more step is in the cache."""
+        ...
+
+
+class Counted(Tell, Protocol):
+    """Also knows when all is done."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Builder(Protocol):
+    """What workers are copies of.
+
+    Attributes:
+        tell: hears of its progress.
+    """
+
+    tell: Tell
+
+    def run(self, tasks: Iterator[Task]) -> None:
+        """Build tasks until there are none left."""
+        ...
+
+
+class Workers:
+    """Copies of this process that build, and what they say.
+
+    This process builds, too. For its work this takes the place of a `Tell`, which passes on what
+    workers have said meanwhile.
+
+    Args:
+        builder: of this process.
+        todo: the tasks, of which each process takes one after the other.
+        count: how many workers to start.
+        tell: hears of the progress of all.
+    """
+
+    def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Counted):
+        context = multiprocessing.get_context("fork")
+        self._tell, self.line, self.finished = tell, tell.line, tell.finished
+        self._tasks, self._events = context.Queue(), context.Queue()
+        for task in [*todo, *[None] * (count + 1)]:
+            self._tasks.put(task)
+        self._processes = [
+            context.Process(target=_work, args=(builder, self._tasks, self._events), daemon=True)
+            for _ in range(count)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def __call__(self, stage: str, task: Task) -> None:
+        self._hear()
+        self._tell(stage, task)
+
+    def tasks(self) -> Iterator[Task]:
+        """The tasks of this process."""
+        return _drain(self._tasks)
+
+    def wait(self) -> None:
+        """Until every step is in the cache, or all workers have ended.
+
+        Raises:
+            MtpcError: a worker ended with it, or died.
+        """
+        while not self._tell.is_done and any(process.is_alive() for process in self._processes):
+            self._hear(_POLL_S)
+        self._hear()
+
+    def end(self) -> None:
+        """End all workers."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _hear(self, wait_s: float = 0.0) -> None:
+        """Pass on what workers have said; wait so long for the first of it."""
+        with suppress(queue.Empty):
+            while True:
+                kind, data = self._events.get(timeout=wait_s)
+                self._pass_on(kind, data)
+                wait_s = 0.0
+        self._check_alive()
+
+    def _pass_on(self, kind: str, data: tuple[Any, ...]) -> None:
+        if kind == "tell":
+            self._tell(*data)
+        elif kind == "line":
+            self._tell.line(*data)
+        elif kind == "finished":
+            self._tell.finished(*data)
+        else:
+            name, message = data
+            raise getattr(errors, name)(message)
+
+    def _check_alive(self) -> None:
+        """End the build if a worker died without an error, usually for want of memory."""
+        dead = [each.exitcode for each in self._processes if each.exitcode not in (None, 0)]
+        if dead:
+            raise BackendError(
+                f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
+                "is in the cache"
+            )
+
+
+class _Remote:
+    """A worker's `Tell`: sends what it hears to the parent."""
+
+    def __init__(self, events: Any):
+        self._events = events
+
+    def __call__(self, stage: str, task: Task) -> None:
+        self._events.put(("tell", (stage, task)))
+
+    def line(self, text: str, fraction: float | None = None, /) -> None:
+        self._events.put(("line", (text, fraction)))
+
+    def finished(self, task: Task) -> None:
+        self._events.put(("finished", (task,)))
+
+
+def _work(builder: Builder, tasks: Any, events: Any) -> None:
+    """A worker process."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    builder.tell = _Remote(events)
+    try:
+        with ended_by_sigterm():
+            builder.run(_drain(tasks))
+    except MtpcError as error:
+        events.put(("error", (type(error).__name__, str(error))))
+
+
+def _drain(tasks: Any) -> Iterator[Task]:
+    """Tasks until the queue says stop, or the process that wants them has ended."""
+    parent = multiprocessing.parent_process()
+    while parent is None or parent.is_alive():
+        try:
+            task = tasks.get(timeout=1)
+        except queue.Empty:
+            continue
+        if task is None:
+            return
+        yield task
