@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -89,8 +90,11 @@ class Workers:
             context.Process(target=_work, args=(builder, self._tasks, self._events), daemon=True)
             for _ in range(count)
         ]
-        for process in self._processes:
-            process.start()
+        with warnings.catch_warnings():
+            # From Python 3.12 on: that a copy lacks other threads, which torch may have started.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for process in self._processes:
+                process.start()
 
     def __call__(self, stage: str, task: Task) -> None:
         self._hear()
