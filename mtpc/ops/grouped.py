@@ -182,8 +182,8 @@ def grouped_experts(
     expert_weights: Tensor,
     limit: float = 0.0,
     limit_input: bool = False,
-    rows: Tensor | None = None,
     gelu: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """`mtpc::experts` with the products of `mtpc::grouped_linear`, in float32 between them.
 
@@ -200,8 +200,8 @@ def grouped_experts(
         expert_weights: [T, k].
         limit: as in `mtpc::experts`.
         limit_input: as there.
+        gelu: as there.
         rows: as in `packed_linear`; a row that is not in use chooses no expert.
-        gelu: as in `mtpc::experts`.
 
     Returns:
         [T, H], of x's dtype.

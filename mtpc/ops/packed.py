@@ -142,8 +142,8 @@ def packed_experts(
     expert_weights: Tensor,
     limit: float = 0.0,
     limit_input: bool = False,
-    rows: Tensor | None = None,
     gelu: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """`mtpc::experts` on packed weights.
 
@@ -155,8 +155,8 @@ def packed_experts(
         expert_weights: [T, k].
         limit: as in `mtpc::experts`.
         limit_input: as there.
+        gelu: as there.
         rows: as in `packed_linear`; a row that is not in use chooses no expert.
-        gelu: as in `mtpc::experts`.
 
     Returns:
         bfloat16 [T, H].

@@ -260,7 +260,7 @@ def test_rows_of_experts_do_not_depend_on_rows(
     dirty = x.clone()
     dirty[17:] = torch.nan
     rows = torch.tensor([17])
-    found = OURS.grouped_experts(dirty, *weights, ids, shares, 0.0, False, rows)
+    found = OURS.grouped_experts(dirty, *weights, ids, shares, rows=rows)
     assert torch.equal(found[:17], together[:17])
 
 

@@ -37,7 +37,7 @@ def grouped(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
 def experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     mix = make_mixture(len(x), dtype=torch.bfloat16, hidden=96, intermediate=64)
     weights = (pack(mix.gate_up), pack(mix.down), mix.ids, mix.weights)
-    return namespace.packed_experts(x, *weights, 0.4, True, rows)
+    return namespace.packed_experts(x, *weights, 0.4, True, False, rows)
 
 
 def head_linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ def head_linear(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
 
 def grouped_experts(namespace: Any, x: Tensor, rows: Tensor | None) -> Tensor:
     arguments = experts_call(len(x), ("int8", 96, ""), torch.bfloat16, 96)
-    return namespace.grouped_experts(x, *arguments[1:], 0.4, True, rows)
+    return namespace.grouped_experts(x, *arguments[1:], 0.4, True, False, rows)
 
 
 CALLS = [linear, head_linear, grouped, experts, grouped_experts]

@@ -98,8 +98,8 @@ MTPC_OPERATOR Tensor grouped_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales,
     const std::optional<Tensor>& gate_up_zeros, const Tensor& down, const Tensor& down_scales,
     const std::optional<Tensor>& down_zeros, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input,
-    const std::optional<Tensor>& rows, bool gelu) {
+    const Tensor& expert_weights, double limit, bool limit_input, bool gelu,
+    const std::optional<Tensor>& rows) {
   STD_TORCH_CHECK(
       x.dim() == 2 && gate_up.dim() == 5 && down.dim() == 5 && gate_up.size(0) == down.size(0) &&
           down.size(0) > 0 && gate_up.size(1) % 2 == 0,

@@ -124,8 +124,8 @@ Shape check(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Te
 
 MTPC_OPERATOR Tensor packed_experts(
     const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& expert_ids,
-    const Tensor& expert_weights, double limit, bool limit_input,
-    const std::optional<Tensor>& rows, bool gelu) {
+    const Tensor& expert_weights, double limit, bool limit_input, bool gelu,
+    const std::optional<Tensor>& rows) {
   const Shape shape =
       check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input, gelu});
   const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
