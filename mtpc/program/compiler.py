@@ -236,7 +236,7 @@ class StepCompiler:
             return None
         copies, seconds = self.pattern.copies, time.perf_counter() - start
         whole.history.append(PassRecord(COPY_LAYERS, copies, seconds, before, whole.num_nodes))
-        Verifier(propagate=False)(whole, COPY_LAYERS)  # Every value was computed just now.
+        Verifier(propagate=False)(whole, COPY_LAYERS)  # Values follow from verified ones.
         return whole
 
     def rewrite(

@@ -1,0 +1,121 @@
+"""Copies of a process that build: they share its tasks, and their ends are those of the build."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mtpc.errors import BackendError, OptionError
+from mtpc.program.workers import Workers
+
+# From Python 3.12 on, a process with several threads is warned when it is copied.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+Act = Callable[[Any], None]
+
+
+class Heard:
+    """What a build's listener hears."""
+
+    def __init__(self, total: int):
+        self.lines: list[str] = []
+        self.done: list[Any] = []
+        self.stages: list[tuple[str, Any]] = []
+        self._total = total
+
+    def __call__(self, stage: str, task: Any) -> None:
+        self.stages.append((stage, task))
+
+    def line(self, text: str, fraction: float | None = None, /) -> None:
+        self.lines.append(text)
+
+    def finished(self, task: Any) -> None:
+        self.done.append(task)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.done) == self._total
+
+
+class Builder:
+    """Does with each task what it is told, and says which process did it."""
+
+    def __init__(self, act: Act):
+        self.tell: Any = None
+        self._act = act
+
+    def run(self, tasks: Iterator[Any]) -> None:
+        for task in tasks:
+            self.tell("build", task)
+            self._act(task)
+            self.tell.line(f"{os.getpid()} {torch.get_num_threads()}")
+            self.tell.finished(task)
+
+
+def build(act: Act, tasks: list[Any], count: int = 2) -> Heard:
+    """Build tasks here and in copies of this process."""
+    heard, builder = Heard(len(tasks)), Builder(act)
+    workers = Workers(builder, tasks, count, heard)
+    builder.tell = workers
+    try:
+        builder.run(workers.tasks())
+        workers.wait()
+    finally:
+        workers.end()
+    return heard
+
+
+def is_worker() -> bool:
+    return multiprocessing.parent_process() is not None
+
+
+def test_all_build_each_task_once() -> None:
+    tasks = list(range(9))
+    heard = build(lambda task: time.sleep(0.1), tasks)
+    assert sorted(heard.done) == tasks
+    assert sorted(task for _, task in heard.stages) == tasks
+    threads = dict(line.split() for line in heard.lines)
+    assert len(threads) == 3
+    assert {n for pid, n in threads.items() if int(pid) != os.getpid()} == {"1"}
+
+
+def refuse(task: Any) -> None:
+    if is_worker():
+        raise OptionError("no such thing")
+    time.sleep(0.1)
+
+
+def die(task: Any) -> None:
+    if is_worker():
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [(refuse, OptionError, "no such thing"), (die, BackendError, "a building process ended with")],
+)
+def test_a_worker_that_fails_ends_the_build(act: Act, error: type[Exception], message: str) -> None:
+    """Soon, and not after this process has built the rest alone."""
+    start = time.monotonic()
+    with pytest.raises(error, match=message):
+        build(act, list(range(100)))
+    assert time.monotonic() - start < 8
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_of_this_process_ends_the_workers() -> None:
+    def fail(task: Any) -> None:
+        if not is_worker():
+            raise OptionError("not here")
+        time.sleep(30)
+
+    with pytest.raises(OptionError, match="not here"):
+        build(fail, list(range(3)))
+    assert not multiprocessing.active_children()
