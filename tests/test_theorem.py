@@ -31,7 +31,7 @@ import mtpc
 
 BY_DEFAULT: dict[str, Iterable[int]] = {
     **dict.fromkeys(CPU_FAMILY_NAMES, (0, 1, 3)),
-    **dict.fromkeys((*DRAFTED[1:], ASSISTED[1]), ()),
+    **dict.fromkeys((*DRAFTED[1:], *ASSISTED[1:]), ()),
     "mimo": range(5),
 }
 """Family -> the K of the default run; 3 for the others. The slow run has every K."""
@@ -147,12 +147,17 @@ def test_prefill_chunking_changes_nothing(
         )
 
 
-REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4", "llama", "gemma4")
-"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries, and
-drafters in checkpoints of their own, one with caches and one that reads the target's."""
+REUSING = ("mimo", "qwen3_next", "mimo_v2", "step3p7", "deepseek_v4", "llama")
+"""Pages alone, recurrent state, rings of chained layers of both wirings, compressed entries, and a
+drafter in a checkpoint of its own."""
+REUSING_WHEN_SLOW = ("nemotron_h", "gemma4")
+"""Another recurrence, and a drafter that reads the target's rings and pages."""
 
 
-@pytest.mark.parametrize("family", [*REUSING, pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [*REUSING, *(pytest.param(name, marks=pytest.mark.slow) for name in REUSING_WHEN_SLOW)],
+)
 def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[..., Any]) -> None:
     """Turns, forks, copies, evictions, preemption and aborts against runs that reuse nothing.
 
@@ -190,7 +195,7 @@ def test_restarts_at_length(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [0, 1, 3, 4])
-@pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5", *REUSING_WHEN_SLOW])
 def test_reuse_at_length(family: str, spec_tokens: int, compiled: Callable[..., Any]) -> None:
     """11,520 schedules with the kernels of the cpu backend."""
     spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))

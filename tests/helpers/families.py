@@ -32,7 +32,7 @@ DRAFTED = ("llama", "qwen3", "qwen2")
 first at K = 3."""
 ASSISTED = ("gemma4", "gemma4_unified", "gemma4@experts")
 """Families whose drafter is an assistant, which reads the target's keys and values; the default run
-has the first and that with experts at K = 3."""
+has the first at K = 3."""
 EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
 """What the default run compiles for the cpu: paged, with experts, latent, recurrent."""

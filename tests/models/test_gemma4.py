@@ -104,6 +104,17 @@ def test_logits_are_capped(checkpoint: Callable[..., Path]) -> None:
     assert not torch.allclose(model.lm_head(features), out.logits, rtol=0.01)
 
 
+@torch.no_grad()
+def test_experts_have_gelu(checkpoint: Callable[..., Path]) -> None:
+    """Through mtpc's interface, the module of 26B-A4B gives what transformers' own loop gives."""
+    loaded = load(checkpoint("gemma4@experts", "plain"), "float64", False)
+    module = loaded.target.get_decoder().layers[0].experts
+    x, weights = torch.randn(5, 64).double(), torch.rand(5, 2).double()
+    ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1]])
+    wanted = type(module).forward.__wrapped__(module, x, ids, weights)
+    torch.testing.assert_close(module(x, ids, weights), wanted, rtol=1e-9, atol=1e-9)
+
+
 def generated(directory: Path, family: str, prompt: list[int], dtype: torch.dtype) -> list[int]:
     """transformers' plain generation, with its own caches."""
     kind = model_class(tiny.family_of(family))
