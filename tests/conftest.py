@@ -12,7 +12,7 @@ import pytest
 pytest.register_assert_rewrite("helpers")
 
 import torch
-from helpers import tiny
+from helpers import tiny, trained
 from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
@@ -46,9 +46,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
         if (family, kind) not in made:
             directory = tmp_path_factory.mktemp(f"{family}-{kind}")
             if kind == "trained":
-                tiny.make_trained_checkpoint(family, directory)
+                trained.make_trained_checkpoint(family, directory)
             elif kind == "full":
-                tiny.make_full_acceptance_checkpoint(directory)
+                trained.make_full_acceptance_checkpoint(directory)
             else:
                 tiny.make_checkpoint(family, directory, mtp=kind == "random")
             made[family, kind] = directory

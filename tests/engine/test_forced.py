@@ -10,7 +10,7 @@ import torch
 from helpers.oracles import Oracle
 from helpers.records import MASKED
 from helpers.theorem import PROMPTS
-from helpers.tiny import logits_of
+from helpers.uncached import logits_of
 
 from mtpc.errors import RequestError
 
