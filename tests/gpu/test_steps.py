@@ -19,6 +19,7 @@ from torch import fx
 if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
+from helpers.tapes import op_names
 from helpers.triton_steps import (
     EACH_FAMILY,
     EACH_STEP,
@@ -141,11 +142,11 @@ def _compare(
     assert ours.stats.accepted == theirs.stats.accepted
     assert ours.stats.drafted == theirs.stats.drafted
     assert ours.stats.joined.steps > 0
-    called = {name.split(".")[1] for tape in graphs.tapes for name in tape.op_names()
+    called = {name.split(".")[1] for tape in graphs.tapes for name in op_names(tape)
               if name.startswith("mtpc_triton.")}  # fmt: skip
     assert "accept" in called
     assert called - EACH_STEP == expected
-    assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in tape.op_names())
+    assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in op_names(tape))
 
 
 @torch.no_grad()
