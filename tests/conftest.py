@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 pytest.register_assert_rewrite("helpers")
 
 import torch
-from helpers import tiny
+from helpers import tiny, trained
 from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
+from helpers.places import TESTS
 from helpers.sampling_oracle import SamplingOracle
 
 import mtpc
@@ -29,6 +31,22 @@ from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.weights.checkpoint import Checkpoint
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the theorem beside the tests of drafts: one process then compiles their models once."""
+
+    def place(item: pytest.Item) -> str:
+        file = item.path.relative_to(TESTS).as_posix()
+        return "models/test_drafts.py" if file == "test_theorem.py" else file
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What imports made lives to the end: take it out of the garbage collector's rounds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,9 +64,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
         if (family, kind) not in made:
             directory = tmp_path_factory.mktemp(f"{family}-{kind}")
             if kind == "trained":
-                tiny.make_trained_checkpoint(family, directory)
+                trained.make_trained_checkpoint(family, directory)
             elif kind == "full":
-                tiny.make_full_acceptance_checkpoint(directory)
+                trained.make_full_acceptance_checkpoint(directory)
             else:
                 tiny.make_checkpoint(family, directory, mtp=kind == "random")
             made[family, kind] = directory
@@ -72,7 +90,7 @@ def oracle(checkpoint: Callable[..., Path]) -> Callable[[str, str], Oracle]:
 
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
-    """compiled(family, K, kind, **options): a SpecModel, compiled once per distinct call."""
+    """compiled(family, K, kind, **options): a SpecModel, compiled once for the same options."""
     made: dict[Any, mtpc.SpecModel] = {}
 
     def get(family: str, spec_tokens: int, kind: str = "trained", **options: Any) -> mtpc.SpecModel:
@@ -83,11 +101,11 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
             **FEWER_BUCKETS.get(family, {}),
             **options,
         }
-        key = (family, spec_tokens, kind, *sorted(options.items()))
+        directory = checkpoint(family, kind)
+        options = {**tiny.drafter(directory), **options, "spec_tokens": spec_tokens}
+        key = (directory, CompileOptions.parse(options))  # Without what says a default.
         if key not in made:
-            directory = checkpoint(family, kind)
-            options = {**tiny.drafter(directory), **options}
-            made[key] = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
+            made[key] = mtpc.compile(directory, **options)
         return made[key]
 
     return get

@@ -23,7 +23,15 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
     export PYTHONPATH=$PYTHONPATH:$packages
 fi
 
+if [ $# = 0 ]; then
+    # Files without a marker need not be collected.
+    marked=$(grep -rlE 'pytest\.mark\.(triton|with_triton|gpu_compile)' tests --include='test_*.py')
+    TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" $marked
+    "$python" -m pytest -m "$compiled" $marked
+    exit
+fi
+
 # A file or an expression among the arguments may leave nothing to one of the two runs.
 nothing=5
-TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" "$@" || [ $# -gt 0 -a $? = $nothing ]
-"$python" -m pytest -m "$compiled" "$@" || [ $# -gt 0 -a $? = $nothing ]
+TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" "$@" || [ $? = $nothing ]
+"$python" -m pytest -m "$compiled" "$@" || [ $? = $nothing ]

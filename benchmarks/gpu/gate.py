@@ -6,6 +6,7 @@ layers of each shape that is measured, with random weights. See `lockstep` for w
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,10 @@ from mtpc.config import CompileOptions
 from mtpc.models.load import load, place
 from mtpc.models.save import save_checkpoint
 from mtpc.program.compiler import StepCompiler
-from tests.helpers import tiny
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from helpers import trained
 
 FAMILIES = tuple(family.name for family in mtpc.models.FAMILIES)
 PROMPTS = [[7] * 9, [2, 2, 2, 3, 4, 5], [41, 8], [17, 90, 33, 12, 5]]
@@ -91,7 +95,7 @@ def make_checkpoint(name: str, directory: Path) -> None:
     """A family's tiny model, trained for seconds, in bfloat16; unless it is there."""
     if directory.is_dir():
         return
-    tiny.make_trained_checkpoint(name, directory)
+    trained.make_trained_checkpoint(name, directory)
     for path in directory.glob("*.safetensors"):
         narrow = {
             key: tensor.bfloat16() if tensor.is_floating_point() else tensor

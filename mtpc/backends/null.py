@@ -58,10 +58,6 @@ class Tape:
     replays: int = 0
     host_writes: int = 0
 
-    def op_names(self) -> list[str]:
-        """Names of the recorded operators, in order."""
-        return [str(entry.op) for entry in self.entries]
-
 
 class _Recorder(TorchDispatchMode):
     """Records every operator that runs on a tape; new tensors are in a pool."""

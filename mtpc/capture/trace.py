@@ -57,7 +57,7 @@ class ModelTraces(nn.Module):
             export_piece(draft, (ids, fed, *metadata), ({0}, {0}, *given)) for draft in model.drafts
         )
         read = fed
-        if model.single_position and len(self.drafts):
+        if model.chaining == "position" and len(self.drafts):
             read = _example(self.drafts[0], 1)
         self.draft_heads = nn.ModuleList(
             self.target_head if head is model.target_head else export_piece(head, (read,))
@@ -69,7 +69,7 @@ class ModelTraces(nn.Module):
             self.draft_logits = export_piece(model.draft_logits, (logits,))
         self.vocab_size = model.vocab_size
         self.draft_index: Callable[[int], int] = model.draft_index
-        self.feeds_target, self.single_position = model.feeds_target, model.single_position
+        self.chaining = model.chaining
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -176,8 +176,7 @@ def trace_step(
     buffers.add_module("batch", _allocate_batch(layout, shared))
     passes = max(key.spec_tokens, len(traces.drafts))
     draft_index = tuple(traces.draft_index(i) for i in range(passes))
-    chaining = (traces.feeds_target, traces.single_position)
-    step = Step(key, pieces, buffers, draft_index, *chaining)
+    step = Step(key, pieces, buffers, draft_index, traces.chaining)
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
 

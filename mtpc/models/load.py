@@ -27,6 +27,7 @@ from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explained, misshapen
+from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
@@ -200,8 +201,7 @@ class SteppedModel:
         vocabulary = parts.draft_vocabulary(first) if first is not None else None
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
-        self.feeds_target = family.wiring.chaining == "target"
-        self.single_position = parts.single_position
+        self.chaining: Chaining = "position" if parts.single_position else family.wiring.chaining
         self.vocab_size = loaded.vocab_size
 
     def draft_index(self, step: int) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mtpc.backends.base import Backend
 from mtpc.capture.graph import PassRecord, StepGraph, WeightTable, set_tensor
 from mtpc.capture.repeat_layers import repeat_layers
-from mtpc.capture.split import split_step
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
@@ -247,7 +246,7 @@ class StepCompiler:
 
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
-        return self._capture_graph(key, self.rewritten(key))
+        return self.capture_graph(key, self.rewritten(key))
 
     @torch.no_grad()
     def rewritten(self, key: StepKey) -> StepGraph:
@@ -257,14 +256,9 @@ class StepCompiler:
         self.tell("rewrite", key)
         return self.rewrite(graph)
 
-    def _capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
+    def capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
+        """Lower and capture one step, or a part of one, after all passes."""
         return self._lowering.capture(graph, self.shared, lambda stage: self.tell(stage, key))
-
-    @torch.no_grad()
-    def capture_split(self, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
-        """One step as two captured graphs, `verify` then `propose`, for hosts that schedule."""
-        split = split_step(self.rewritten(key))
-        return self._capture_graph(key, split.verify), self._capture_graph(key, split.propose)
 
     @torch.no_grad()
     def compile(self) -> Program:

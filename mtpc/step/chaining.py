@@ -7,7 +7,7 @@ L - (n-1) on. For that, the step keeps the target's last n - 1 features and thei
 request slot. All layers run over the same rows. From one layer to the next the tokens move up by
 one row, and the row of the last certain token takes the draft. docs/design.md derives this.
 
-Where layers are fed the target's features only (`Step.feeds_target`), layer i's rows rest on the
+Where layers are fed the target's features only (`Step.chaining`), layer i's rows rest on the
 same drafts, because of their tokens. All else is the same.
 """
 
@@ -171,7 +171,7 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
     for index in range(1, step.num_layers):
         ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
         inputs = replace(inputs, ids=ids)
-        if not step.feeds_target:
+        if step.chaining != "target":
             inputs = replace(inputs, features=features)
         features, draft = step.draft_rows(index, inputs)
         drafts.append(draft)

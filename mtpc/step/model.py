@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from torch import nn
+
+Chaining: TypeAlias = Literal["layers", "target", "recycle", "position"]
+"""How one draft follows from another: as MTP layers have it (`MTPWiring.chaining`), or at one
+position, by a drafter that keeps no state (`mtpc.step.single_position`)."""
 
 
 class StepModel(Protocol):
@@ -21,9 +25,7 @@ class StepModel(Protocol):
     draft_entry: nn.Module | None  # The target's second result -> what the first draft is fed.
     draft_tokens: nn.Module | None  # Rows of a draft's head, int64 [R] -> token ids [R].
     draft_logits: nn.Module | None  # Logits of these rows [R, V_d] -> of all tokens [R, V].
-    feeds_target: bool  # Each of several MTP layers is fed the target's features.
-    single_position: bool  # The one of `drafts` keeps no state, and gives features and the rows
-    # that its head takes; see `mtpc.step.single_position`.
+    chaining: Chaining  # "position": `drafts` gives features and the rows that its head takes.
     vocab_size: int
 
     def draft_index(self, step: int) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mtpc.layout import StepKey
 from mtpc.step import chaining, sampling, single_position
 from mtpc.step.accept import AcceptInputs
+from mtpc.step.model import Chaining
 from mtpc.step.records import (
     Accepted,
     Begun,
@@ -94,9 +95,7 @@ class Step(nn.Module):
         pieces: the leaf modules.
         buffers: module whose submodules `state` and `batch` hold the step's tensors.
         draft_index: MTP layer of each draft step.
-        feeds_target: whether each of several MTP layers is fed the target's features, instead of
-            those of the layer before it.
-        single_position: whether the drafter keeps no state; see `mtpc.step.single_position`.
+        chaining: how one draft follows from another.
     """
 
     def __init__(
@@ -105,12 +104,11 @@ class Step(nn.Module):
         pieces: StepPieces,
         buffers: nn.Module,
         draft_index: tuple[int, ...],
-        feeds_target: bool = False,
-        single_position: bool = False,
+        chaining: Chaining,
     ):
         super().__init__()
-        self.key, self.draft_index, self.feeds_target = key, draft_index, feeds_target
-        self.pieces, self.single_position = pieces, single_position
+        self.key, self.pieces = key, pieces
+        self.draft_index, self.chaining = draft_index, chaining
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
         self.samples = hasattr(self.state, "sampling_ints")
@@ -224,7 +222,7 @@ class Step(nn.Module):
         """K drafts [R]: the MTP layer over all rows, then single-row steps of the last layer."""
         if self.num_layers == 0:
             return []
-        if self.single_position:
+        if self.chaining == "position":
             return single_position.drafts(self, inputs)
         if self.num_layers == 1:
             features, draft = self.draft_rows(0, inputs)

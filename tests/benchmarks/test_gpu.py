@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ from pathlib import Path
 import gpu_decode
 import pytest
 import torch
+from helpers.places import ROOT
 from torch._dynamo.utils import counters
 
 import mtpc
@@ -43,6 +46,14 @@ from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
 PROMPTS = [[5, 9, 14, 3, 7, 22, 31], [41, 8], [17, 90, 33, 12, 5]]
+
+
+def test_it_starts_where_pytest_adds_no_path() -> None:
+    """The gates train tests' tiny models: `python -m benchmarks.gpu` finds them by itself."""
+    line = [sys.executable, "-m", "benchmarks.gpu", "--help"]
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = subprocess.run(line, cwd=ROOT, env=bare, check=True, capture_output=True, text=True)
+    assert "--dry-run" in options.stdout
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.compiled import CpuBuilt
-from helpers.families import CPU_OPTIONS, EACH_FAMILY
+from helpers.families import CPU_FAMILY_NAMES, CPU_OPTIONS, EACH_FAMILY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
 from helpers.warm_starts import BATCH, DECODE, PREFILL
@@ -84,7 +84,9 @@ def test_a_shorter_program(
         spec.generate(prompts[1], 6)
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize(
+    "family", ["mimo", *(pytest.param(f, marks=pytest.mark.slow) for f in CPU_FAMILY_NAMES[1:])]
+)
 def test_a_larger_bucket_builds_its_own_step_alone(
     family: str,
     checkpoint: Callable[..., Path],

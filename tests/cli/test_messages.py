@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.schedules import PRESSED
 from helpers.word_model import SMALL_MODEL
 
 from mtpc.cli import doctor
@@ -48,7 +49,7 @@ def test_the_demo_model_has_a_chat_template() -> None:
 
 
 def test_a_compiled_model_says_what_it_is(compiled: Callable[..., Any], checkpoint: Any) -> None:
-    spec, name = compiled("mimo", 2), checkpoint("mimo").name
+    spec, name = compiled("mimo", 2, **PRESSED), checkpoint("mimo").name
     assert repr(spec).startswith(f"<SpecModel '{name}': spec_tokens 2, batch_buckets ")
     assert f"backend eager, {len(spec.program.steps)} steps, vocabulary of 96>" in repr(spec)
 

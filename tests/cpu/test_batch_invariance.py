@@ -14,7 +14,8 @@ from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, NEAR_FAMILIES,
 from helpers.oracles import Oracle
 from helpers.small_graphs import small_graph
 from helpers.theorem import poison
-from helpers.tiny import drafter, logits_of
+from helpers.tiny import drafter
+from helpers.uncached import logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

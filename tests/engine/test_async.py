@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.places import ROOT
+from helpers.schedules import MASKABLE
 from helpers.theorem import PROMPTS, poison
 
 import mtpc
@@ -371,8 +372,7 @@ def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sampling(compiled: Callable[..., Any]) -> None:
     """Parameters reach the request; log-probabilities come back, one per token."""
-    made = compiled("mimo", 2, num_pages=20, batch_buckets=(1, 3), sampling=True)
-    poison(made)
+    made = compiled("mimo", 2, **MASKABLE)
     params = mtpc.SamplingParams(temperature=0.9, seed=5, logprobs=1)
     expected = made.generate(PROMPTS[4], 12, ignore_eos=True, sampling=params)
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 from helpers.records import MASKED, NEW, STOP, Records, run, wanted
 from helpers.sampling_oracle import FILTERS, SamplingOracle
-from helpers.schedules import LATER_FAMILIES, PRESSED, PROMPTS, Session, run_schedules
+from helpers.schedules import (
+    LATER_FAMILIES,
+    MASKABLE,
+    PRESSED,
+    PROMPTS,
+    Session,
+    run_schedules,
+)
 from torch import Tensor
 
 import mtpc
@@ -33,7 +40,7 @@ def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
     [
-        ("mimo", 2, 30),
+        ("mimo", 2, 20),
         pytest.param("mimo", 0, 15, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 3, 10, marks=pytest.mark.slow),
         *LATER_FAMILIES,
@@ -213,7 +220,7 @@ def test_the_host_reads_nothing_but_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device that is always late texts are the same: all that the host needs is in them."""
-    spec = read_late(compiled("mimo", 2, **PRESSED, sampling=which == "sampled"))
+    spec = read_late(compiled("mimo", 2, **(MASKABLE if which == "sampled" else PRESSED)))
     params = FILTERS["everything" if which == "sampled" else "greedy"]
     plain = sampling_oracle("mimo")
     device, stops = LateDevice(spec.program, monkeypatch), tuple(plain.oracle.stop_ids)

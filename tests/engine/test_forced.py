@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers.oracles import Oracle
 from helpers.records import MASKED
+from helpers.schedules import PRESSED
 from helpers.theorem import PROMPTS
-from helpers.tiny import logits_of
+from helpers.uncached import logits_of
 
 from mtpc.errors import RequestError
 
@@ -65,4 +66,4 @@ def test_what_cannot_be_scored(
 
 def test_masks_must_be_compiled(compiled: Callable[..., Any]) -> None:
     with pytest.raises(RequestError, match="compile with sampling=True"):
-        compiled("mimo", 3).prompt_logprobs([[5, 6, 7]])
+        compiled("mimo", 2, **PRESSED).prompt_logprobs([[5, 6, 7]])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.schedules import PRESSED, Session
+from helpers.schedules import MASKABLE, PRESSED, Session
 from helpers.theorem import PROMPTS
 
 import mtpc
@@ -265,7 +265,7 @@ def test_a_callback_ends_its_own_request_alone(
 
 def test_a_grammar_may_not_change_the_queue(compiled: Callable[..., Any]) -> None:
     """Its methods run in the middle of a step: who calls the engine from there gets an error."""
-    spec = compiled("mimo", 2, **PRESSED, sampling=True, token_mask=True)
+    spec = compiled("mimo", 2, **MASKABLE)
     engine, seen = spec.engine, list[str]()
 
     class Nosy:

@@ -74,8 +74,9 @@ def test_output_is_reused_too(spec: mtpc.SpecModel) -> None:
     assert spec.stats.reused_tokens - before == 20
 
 
-def test_no_reuse_where_not_asked_for(compiled: Callable[..., Any]) -> None:
-    spec = compiled("mimo", 2, prefix_caching=False, batch_buckets=(1,))
+def test_no_reuse_where_not_asked_for(spec: mtpc.SpecModel) -> None:
+    options = replace(spec.options, prefix_caching=False)
+    spec = mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
     assert spec.generate(PROMPTS[12], 4) == spec.generate(PROMPTS[12], 4)
     assert spec.stats.reused_tokens == spec.stats.pages_idle == 0
     with pytest.raises(OptionError, match="prefix_caching is 1; expected True or False"):

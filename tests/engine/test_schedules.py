@@ -15,7 +15,12 @@ import mtpc
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
-    [("mimo", 2, 50), ("mimo", 0, 15), ("glm4_moe", 3, 10), *LATER_FAMILIES],
+    [
+        ("mimo", 2, 50),
+        ("mimo", 0, 15),
+        pytest.param("glm4_moe", 3, 10, marks=pytest.mark.slow),
+        *LATER_FAMILIES,
+    ],
 )
 def test_schedules(
     family: str,
@@ -26,7 +31,8 @@ def test_schedules(
 ) -> None:
     """100 schedules: text and drafts survive aborts, preemption and reuse; nothing leaks.
 
-    The slow ones: chained layers over rings, recurrent state, compressed entries.
+    The slow ones: chained layers over rings, recurrent state, compressed entries. (Schedules of
+    these families at K = 3 are in the fast part of `test_reuse_changes_no_text_and_no_draft`.)
     """
     run_schedules(Session(compiled(family, spec_tokens, **PRESSED), oracle(family)), count)
 
@@ -49,7 +55,10 @@ def caches_of(spec: mtpc.SpecModel, prompt: list[int]) -> dict[str, torch.Tensor
     return rows
 
 
-@pytest.mark.parametrize(("family", "spec_tokens"), [("mimo", 2), ("glm4_moe", 3), ("mimo", 0)])
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [("mimo", 2), ("mimo", 0), pytest.param("glm4_moe", 3, marks=pytest.mark.slow)],
+)
 def test_reused_pages_hold_what_would_be_computed(
     family: str, spec_tokens: int, compiled: Callable[..., Any]
 ) -> None:

@@ -53,8 +53,14 @@ def test_equals_the_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("accepted", range(DRAFTS + 1))
-@pytest.mark.parametrize("prompt", [1, 5])
+@pytest.mark.parametrize(
+    ("accepted", "prompt"),
+    [
+        pytest.param(accepted, prompt, marks=[pytest.mark.slow] * (accepted % 2 != turn))
+        for accepted in range(DRAFTS + 1)
+        for turn, prompt in enumerate((1, 5))
+    ],
+)
 def test_rejected_rows_leave_no_trace(accepted: int, prompt: int) -> None:
     """Rounds of drafts, of which `accepted` are right: the very bits of one plain pass."""
     truth = make_rows(15)

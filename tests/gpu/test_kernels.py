@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.batches import WILD, Batch, close, make_batch, make_mixture
+from helpers.batches import EACH_WIDTH, WILD, Batch, close, make_batch, make_mixture
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,13 +31,13 @@ load_kernels()
 OURS = torch.ops.mtpc_triton
 REFERENCE = torch.ops.mtpc
 DTYPES = list(ELEMENTS)
+SLOW = pytest.mark.slow
 
 
 # ---- paged_attention -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", range(1, 6))
+@pytest.mark.parametrize(("rows", "dtype"), EACH_WIDTH)
 def test_paged_attention_at_each_number_of_drafts(rows: int, dtype: torch.dtype) -> None:
     """K = 0 to 4, each with its tiles; NaN in queries that nobody asked."""
     lengths = [(18, rows), (0, rows), (9, rows)]
@@ -87,7 +87,7 @@ def test_a_wide_table() -> None:
 @pytest.mark.parametrize("window", [0, 1, 16, 10_000])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
 def test_options(window: int, softcap: float, sinks: bool, dtype: torch.dtype) -> None:
     batch = make_batch([(230, 5), (9, 4), (0, 1)], dtype=dtype)
     batch.window, batch.softcap = window, softcap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.batches import close, make_batch
+from helpers.batches import EACH_WIDTH, close, make_batch
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +23,7 @@ SMALL = dict(heads=(20, 1), dims=(24, 1), page_size=4)
 """More heads than a program has; beside a rank of 12."""
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("rows", range(1, 6))
+@pytest.mark.parametrize(("rows", "dtype"), EACH_WIDTH)
 def test_each_number_of_drafts(rows: int, dtype: torch.dtype) -> None:
     """K = 0 to 4, each with its tiles; NaN in queries that nobody asked."""
     lengths = [(18, rows), (0, rows), (9, rows)]

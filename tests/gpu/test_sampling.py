@@ -28,8 +28,22 @@ VOCABS = (5003, 1030, 97, 32, 5)
 """Around words, pairs, blocks of 1,024 and chunks of 2,048."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES)
+OTHERS = (torch.float64, torch.bfloat16, torch.float16)
+"""Logits of these dtypes are only read in another way: the fast part has what reads and writes most
+of them, and the greedy choice."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CASES),
+        *(
+            pytest.param(name, dtype, marks=[pytest.mark.slow] * (name not in ("greedy", "all")))
+            for name in CASES
+            for dtype in OTHERS
+        ),
+    ],
+)
 def test_sample_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     """The very tokens, ties at edges and requests that are off included; K = 0 to 4."""
     for seed, vocab in enumerate(VOCABS):
@@ -78,16 +92,22 @@ def test_edges_among_equal_and_extreme_logits(case: dict[str, float]) -> None:
         assert found.tolist() == wanted.tolist()
 
 
+MANY = (
+    {"top_p": 0.5},
+    {"top_k": 12_000},
+    {"top_k": 12_000, "top_p": 0.9, "min_p": 0.2},
+    {"top_p": 0.9, "min_p": 0.8},
+)
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "spread"),
     [
-        {"top_p": 0.5},
-        {"top_k": 12_000},
-        {"top_k": 12_000, "top_p": 0.9, "min_p": 0.2},
-        {"top_p": 0.9, "min_p": 0.8},
+        pytest.param(case, spread, marks=[pytest.mark.slow] * (spread != 0.01 and len(case) < 3))
+        for case in MANY
+        for spread in (0.01, 0.5, 6.0)
     ],
 )
-@pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
 def test_edges_among_many_logits(case: dict[str, float], spread: float) -> None:
     """Near one another, so that all are in one bin and more than are put side by side; in some
     bins; and far apart, so that the last bin holds most."""

@@ -109,10 +109,13 @@ def test_what_cannot_be_timed_is_no_crash(
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[..., Path]) -> None:
-    """Nothing wild, nothing of a request's, weights not copied; kernel and reference agree."""
+    """Nothing wild, nothing of a request's, weights not copied; kernel and reference agree.
+
+    Layers repeat calls of the same sizes: kernels run once for each.
+    """
     loaded = load(checkpoint(family), "float32", True)
     compiler = StepCompiler(loaded, OPTIONS, EagerBackend())
-    seen: set[str] = set()
+    seen, sizes = set[str](), set[Any]()
     for key in (StepKey.decode(2, 2), compiler.keys[-1]):
         graph = compiler.rewritten(key)
         buffers = {t.untyped_storage().data_ptr() for t in graph.buffers().values()}
@@ -126,9 +129,16 @@ def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[.
             assert not any(t.untyped_storage().data_ptr() in buffers for t in tensors)
             weights = [w for w in map(call.weight, node.args) if w is not None]
             assert all(any(t is weight for t in tensors) for weight in weights)
-            _agree(name, found, node)
+            if (size := (name, *map(_size, found[0][0]))) not in sizes:
+                _agree(name, found, node)
+            sizes.add(size)
             seen.add(name)
     assert seen - EACH_STEP == FAMILIES[family]
+
+
+def _size(argument: Any) -> Any:
+    is_tensor = isinstance(argument, torch.Tensor)
+    return (argument.dtype, argument.shape, argument.stride()) if is_tensor else argument
 
 
 def _agree(name: str, found: list[Any], node: Any) -> None:

@@ -21,7 +21,7 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.batches import close, make_batch, make_mixture
-from helpers.deltas import two_steps
+from helpers.deltas import Layer, make_rows
 from helpers.grouped import experts_call, random_weight
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
@@ -119,8 +119,9 @@ def test_every_configuration_computes_the_same(place: int) -> None:
     close(latent.latent(ops, 48), latent.latent(REFERENCE, 48))
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)
-    _, ours = two_steps(ops, torch.float32)
-    _, theirs = two_steps(REFERENCE, torch.float32)
+    ours, theirs = Layer(ops, torch.float32), Layer(REFERENCE, torch.float32)
+    for layer in (ours, theirs):
+        layer.run([make_rows(5), make_rows(2, seed=1)], [2, 1], [0, 0], [5, 2])
     for one, other in zip(ours.state, theirs.state, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
     for kind, group in (("int4", 32), ("int8", 68)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,12 @@ TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,  # two roundings of 2^-8: ours and the reference's
 }
+EACH_WIDTH = [
+    pytest.param(rows, dtype, marks=[pytest.mark.slow] * (rows != 4 and dtype != torch.float16))
+    for rows in range(1, 6)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+]
+"""Rows a request, of K = 0 to 4, and a dtype: the fast part has each of either."""
 WILD = 2**30
 
 

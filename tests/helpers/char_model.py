@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from helpers.tiny import make_full_acceptance_checkpoint
+from helpers.trained import make_full_acceptance_checkpoint
 
 MARKS = ("<s>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 _CHARS = [c for c in string.printable[:95] if c not in "~^`|$@"]

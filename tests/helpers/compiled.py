@@ -13,7 +13,10 @@ import torch
 from mtpc.api import SpecModel
 from mtpc.backends.cpu import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.capture.split import split_step
+from mtpc.layout import StepKey
 from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep
 from mtpc.store.entries import Entry
 
@@ -46,6 +49,12 @@ class CpuBuilt:
     spec: SpecModel
     backend: CpuBackend
     compiler: CachingCompiler
+
+
+def capture_split(compiler: StepCompiler, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
+    """One step as two captured graphs, `verify` and `propose`."""
+    split = split_step(compiler.rewritten(key))
+    return compiler.capture_graph(key, split.verify), compiler.capture_graph(key, split.propose)
 
 
 def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:

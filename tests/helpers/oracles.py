@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from helpers.released import PAGES
-from helpers.tiny import family_of, logits_of, num_layers, target_features, text_config
+from helpers.tiny import family_of, num_layers, text_config
+from helpers.uncached import logits_of, target_features
 from mtpc.models.hf import CACHE, model_class
 
 MIN_MARGIN = 1e-6

@@ -31,6 +31,7 @@ PROMPTS = [
 ]
 """They share prefixes that end on, before and behind the borders of pages and chunks."""
 PRESSED: dict[str, Any] = {"num_pages": 12, "batch_buckets": (1, 3)}
+MASKABLE: dict[str, Any] = {**PRESSED, "sampling": True, "token_mask": True}
 """11 pages of 4 tokens: the longest request alone fits, three do not."""
 
 

@@ -15,6 +15,11 @@ from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.layout import Layout, StepKey
 
 
+def op_names(tape: Tape) -> list[str]:
+    """Names of the recorded operators, in order."""
+    return [str(entry.op) for entry in tape.entries]
+
+
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 

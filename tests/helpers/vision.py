@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers import tiny
+from helpers import tiny, trained
 from helpers.oracles import MIN_MARGIN_FLOAT32
 from helpers.released.base import ReleasedMTP
 from helpers.released.nextn import Glm4v
@@ -95,7 +95,9 @@ def make_vision_checkpoint(family: str, directory: Path) -> Path:
     """A trained text model inside a multimodal checkpoint with a random tower, as released."""
     tower = TOWERS[family]
     if "qwen" in family:
-        text_only = tiny.make_trained_checkpoint(family, directory / "text", rope_parameters=ROPE)
+        text_only = trained.make_trained_checkpoint(
+            family, directory / "text", rope_parameters=ROPE
+        )
         target = word_checkpoint(text_only, directory / "vision")
         named = _around_text(text_only, target, tower)
     else:
@@ -103,7 +105,7 @@ def make_vision_checkpoint(family: str, directory: Path) -> Path:
         if family == "glm4v_moe":
             text = {**tiny.CONFIGS[family]["text_config"], "rope_parameters": ROPE}
             changes |= {"text_config": text, "video_token_id": VIDEO}
-        plain = tiny.make_trained_checkpoint(family, directory / "plain", **changes)
+        plain = trained.make_trained_checkpoint(family, directory / "plain", **changes)
         target = word_checkpoint(plain, directory / "vision")
         named = load_file(plain / "model.safetensors")
     (target / "generation_config.json").unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import tiny, uncached
 from torch import Tensor, nn
 
 from mtpc import ops
@@ -95,7 +95,7 @@ class Hosted:
         ids = torch.randint(
             2, 96, (1, length + 1), generator=torch.Generator().manual_seed(11 + index)
         )
-        features = tiny.target_features(self.target, ids)[:, :-1]
+        features = uncached.target_features(self.target, ids)[:, :-1]
         positions = torch.arange(length)
         page = self.table[index].long()[positions // self.page_size]
         self.attention.slots = page * self.page_size + positions % self.page_size
@@ -117,7 +117,7 @@ class Hosted:
 
     def uncached(self, ids: Tensor, features: Tensor) -> Tensor:
         """What an MTP layer returns in the last of these rows, [1, H]."""
-        return tiny.run_mtp_uncached(self.family, self.target, self.layer, ids, features)[:, -1]
+        return uncached.run_mtp_uncached(self.family, self.target, self.layer, ids, features)[:, -1]
 
     def make_chain(self, buckets: tuple[int, ...], backend: str = "eager") -> DraftChain:
         plan = ChainPlan(STEPS, buckets, vocab_size=96)

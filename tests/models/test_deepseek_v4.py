@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import tiny, uncached
 from safetensors.torch import load_file, save_file
 
 from mtpc.errors import UnsupportedModelError
@@ -89,8 +89,8 @@ def test_rows_equal_transformers_uncached(
     model.set_attn_implementation("eager")
     layer = tiny.build_mtp_layer("deepseek_v4", model).double()
     texts = torch.randint(2, 96, (2, length), generator=generator)
-    expected = tiny.target_features(model, texts)
-    drafted = tiny.run_mtp_uncached("deepseek_v4", model, layer, texts[:, 1:], expected[:, :-1])
+    expected = uncached.target_features(model, texts)
+    drafted = uncached.run_mtp_uncached("deepseek_v4", model, layer, texts[:, 1:], expected[:, :-1])
     stepper = Stepper(model, length + DRAFTS, layer)
 
     def step(counts: list[int], right: list[int]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import tiny
+from helpers import tiny, uncached
 from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem
 from safetensors.torch import load_file, save_file
@@ -67,7 +67,7 @@ def test_the_same_numbers_inside_step3p7(checkpoint: Callable[..., Path], tmp_pa
         loaded.target.set_attn_implementation("eager")
         loaded.config._experts_implementation = "eager"
     with torch.no_grad():
-        found = [tiny.target_features(loaded.target, ids) for loaded in (inner, outer)]
+        found = [uncached.target_features(loaded.target, ids) for loaded in (inner, outer)]
     assert torch.equal(found[0], found[1])
     for ours, theirs in zip(inner.mtp_layers, outer.mtp_layers, strict=True):
         for name, tensor in ours.state_dict().items():

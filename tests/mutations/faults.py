@@ -374,8 +374,8 @@ FAULTS = (
     Fault(
         "every MTP layer is fed the target's features",
         CHAINING,
-        "if not step.feeds_target:",
-        "if step.feeds_target:",
+        'if step.chaining != "target":',
+        'if step.chaining == "target":',
         _CHAINS,
     ),
     Fault(

@@ -69,7 +69,7 @@ def test_rows_of_a_weight(ids: set[int]) -> None:
     assert renamed == Rows(rows.runs, "model.head")
 
 
-@pytest.mark.parametrize("draft_vocab", [24, LISTED])
+@pytest.mark.parametrize("draft_vocab", [pytest.param(24, marks=pytest.mark.slow), LISTED])
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_drafts_are_listed_and_what_is_emitted_stays(
     checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str, draft_vocab: Any
@@ -148,6 +148,10 @@ def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
 def test_bad_lists(value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         CompileOptions(draft_vocab=value)
+
+
+def test_a_number_is_the_lowest_ids() -> None:
+    assert CompileOptions(draft_vocab=3).draft_vocab == (0, 1, 2)
 
 
 def test_a_list_for_another_model(checkpoint: Callable[..., Path]) -> None:

@@ -35,7 +35,7 @@ import sglang_on_cpu  # noqa: E402
 sglang_on_cpu.declare_torchvision_ops()
 
 import torch  # noqa: E402
-from helpers import tiny  # noqa: E402
+from helpers import tiny, uncached  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed.parallel_state import (  # noqa: E402
@@ -154,10 +154,10 @@ def check_signatures(ours: type, own: type) -> None:
 def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
     """A prompt through the wrapper equals the uncached computation, in each phase of the host."""
     ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(5))
-    features = tiny.target_features(target, ids)[:, :-1]
+    features = uncached.target_features(target, ids)[:, :-1]
     rows = ids[:, 1:]
-    hidden = tiny.run_mtp_uncached(family, target, layer, rows, features)[0]
-    logits = tiny.logits_of(target, hidden)
+    hidden = uncached.run_mtp_uncached(family, target, layer, rows, features)[0]
+    logits = uncached.logits_of(target, hidden)
     for mode in (ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND):
         batch = batch_of(rows[0], features[0], mode)
         backend = CausalAttention()
@@ -180,10 +180,10 @@ def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
 def check_images(family: str, target: Any, layer: Any, draft: Any) -> None:
     """Where a prompt has images the target's embeddings count, and ids in the last row alone."""
     ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(6))
-    features = tiny.target_features(target, ids)[:, :-1]
+    features = uncached.target_features(target, ids)[:, :-1]
     rows = ids[0, 1:]
     embeddings = target.get_input_embeddings()(rows)
-    hidden = tiny.run_mtp_uncached(family, target, layer, rows[None], features)[0]
+    hidden = uncached.run_mtp_uncached(family, target, layer, rows[None], features)[0]
     marks = torch.where(torch.arange(len(rows)) < len(rows) - 1, 10**6, rows)
     batch = batch_of(marks, features[0], ForwardMode.EXTEND)
     batch.mm_input_embeds = torch.cat([embeddings[:-1], torch.full_like(embeddings[:1], 7.0)])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agreement import HEADS, MAX_LEN, ask
-from helpers import tiny
+from helpers import trained
 
 import mtpc
 
@@ -79,8 +79,8 @@ def main() -> int:
 def make_checkpoint(case: str, directory: Path) -> Path:
     """The checkpoint of a case."""
     if case.endswith("-accepting"):
-        return tiny.make_full_acceptance_checkpoint(directory)
-    return tiny.make_trained_checkpoint(case, directory, **CASES[case])
+        return trained.make_full_acceptance_checkpoint(directory)
+    return trained.make_trained_checkpoint(case, directory, **CASES[case])
 
 
 def batches_of(case: str) -> list[list[list[int]]]:

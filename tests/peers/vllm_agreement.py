@@ -36,7 +36,7 @@ from agreement import (
     make_work,
     run_mtpc,
 )
-from helpers import tiny
+from helpers import tiny, trained
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers import vllm_host
@@ -175,7 +175,7 @@ def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
     layers = tiny.build_mtp_layers(family, target)
     if family == "step3p5":
         target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
-    tiny.train(family, target, layers, TRAINING_STEPS.get(family, 18))
+    trained.train(family, target, layers, TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
     if family == "step3p5":
         _as_released(directory, changes)

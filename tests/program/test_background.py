@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ OPTIONS: dict[str, Any] = {
     **TINY, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
     "build_in_background": True,
 }  # fmt: skip
+UP_TO_ONE: dict[str, Any] = {"spec_tokens": "auto", "spec_tiers": (0, 1)}
 PROMPT = [3, 4, 5]
 
 
@@ -36,11 +38,30 @@ def _builder(others: set[int]) -> set[int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
+    """A cache with kernels, and the steps that `UP_TO_ONE` begins with: those without drafts."""
+    root = tmp_path_factory.mktemp("begun")
+    root.chmod(0o755)
+    give_kernels(root / "cache")
+    options = {**OPTIONS, **UP_TO_ONE, "cache_dir": root / "cache"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtpc.program.background.free_bytes", lambda: 0)
+        mtpc.compile(checkpoint("mimo", "random"), lambda p: None, **options).close()
+    return root / "cache"
+
+
 @pytest.fixture
-def start(tmp_path: Path, checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
-    """start(**options): a model that begins early, on a cache with kernels alone."""
+def start(
+    tmp_path: Path, checkpoint: Callable[..., Path], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Any]]:
+    """start(**options): a model that begins early, on a cache with kernels alone; or, where a test
+    uses `begun`, on a copy of that."""
     tmp_path.chmod(0o755)
-    give_kernels(tmp_path / "cache")
+    if "begun" in request.fixturenames:
+        shutil.copytree(request.getfixturevalue("begun"), tmp_path / "cache")
+    else:
+        give_kernels(tmp_path / "cache")
     started: list[mtpc.SpecModel] = []
 
     def begin(**options: Any) -> mtpc.SpecModel:
@@ -72,7 +93,7 @@ def _serve_until(spec: mtpc.SpecModel, tiers: tuple[int, ...]) -> None:
 def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     """Also where `max_len` is left to the model: both processes use one key."""
     others = _children()
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1), max_len=None)
+    spec = start(**UP_TO_ONE, max_len=None)
     assert spec.program.tiers == (0,)
     assert "background" in spec.stats.building
     assert "K ready" in str(spec.stats)
@@ -80,7 +101,7 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     spec.close()
     assert spec.stats.building == ""
     assert _children() <= others
-    warm = start(spec_tokens="auto", spec_tiers=(0, 1), max_len=None)
+    warm = start(**UP_TO_ONE, max_len=None)
     assert warm.program.tiers == (0, 1)
     assert warm.stats.building == ""
 
@@ -96,9 +117,10 @@ def test_one_k_is_used_alone_when_it_is_there(start: Callable[..., Any]) -> None
     assert {key.spec_tokens for key in later if key.phase == "decode"} == {2}
 
 
+@pytest.mark.usefixtures("begun")
 def test_a_build_that_dies_leaves_what_serves(start: Callable[..., Any]) -> None:
     others = _children()
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    spec = start(**UP_TO_ONE)
     expected = _text(spec)
     for pid in _builder(others):
         os.kill(pid, signal.SIGKILL)
@@ -119,10 +141,11 @@ def _wait_for_failure(spec: mtpc.SpecModel, why: str) -> None:
     assert "failed" in spec.stats.prometheus()
 
 
+@pytest.mark.usefixtures("begun")
 def test_a_full_disk_ends_the_build_at_its_first_step(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    spec = start(**UP_TO_ONE)
     (tmp_path / "cache" / "tmp").rmdir()
     (tmp_path / "cache" / "tmp").write_text("here nothing can be written")
     _wait_for_failure(spec, "cannot write the graph cache")
@@ -130,19 +153,21 @@ def test_a_full_disk_ends_the_build_at_its_first_step(
     assert spec.stats.tiers == (0,)
 
 
+@pytest.mark.usefixtures("begun")
 def test_without_memory_no_process_is_started(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = _children()
     monkeypatch.setattr("mtpc.program.background.free_bytes", lambda: 900 * 2**20)
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    spec = start(**UP_TO_ONE)
     _wait_for_failure(spec, "0.9 GiB of memory are free, and a building process takes some 1.0")
     assert _children() <= others
 
 
+@pytest.mark.usefixtures("begun")
 def test_closing_ends_the_build(start: Callable[..., Any]) -> None:
     others = _children()
-    spec = start(spec_tokens="auto", spec_tiers=(0, 1))
+    spec = start(**UP_TO_ONE)
     assert _builder(others)
     spec.close()
     assert _children() <= others

@@ -101,9 +101,10 @@ def test_weights_that_passes_make_are_in_the_plan(
 ) -> None:
     """Where mtpc read the weights itself, joint ones take their place and nothing is added."""
     loaded = replace(load(checkpoint("mimo"), "float32", True), owned=owned)
-    apart = replace(OPTIONS, disabled_passes=("merge-projections",))
-    plain, merged = (plan_memory(loaded, options, backend()) for options in (apart, OPTIONS))
-    compiler = StepCompiler(loaded, OPTIONS, backend())
+    joint = replace(OPTIONS, batch_buckets=(2,))
+    apart = replace(joint, disabled_passes=("merge-projections",))
+    plain, merged = (plan_memory(loaded, options, backend()) for options in (apart, joint))
+    compiler = StepCompiler(loaded, joint, backend())
     compiler.rewritten(compiler.keys[0])
     made = sum(compiler.weights[name].nbytes for name in compiler.weights.recipes)
     assert made > 10_000

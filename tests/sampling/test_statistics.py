@@ -93,7 +93,7 @@ class TableModel(nn.Module):
         nn.init.eye_(self.target_head.weight)
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
-        self.feeds_target = self.single_position = False
+        self.chaining = "layers"
         self.draft_entry = self.draft_tokens = self.draft_logits = None
 
     def draft_index(self, step: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compiled import in_turn
+from helpers.compiled import capture_split, in_turn
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.theorem import PROMPTS
 
@@ -54,7 +54,7 @@ def test_two_graphs_equal_one(
     built = compiler(family)
     steps = {}
     for key in built.keys:
-        steps[key] = in_turn(*built.capture_split(key))
+        steps[key] = in_turn(*capture_split(built, key))
     spec = SpecModel(built.loaded.served(), built.options, Program(steps, built.shared))
     whole = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
@@ -102,7 +102,7 @@ def test_the_halves_run_compiled(checkpoint: Callable[..., Any]) -> None:
     options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
     cpu = StepCompiler(loaded, options, make_backend("cpu"))
     key = StepKey.decode(2, 2)
-    verify, propose = cpu.capture_split(key)
+    verify, propose = capture_split(cpu, key)
     whole = StepCompiler(loaded, options, make_backend("eager"))
     step = whole.capture(key)
     for compiler in (cpu, whole):

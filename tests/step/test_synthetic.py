@@ -58,20 +58,26 @@ def test_every_step_is_the_models_own_after_its_drafts(
     assert spec.stats.joined.steps > 0
 
 
+DICTATED: Any = {"kind": "full", "batch_buckets": (4,), "synthetic_acceptance_rates": (0.7, 0.4)}
+"""Every draft is right, whatever is dictated."""
+
+
 def test_no_acceptance_is_plain_decoding(compiled: Compiled, oracle: Callable[..., Any]) -> None:
     """Also where drafts equal the model's choice, which rates of 0 must not accept."""
-    options: Any = dict(kind="full", batch_buckets=(2,), synthetic_acceptance_length=1.0)
-    spec = compiled("mimo", 2, **options)
+    spec = compiled("mimo", 2, **DICTATED)
+    spec.set_synthetic_acceptance((0.0, 0.0))
+    accepted, drafted = sum(spec.stats.accepted), sum(spec.stats.drafted)
     found = spec.generate(PROMPTS[:3], 20, ignore_eos=True)
     plain = oracle("mimo", "full")
     assert found == [plain.generate(prompt, 20, stop=False) for prompt in PROMPTS[:3]]
-    assert sum(spec.stats.accepted) == 0
-    assert sum(spec.stats.drafted) > 0
+    assert sum(spec.stats.accepted) == accepted
+    assert sum(spec.stats.drafted) > drafted
 
 
 def test_right_drafts_leave_the_text(compiled: Compiled, oracle: Callable[..., Any]) -> None:
     """Where every draft is the model's own choice, the text is the model's at any rates."""
-    spec = compiled("mimo", 2, kind="full", synthetic_acceptance_rates=(0.7, 0.4))
+    spec = compiled("mimo", 2, **DICTATED)
+    spec.set_synthetic_acceptance((0.7, 0.4))
     # Not PROMPTS[0]: MiMo's layer sees no token at position 0, so its first draft is wrong.
     found = spec.generate(PROMPTS[1:4], 40, ignore_eos=True)
     plain = oracle("mimo", "full")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import cyclic_text
+from helpers.trained import cyclic_text
 from helpers.word_model import word_checkpoint
 from safetensors.torch import load_file, save_file
 

@@ -1,0 +1,108 @@
+"""Checkpoints whose drafts are right: in part after seconds of training, or always."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from helpers import assistant, eagle
+from helpers.families import ASSISTED, DRAFTED
+from helpers.tiny import (
+    build_mtp_layer,
+    build_mtp_layers,
+    build_target,
+    is_norm,
+    save_checkpoint,
+)
+from helpers.uncached import fed_features, logits_of, run_mtp_uncached, target_features
+from mtpc.models.hf import MTPLayer
+
+
+def cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Token rows [B, L], mostly predictable: a fixed successor per token, and 10 % noise."""
+    successor = torch.randperm(94, generator=torch.Generator().manual_seed(7)) + 2
+    rows = [torch.randint(2, 96, (num_rows,), generator=generator)]
+    for _ in range(length - 1):
+        noise = torch.randint(2, 96, (num_rows,), generator=generator)
+        keep = torch.rand(num_rows, generator=generator) > 0.1
+        rows.append(torch.where(keep, successor[rows[-1] - 2], noise))
+    return torch.stack(rows, 1)
+
+
+@torch.enable_grad()
+def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
+    """A few seconds of training of target and MTP layers: drafts are then accepted in part.
+
+    Also for a test that runs without gradients, if it is the first that wants the checkpoint.
+    """
+    generator = torch.Generator().manual_seed(3)
+    parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    target.set_attn_implementation("eager")
+    for _ in range(steps):
+        ids = cyclic_text(8, 24, generator)
+        logits = logits_of(target, target_features(target, ids))[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        features = first = fed_features(name, target, ids)
+        for index, layer in enumerate(layers):
+            rows = ids[:, 1 + index :]
+            if layer.wiring.chaining == "target":
+                features = first[:, : rows.shape[1] + 1]
+            features = run_mtp_uncached(name, target, layer, rows, features[:, :-1])
+            logits = logits_of(target, features, layer)[:, :-1].flatten(0, 1)
+            loss = loss + nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint trained for seconds, so that drafts are accepted in part."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    target = build_target(name, seed, **eager, **changes)
+    layers = [] if name in (*DRAFTED, *ASSISTED) else build_mtp_layers(name, target, seed + 1)
+    with torch.no_grad():
+        for layer in layers:
+            if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
+                head = target.get_output_embeddings().weight
+                layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
+    steps = {"deepseek_v4": 16, **dict.fromkeys((*DRAFTED, *ASSISTED), 30)}.get(name, 18)
+    train(name, target, layers, steps)
+    if name in DRAFTED:
+        head = eagle.new_head(eagle.CONFIG, target.config.hidden_size)
+        head = eagle.train_head(head, eagle.CONFIG, target, cyclic_text)
+        eagle.save_head(head, eagle.CONFIG, directory / "draft")
+    if name in ASSISTED:
+        drafter_of = assistant.new_assistant(name)
+        assistant.train_assistant(drafter_of, target, cyclic_text)
+        assistant.save_assistant(drafter_of, directory / "draft")
+    return save_checkpoint(name, target, layers, directory)
+
+
+@torch.no_grad()
+def make_full_acceptance_checkpoint(directory: Path, seed: int = 0) -> Path:
+    """A mimo checkpoint whose every draft is right: both models map a token to its successor.
+
+    Attention and feed-forward write nothing (o_proj and down_proj are zero), the head is the
+    permuted embedding, and the MTP projection passes on the token embedding alone ([0 | I] for
+    the concat [hidden, embedding]).
+    """
+    target = build_target("mimo", seed)
+    layer = build_mtp_layer("mimo", target, seed + 1)
+    for block in (*target.get_decoder().layers, layer.block):
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+    embedding = target.get_input_embeddings().weight
+    embedding.copy_(torch.nn.functional.normalize(torch.randn_like(embedding), dim=1))
+    target.get_output_embeddings().weight.copy_(embedding[torch.randperm(embedding.shape[0])])
+    for module in (target.get_decoder(), layer):
+        for parameter_name, parameter in module.named_parameters():
+            if is_norm(parameter_name):
+                parameter.fill_(1)
+    hidden = embedding.shape[1]
+    layer.projection.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1))
+    return save_checkpoint("mimo", target, [layer], directory)

@@ -1,0 +1,104 @@
+"""Whole texts through a tiny model's target and MTP layers, uncached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helpers.tiny import family_of, text_config
+from mtpc.models.heads import final_norm_of
+from mtpc.models.hf import MTPLayer
+
+
+def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What rows [B, L] feed to the draft: after the final norm, or before a stream head."""
+    decoder, seen = target.get_decoder(), []
+    if not hasattr(decoder, "hc_head"):
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state
+    hook = decoder.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    decoder(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+def fed_features(name: str, target: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What rows [B, L] of the target feed to the first MTP layer."""
+    if family_of(name).wiring.first_features == "after":
+        return target_features(target, ids)
+    seen: list[torch.Tensor] = []
+    decoder = target.get_decoder()
+    hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    decoder(input_ids=ids, use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None) -> torch.Tensor:
+    """Logits of the target's features, or of a layer's own."""
+    decoder, head = target.get_decoder(), target.get_output_embeddings()
+    if layer is not None:
+        head = layer.head or head
+    if not hasattr(decoder, "hc_head"):
+        is_bare = layer is not None and layer.wiring.next_features == "before"
+        return head(final_norm_of(decoder, layer)(features) if layer and is_bare else features)
+    if layer is None:
+        return head(decoder.norm(decoder.hc_head(features)))
+    return head(layer.final_norm(layer.stream_head(features)))
+
+
+def run_mtp_uncached(
+    name: str, target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """What an MTP layer feeds to the next draft, over whole rows [B, L], uncached.
+
+    Attention is transformers' own.
+    """
+    positions = torch.arange(ids.shape[1])[None]
+    embedding = target.get_input_embeddings()(ids)
+    if layer.wiring.stream_head:
+        hidden = layer.embedding_projection(layer.embedding_norm(embedding))[:, :, None]
+        hidden = hidden + layer.hidden_projection(layer.hidden_norm(features))
+        mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype)
+        window = target.config.sliding_window
+        return layer.block(
+            hidden,
+            input_ids=ids,
+            attention_mask=(mask.triu(1) + mask.tril(-window))[None, None],
+            position_ids=positions,
+            position_embeddings={"main": rotate(target, embedding, positions, "main")},
+        )
+    hidden = layer.join(embedding, features, positions.expand_as(ids))
+    distance = positions.T - positions
+    attention = getattr(layer.block, "self_attn", None)
+    window = getattr(attention, "sliding_window", None) or ids.shape[1]
+    mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
+    config = text_config(target)
+    number = getattr(attention, "layer_idx", config.num_hidden_layers)
+    kind = family_of(name).rotary_type(config, number - config.num_hidden_layers)
+    out = layer.block(
+        hidden,
+        attention_mask=mask.to(hidden.dtype)[None, None],
+        position_ids=positions,
+        position_embeddings=rotate(target, hidden, positions, kind),
+    )
+    hidden = out[0] if isinstance(out, tuple) else out
+    if layer.wiring.next_features == "before":
+        return hidden
+    return final_norm_of(target.get_decoder(), layer)(hidden)
+
+
+def rotate(
+    target: Any, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
+) -> Any:
+    """Rotary embedding of text at positions [1, L], of an attention type where types differ;
+    Qwen3.5 wants them for three grids."""
+    rotary = getattr(target.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        return None
+    grids = positions.expand(3, 1, -1) if _has_grids(rotary) else positions
+    return rotary(hidden, grids, **({"layer_type": kind} if kind else {}))
+
+
+def _has_grids(rotary: Any) -> bool:
+    return hasattr(rotary, "mrope_section")
