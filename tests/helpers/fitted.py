@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from helpers import tiny
+from helpers import tiny, uncached
 
 DRAFTS = 3
 LOUD = 5.0
@@ -42,13 +42,13 @@ def make_fitted_checkpoint(name: str, directory: Path) -> Path:
     generator = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         ids = interleaved_text(16, 20, generator)
-        logits = tiny.logits_of(target, tiny.target_features(target, ids))[:, 1:-1]
+        logits = uncached.logits_of(target, uncached.target_features(target, ids))[:, 1:-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
-        features = tiny.fed_features(name, target, ids)
+        features = uncached.fed_features(name, target, ids)
         for index in range(DRAFTS):
             rows = ids[:, 1 + index :]
-            features = tiny.run_mtp_uncached(name, target, layer, rows, features[:, :-1])
-            logits = tiny.logits_of(target, features, layer)[:, :-1]
+            features = uncached.run_mtp_uncached(name, target, layer, rows, features[:, :-1])
+            logits = uncached.logits_of(target, features, layer)[:, :-1]
             loss = loss + nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
