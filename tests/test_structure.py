@@ -221,8 +221,8 @@ LINES = {
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
-    # graph stays (`effects.py`).
-    "capture": 1450,
+    # graph stays (`effects.py`). Calls on fake tensors that are alike are run once (`fake_calls.py`).
+    "capture": 1600,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
@@ -256,7 +256,8 @@ LINES = {
     # Which entry of config.json transformers refuses (`refused_config.py`).
     # Vision towers and positions in images (`vision.py`, `image_inputs.py`), of three kinds of
     # checkpoint. GLM-4.5V, and Gemma 4 with its assistant (`gemma4_assistant.py`, `heads.py`).
-    "models": 7050,
+    # LongCat-Flash, and layers with several caches.
+    "models": 7250,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
@@ -271,8 +272,9 @@ LINES = {
     # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
     # Steps built while others serve (`background.py`).
     # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
-    # keys; why a build in the background failed.
-    "program": 4500,
+    # keys; why a build in the background failed. Processes that build beside the one that traced the
+    # model (`workers.py`).
+    "program": 4700,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
