@@ -221,7 +221,8 @@ LINES = {
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
-    # graph stays (`effects.py`). Calls on fake tensors that are alike are run once (`fake_calls.py`).
+    # graph stays (`effects.py`). Of calls on fake tensors that are alike, one is run
+    # (`fake_calls.py`).
     "capture": 1600,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
@@ -272,8 +273,8 @@ LINES = {
     # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
     # Steps built while others serve (`background.py`).
     # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
-    # keys; why a build in the background failed. Processes that build beside the one that traced the
-    # model (`workers.py`).
+    # keys; why a build in the background failed. Processes that build beside the one that traced
+    # the model (`workers.py`).
     "program": 4700,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
