@@ -97,6 +97,8 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
 """Column -> the test of a family, below tests/, and those with other names."""
 SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
 """Server -> its column. `tests/peers/SERVER_agreement.py` is behind each cell."""
+WITHOUT_PEERS = ("glm4v_moe",)
+"""Families of which tests/peers make no checkpoint."""
 SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}
 """Server -> the K of its runs."""
 COLUMNS = ("family", *TESTS, *SERVERS.values())
@@ -130,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["commits"]["tests"] = commit
     _keep(args, rows)
     for server in SERVERS:
-        for row in rows.values():
+        beside = [row for family, row in rows.items() if family not in WITHOUT_PEERS]
+        for row in beside:
             if getattr(args, f"{server}_python") and server not in row["commits"]:
                 tell(f"{row['family']} in {server}")
                 row[server] = _beside(args, server, row["family"])
@@ -182,7 +185,7 @@ def table(record: Record) -> Table:
     for row in record["rows"]:
         outcomes = _outcomes(row)
         tested = [words[outcomes.get(column)] for column in TESTS]
-        cells.append([row["family"], *tested, *(_cell(row.get(server)) for server in SERVERS)])
+        cells.append([row["family"], *tested, *(_cell(row, server) for server in SERVERS)])
         for server, column in SERVERS.items():
             if said := row.get(server, {}).get("refused"):
                 refusals.append(f"{row['family']}, {column}, refused: {said}")
@@ -193,10 +196,11 @@ def table(record: Record) -> Table:
     return Table("Families", COLUMNS, cells, (*NOTES, *refusals, *made))
 
 
-def _cell(found: dict[str, Any] | None) -> str:
+def _cell(row: dict[str, Any], server: str) -> str:
     """A server's cell."""
+    found = row.get(server)
     if found is None:
-        return "not run"
+        return "-" if row["family"] in WITHOUT_PEERS else "not run"
     if "refused" in found:
         return "refused"
     return f"{'yes' if _agree(found) else 'no'}: {_counts(found)}"
