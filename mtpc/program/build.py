@@ -30,7 +30,7 @@ from mtpc.program.processes import WORKER
 from mtpc.program.ranks import Ranks
 from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
-from mtpc.program.workers import Tell, Workers
+from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
@@ -144,7 +144,8 @@ def build(
     count = min(jobs or default_jobs(), len(todo))
     tell.expect(_expected(caches, todo), count)
     if count > 1:
-        _build_beside_workers(builder, todo, count - 1, tell)
+        builder.prepare(todo[0])
+        build_beside_workers(builder, todo, count - 1, tell)
     else:
         builder.run(iter(todo))
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
@@ -309,15 +310,3 @@ class _Builder:
 
     def _line(self, text: str, fraction: float | None = None, /) -> None:
         self.tell.line(text, fraction)
-
-
-def _build_beside_workers(builder: _Builder, todo: list[Task], count: int, tell: _Teller) -> None:
-    """Build tasks in this process, and in so many copies of it."""
-    builder.prepare(todo[0])
-    workers = Workers(builder, todo, count, tell)
-    builder.tell = workers
-    try:
-        builder.run(workers.tasks())
-        workers.wait()
-    finally:
-        workers.end()

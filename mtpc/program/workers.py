@@ -154,6 +154,21 @@ class Workers:
             )
 
 
+def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: Counted) -> None:
+    """Build tasks in this process, and in so many copies of it.
+
+    Raises:
+        MtpcError: a worker ended with it, or died.
+    """
+    workers = Workers(builder, todo, count, tell)
+    builder.tell = workers
+    try:
+        builder.run(workers.tasks())
+        workers.wait()
+    finally:
+        workers.end()
+
+
 class _Remote:
     """A worker's `Tell`: sends what it hears to the parent."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,4 @@ def with_own_embedding(source: Path, directory: Path, change: float = 0.0) -> Pa
     tensors = load_file(path)
     tensors["model.mtp.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * (1 + change)
     save_file(tensors, path, metadata={"format": "pt"})
-    return directory
-
-
-def with_config(source: Path, directory: Path, **entries: Any) -> Path:
-    """A copy with other entries of config.json."""
-    shutil.copytree(source, directory)
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
     return directory

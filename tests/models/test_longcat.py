@@ -134,7 +134,7 @@ def test_an_object_of_transformers_class() -> None:
 def test_configs_of_other_models(
     entries: dict[str, Any], said: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    directory = longcat.with_config(checkpoint(FAMILY, "random"), tmp_path / "other", **entries)
+    directory = tiny.with_entries(checkpoint(FAMILY, "random"), tmp_path / "other", (), **entries)
     with pytest.raises(UnsupportedModelError, match=said) as raised:
         load(directory, None, needs_mtp=True)
     assert str(directory) in str(raised.value)

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from mtpc.errors import BackendError, OptionError
-from mtpc.program.workers import Workers
+from mtpc.program.workers import build_beside_workers
 
-# From Python 3.12 on, a process with several threads is warned when it is copied.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 Act = Callable[[Any], None]
 
 
@@ -60,14 +58,8 @@ class Builder:
 
 def build(act: Act, tasks: list[Any], count: int = 2) -> Heard:
     """Build tasks here and in copies of this process."""
-    heard, builder = Heard(len(tasks)), Builder(act)
-    workers = Workers(builder, tasks, count, heard)
-    builder.tell = workers
-    try:
-        builder.run(workers.tasks())
-        workers.wait()
-    finally:
-        workers.end()
+    heard = Heard(len(tasks))
+    build_beside_workers(Builder(act), tasks, count, heard)
     return heard
 
 

@@ -141,6 +141,7 @@ void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int
   }
 }
 
+/// `score_few` with as few columns as hold the rows.
 inline void score_keys(PassRegisters& registers, const Group* queries, int64_t rows, int64_t width,
                        const BFloat16* const* keys, int64_t shift, int64_t stride, Range range,
                        Ahead ahead, float* by_key, float* scores) {
