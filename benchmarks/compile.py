@@ -12,6 +12,7 @@ with weights, from the start of a process to its first token.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import subprocess
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
     if args.child:
-        print(json.dumps(_work(json.loads(args.child))))
+        print(json.dumps(_work(json.loads(args.child))), flush=True)
+        gc.freeze()  # As the command `mtpc` does before it ends.
         return 0
     tell = command.teller()
     rows: list[dict[str, Any]] = []

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(directory: Path, args: argparse.Namespace) -> None:
     """The checkpoint, unless it is there: a large one takes minutes."""
-    if args.quantize is None:
+    if args.quantize is None and args.shape in SHAPES:
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
     elif not (directory / "config.json").is_file():
         write_codes(directory, LARGE[args.shape], args.quantize)
@@ -166,10 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_passes(parser)
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.shape not in SHAPES and args.quantize is None:
-        parser.error(f"--shape {args.shape} is for --quantize: its plain weights are too large")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

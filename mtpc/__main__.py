@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from mtpc.cli.main import run
 
-from mtpc.cli.main import main
-
-sys.exit(main())
+run()

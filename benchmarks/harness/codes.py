@@ -1,4 +1,4 @@
-"""Checkpoints of random int4 codes: of sizes whose plain weights nothing here would hold."""
+"""Checkpoints of released sizes with random weights, written tensor by tensor, plain or in int4."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SPREAD = (torch.arange(16) - 8.0).std().item()
 """Of int4 codes that are all as frequent."""
 
 
-def write_codes(directory: Path, shape: Shape, scheme: str) -> None:
-    """Write a dense MiMo as `mtpc quantize --head` would, tensor by tensor.
+def write_codes(directory: Path, shape: Shape, scheme: str | None) -> None:
+    """Write a dense MiMo, as `mtpc quantize --head` would if there is a scheme.
 
     Args:
         directory: where to; created if it is not there.
         shape: sizes.
-        scheme: of `mtpc.config.SCHEMES`, in int4.
+        scheme: of `mtpc.config.SCHEMES`, in int4; None: all weights are bfloat16.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _, config, target, own = without_weights("mimo", shape)
@@ -48,7 +48,8 @@ def write_codes(directory: Path, shape: Shape, scheme: str) -> None:
         factor = 1.0 if tensor.dim() == 1 else INITIALIZER_RANGE
         writer.add({name: factor * values(tensor.shape, dtype=torch.bfloat16)})
     writer.finish()
-    config["quantization_config"] = quantization_config(scheme, plain)
+    if scheme is not None:
+        config["quantization_config"] = quantization_config(scheme, plain)
     (directory / CONFIG).write_text(json.dumps(config))
 
 

@@ -133,7 +133,7 @@ class Checkpoint:
 
     def quantised(self, scheme: str) -> Checkpoint:
         """The same with the bytes that its weights have by a scheme, `quantize=` of mtpc."""
-        return _weigh(self.directory, self.family, scheme)
+        return weigh(self.directory, self.family, scheme)
 
     def write_quantised(self, scheme: str, workdir: Path) -> Path:
         """The directory of a copy as `mtpc quantize --head` writes it; written once."""
@@ -186,12 +186,12 @@ def write_checkpoint(
         make_successor_model(model)
     layer = split_off_mtp_layer(model, family, accepting)
     save_checkpoint(model, (layer,), directory, family)
-    return _weigh(directory, family)
+    return weigh(directory, family)
 
 
 def demo() -> Checkpoint:
     """The model that ships with mtpc, of whose drafts text decides how many are accepted."""
-    return _weigh(demo_checkpoint(), GLM4_MOE)
+    return weigh(demo_checkpoint(), GLM4_MOE)
 
 
 def text_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
@@ -301,13 +301,13 @@ def split_off_mtp_layer(model: Any, family: ModelFamily, accepting: bool) -> MTP
     return layer
 
 
-def _weigh(directory: Path, family: ModelFamily, scheme: str | None = None) -> Checkpoint:
+def weigh(directory: Path, family: ModelFamily, scheme: str | None = None) -> Checkpoint:
     """Sort the tensors by who reads them; the embedding is gathered, not read.
 
     With a scheme, those that it quantises have its bytes.
     """
     config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors")
+    tensors = {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
     prefix = family.layer_prefix(config["num_hidden_layers"], 0)
     draft = [name for name in tensors if name.startswith(prefix)]
     apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}

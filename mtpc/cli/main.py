@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
+from typing import NoReturn
 
 from mtpc.cli.arguments import parse
 from mtpc.cli.ranks import ranks_of
@@ -18,6 +20,13 @@ from mtpc.errors import MtpcError
 from mtpc.program.processes import ended_by_sigterm
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
+
+
+def run() -> NoReturn:
+    """Run this process's command line, and end the process."""
+    code = main()
+    gc.freeze()  # Or Python looks for cycles in all that is left: after a build, for a second.
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ then starts from the cache, as any later process does.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -138,6 +139,7 @@ def serve(handle: int) -> None:
     """
     with without_collections():
         _do_job(Connection(handle))
+        gc.freeze()  # The caller waits for this process to end, which searches what is left.
 
 
 def _do_job(pipe: Connection) -> None:

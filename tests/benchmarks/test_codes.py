@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory
 from benchmarks.harness.codes import write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from mtpc.weights.checkpoint import Checkpoint
@@ -33,7 +32,10 @@ def test_codes_have_the_names_and_shapes_of_a_quantised_checkpoint(
     assert torch.isfinite(found.tensor("model.embed_tokens.weight")).all()
 
 
-def test_large_shapes_are_for_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        memory.main(["--shape", "7b"])
-    assert "--shape 7b is for --quantize" in capsys.readouterr().err
+def test_plain_weights_have_the_names_of_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "wanted", "mimo", SHAPES["tiny"], accepting=False)
+    write_codes(tmp_path / "found", SHAPES["tiny"], None)
+    found, wanted = (Checkpoint(tmp_path / name) for name in ("found", "wanted"))
+    described = [{n: str(t) for n, t in c.stored.items()} for c in (found, wanted)]
+    assert described[0] == described[1]
+    assert "quantization_config" not in found.config

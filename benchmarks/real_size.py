@@ -1,0 +1,170 @@
+"""MiMo-7B's sizes in bfloat16 on this machine: memory, time to the first token, time a step.
+
+    python -m benchmarks.real_size --workdir DIR        # 15.7 GB of weights are written there
+    python -m benchmarks.real_size --shape tiny --spec-tokens 0 1
+
+Weights are random. For each K two processes run, one after the other: the first builds its steps in
+an empty cache, the second finds them. Before the second starts, the weights leave the page cache,
+so that it reads them from the disk. Reading the files alone is timed in the same way just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.codes import write_codes
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import field_bytes
+from benchmarks.harness.models import weigh
+from benchmarks.harness.results import Record, Table, publish
+from benchmarks.memory import LARGE
+from mtpc.models.families.mimo import MIMO
+
+GIB = 2**30
+READ_BYTES = 1 << 24
+"""Of a file at a time."""
+COLUMNS = (
+    "K", "start", "first token s", "reading s", "beyond reading s", "peak GiB", "ms/step", "GB/s",
+    "limit ms", "of the memory limit",
+)  # fmt: skip
+NOTES = (
+    "first token: from the start of the process; a prompt of 32 tokens.",
+    "reading: all weight files are read once from the disk, just before a warm start.",
+    "peak: most that was resident in the process at any moment, mapped weights included.",
+    "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
+    " beside them.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = _parse(argv)
+    if args.child:
+        print(json.dumps(_report(json.loads(args.child))))
+        return 0
+    tell, rows = command.begin(args), list[dict[str, Any]]()
+    with command.working_directory(args.workdir) as workdir:
+        directory = workdir.absolute() / args.shape
+        if not (directory / "config.json").is_file():
+            tell(f"write {directory}")
+            write_codes(directory, LARGE[args.shape], None)
+        checkpoint = weigh(directory, MIMO)
+        for k in args.spec_tokens:
+            for start in ("cold", "warm"):
+                reading = _read(directory) if start == "warm" else None
+                _forget(directory)
+                tell(f"K={k}, {start}; read in {reading}")
+                row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
+                rows.append({"k": k, "start": start, "reading_s": reading, **row})
+                rows[-1]["step_bytes"] = checkpoint.step_bytes(k)
+                tell(str(_cells(rows[-1])))
+    publish("real_size", args, {"rows": rows}, table)
+    return 0
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    title = f"Of {record['arguments']['shape']} size, bfloat16"
+    return Table(title, COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    reading, first = row["reading_s"], row["first_token_s"]
+    ms, bandwidth = median(row["step_ms"]), median(row["bandwidths"])
+    limit = 1e3 * row["step_bytes"] / bandwidth
+    return [
+        str(row["k"]),
+        row["start"],
+        f"{first:.1f}",
+        "-" if reading is None else f"{reading:.1f}",
+        "-" if reading is None else f"{first - reading:.1f}",
+        f"{row['peak_bytes'] / GIB:.1f}",
+        f"{ms:.1f}",
+        f"{bandwidth / 1e9:.1f}",
+        f"{limit:.1f}",
+        f"{limit / ms:.0%}",
+    ]
+
+
+def _forget(directory: Path) -> None:
+    """Let the page cache drop the weights; no process has them mapped."""
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(directory: Path) -> float:
+    """Seconds that reading the weights from the disk takes."""
+    _forget(directory)
+    buffer, begin = bytearray(READ_BYTES), time.perf_counter()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+
+
+def _start(directory: Path, cache: Path, k: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One process; its report, and the seconds from its start to its first token."""
+    job = dict(directory=str(directory), cache=str(cache), k=k, steps=args.steps)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "benchmarks.real_size", "--child", json.dumps(job)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    return report | {"first_token_s": report.pop("first_token") - begin}
+
+
+def _report(job: dict[str, Any]) -> dict[str, Any]:
+    """What the process of a start says of itself."""
+    import mtpc
+
+    model = mtpc.compile(
+        job["directory"], spec_tokens=job["k"], cache_dir=job["cache"], backend="cpu", max_len=1024
+    )
+    model.generate(list(range(2, 34)), 1, ignore_eos=True)
+    first_token = time.monotonic()
+    peak = field_bytes("/proc/self/status", "VmHWM")
+    return dict(first_token=first_token, peak_bytes=peak, **_time_steps(model, job["steps"]))
+
+
+def _time_steps(model: Any, count: int) -> dict[str, Any]:
+    """Milliseconds of decode steps of one request, and the bandwidth before and after."""
+    from benchmarks.harness.bandwidth import BandwidthProbe
+
+    probe, times, engine = BandwidthProbe(), list[float](), model.engine
+    before = probe.read()
+    engine.add(list(range(2, 34)), count * (model.options.spec_tokens + 1))
+    while engine.has_work and len(times) < count:
+        decodes, begin = engine.running and engine.running[0].is_prefilled, time.perf_counter()
+        engine.step()
+        if decodes:
+            times.append(1e3 * (time.perf_counter() - begin))
+    return dict(step_ms=times, bandwidths=[before, probe.read()])
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("real_size", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=LARGE, default="7b", help="sizes of the model")
+    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
+    add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
+    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    command.add_files(parser)
+    add("--child", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
