@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.codes import write_codes
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
@@ -43,7 +44,7 @@ NOTES = (
     "reading: all weight files are read once from the disk, just before a warm start.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
-    " beside them.",
+    " before and after the process.",
 )
 
 
@@ -65,9 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reading = _read(directory) if start == "warm" else None
                 _forget(directory)
                 tell(f"K={k}, {start}; read in {reading}")
+                before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
                 row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
+                row["bandwidths"] = [before, BandwidthProbe().read()]
+                row["step_bytes"] = checkpoint.step_bytes(k)
                 rows.append({"k": k, "start": start, "reading_s": reading, **row})
-                rows[-1]["step_bytes"] = checkpoint.step_bytes(k)
                 tell(str(_cells(rows[-1])))
     publish("real_size", args, {"rows": rows}, table)
     return 0
@@ -136,22 +139,20 @@ def _report(job: dict[str, Any]) -> dict[str, Any]:
     model.generate(list(range(2, 34)), 1, ignore_eos=True)
     first_token = time.monotonic()
     peak = field_bytes("/proc/self/status", "VmHWM")
-    return dict(first_token=first_token, peak_bytes=peak, **_time_steps(model, job["steps"]))
+    step_ms = _time_steps(model.engine, job["steps"])
+    return dict(first_token=first_token, peak_bytes=peak, step_ms=step_ms)
 
 
-def _time_steps(model: Any, count: int) -> dict[str, Any]:
-    """Milliseconds of decode steps of one request, and the bandwidth before and after."""
-    from benchmarks.harness.bandwidth import BandwidthProbe
-
-    probe, times, engine = BandwidthProbe(), list[float](), model.engine
-    before = probe.read()
-    engine.add(list(range(2, 34)), count * (model.options.spec_tokens + 1))
+def _time_steps(engine: Any, count: int) -> list[float]:
+    """Milliseconds of decode steps of one request."""
+    times = list[float]()
+    engine.add(list(range(2, 34)), count * (engine.options.spec_tokens + 1))
     while engine.has_work and len(times) < count:
         decodes, begin = engine.running and engine.running[0].is_prefilled, time.perf_counter()
         engine.step()
         if decodes:
             times.append(1e3 * (time.perf_counter() - begin))
-    return dict(step_ms=times, bandwidths=[before, probe.read()])
+    return times
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

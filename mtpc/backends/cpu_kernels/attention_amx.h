@@ -15,20 +15,43 @@
 
 namespace mtpc {
 
-/// tile[j] = the 32 dimensions from `column` on of values[2 j] and values[2 j + 1], in pairs, for the
-/// positions of `range`, which begins and ends with a pair; zeros where they are outside of `local`.
-/// Of each 8 dimensions the first 4 are in the first half of a tile's row (`order_halves`).
+/// Lines of rows that are needed soon. They are fetched in the order of memory, some with each piece of
+/// work: then the processor's own prefetchers help, and the work goes on meanwhile.
+class LinesAhead {
+ public:
+  /// `count` rows of `elements` each; rows may be null where the count is 0.
+  LinesAhead(const BFloat16* const* rows, int64_t count, int64_t elements)
+      : row_(rows), end_(rows + count), elements_(elements) {}
+
+  /// Fetches the next `lines`, as far as there are so many.
+  void fetch(int64_t lines) {
+    for (; lines > 0 && row_ < end_; --lines) {
+      __builtin_prefetch(*row_ + at_, 0, 2);
+      at_ += kFeatures;
+      if (at_ >= elements_) ++row_, at_ = 0;
+    }
+  }
+
+ private:
+  const BFloat16 *const *row_, *const *end_;
+  int64_t elements_, at_ = 0;
+};
+
+/// tile[j] = the 32 dimensions from `column` on of the j-th pair of values in `range`, which begins and
+/// ends with a pair; zeros where positions are outside of `local`. Of each 8 dimensions the first 4
+/// are in the first half of a tile's row (`order_halves`). Two lines are fetched with each pair.
 inline void pack_values(const BFloat16* const* values, Range range, Range local, int64_t column,
-                        int64_t valid, Group* tile) {
+                        int64_t valid, LinesAhead& ahead, Group* tile) {
   const auto row = [&](int64_t j) {
     return j < local.begin || j >= local.end ? _mm512_setzero_si512()
                                              : (__m512i)load_groups(values[j] + column, valid);
   };
   for (int64_t j = range.begin; j < range.end; j += 2) {
     const __m512i first = row(j), second = row(j + 1);
-    Group* to = tile + j / 2 * kFeatures;
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(first, second));
-    _mm512_storeu_si512(to + kTileRows, _mm512_unpackhi_epi16(first, second));
+    ahead.fetch(2);
+    _mm512_storeu_si512(tile, _mm512_unpacklo_epi16(first, second));
+    _mm512_storeu_si512(tile + kTileRows, _mm512_unpackhi_epi16(first, second));
+    tile += kFeatures;
   }
 }
 
@@ -116,8 +139,8 @@ inline void turn_scores(const float* by_key, int64_t rows, float* scores) {
 /// scores of all positions.
 template <int kN>
 void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int64_t width,
-               const BFloat16* const* keys, int64_t shift, int64_t stride, Range range, Ahead ahead,
-               float* by_key, float* scores) {
+               const BFloat16* const* keys, int64_t shift, int64_t stride, Range range,
+               LinesAhead& ahead, float* by_key, float* scores) {
   registers.set_shape(kTileRows, kTileRows, kN);
   settle_memory();
   for (int64_t j = range.begin; j < range.end; j += 2 * kTileRows) {
@@ -130,7 +153,7 @@ void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(5, second + d, stride * sizeof(BFloat16));
       _tile_dpbf16ps(1, 5, 6);
-      for (int64_t key = j; key < j + 2 * kTileRows; ++key) ahead.fetch(key, d);
+      ahead.fetch(2 * kTileRows);
     }
     _tile_stored(0, by_key + j * kN, kN * sizeof(float));
     _tile_stored(1, by_key + (j + kTileRows) * kN, kN * sizeof(float));
@@ -144,7 +167,7 @@ void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int
 /// `score_few` with as few columns as hold the rows.
 inline void score_keys(PassRegisters& registers, const Group* queries, int64_t rows, int64_t width,
                        const BFloat16* const* keys, int64_t shift, int64_t stride, Range range,
-                       Ahead ahead, float* by_key, float* scores) {
+                       LinesAhead& ahead, float* by_key, float* scores) {
   const auto score = rows <= 4 ? score_few<4> : rows <= 8 ? score_few<8> : score_few<16>;
   score(registers, queries, rows, width, keys, shift, stride, range, ahead, by_key, scores);
 }
@@ -161,24 +184,44 @@ inline void score_panel(PassRegisters& registers, const BFloat16* queries, int64
   });
 }
 
+/// out[r][0..32) = the sums of both parts of each row.
+inline void join_parts(const TileSums<kMostRows>& sums, int64_t rows, float* out,
+                       int64_t out_stride) {
+  constexpr int kN = kLanes<float>;
+  settle_memory();
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *first = sums[2 * r], *second = sums[2 * r + 1];
+    Vec<float> both[2]{load<float>(first) + load<float>(second),
+                       load<float>(first + kN) + load<float>(second + kN)};
+    order_halves(both);
+    std::memcpy(out + r * out_stride, both, sizeof(both));
+  }
+}
+
 /// out[r][0..32) = the sums over `range`, of whole panels, of both parts of weights[r][j] * values[j],
-/// each in order.
+/// each in order. `tile` has the values.
 inline void add_values(PassRegisters& registers, const BFloat16* parts, int64_t rows, Range range,
                        const Group* tile, float* out, int64_t out_stride) {
-  const int64_t first = range.begin / 2, groups = range.size() / 2;
   for_passes(registers, 2 * rows, [&](int64_t part, int64_t count) {
     alignas(64) TileSums<kMostRows> sums;
-    const InputRows inputs = dense_rows(parts, kSplit).from(part, first, groups);
-    multiply_rows(inputs, count, tile + first * kFeatures, {}, sums);
-    settle_memory();
-    for (int64_t i = 0; i < count; i += 2) {
-      constexpr int kN = kLanes<float>;
-      Vec<float> both[2]{load<float>(sums[i]) + load<float>(sums[i + 1]),
-                         load<float>(sums[i] + kN) + load<float>(sums[i + 1] + kN)};
-      order_halves(both);
-      std::memcpy(out + (part + i) / 2 * out_stride, both, sizeof(both));
-    }
+    const InputRows inputs =
+        dense_rows(parts, kSplit).from(part, range.begin / 2, range.size() / 2);
+    multiply_rows(inputs, count, tile, {}, sums);
+    join_parts(sums, count / 2, out + part / 2 * out_stride, out_stride);
   });
+}
+
+/// Adds the values of some positions, weighted, to `sums`, which begin with the first of them. The
+/// registers are configured for the rows of `parts`.
+inline void add_some_values(InputRows parts, int64_t rows, const Group* tile, bool first,
+                            TileSums<kMostRows>& sums) {
+  if (first) {
+    zero_sums(rows);
+  } else {
+    load_sums(sums, rows);
+  }
+  add_rows(parts, rows, tile, {});
+  store_sums(sums, rows);
 }
 
 }  // namespace mtpc

@@ -57,6 +57,9 @@ struct Scratch {
   Buffer<A> queries, panel, weights, split_sums, unit_sums;
   Buffer<Factor<T>> narrow_queries, weight_parts, expanded;
   Buffer<Group> packed, packed_queries;
+#if defined(__AMX_TILE__)
+  Buffer<TileSums<kMostRows>> tile_sums;
+#endif
   Norm<A> split_norms[kRows], unit_norms[kRows];
   const T* keys[kSplit];
   const T* values[kSplit];
@@ -251,8 +254,11 @@ class SplitAttention {
         const Range whole{
             (local.begin + kPanel<A> - 1) / kPanel<A> * kPanel<A>,
             local.end / kPanel<A> * kPanel<A>};
-        for (int64_t h = 0; h < unit.heads; ++h) {
-          score_in_place(unit, h, memory, registers, whole, scores);
+        LinesAhead ahead = lines_ahead(unit, p_.values, memory.values + whole.begin, whole.size());
+        for (int64_t j = whole.begin; j < whole.end; j += kPanel<A>) {
+          for (int64_t h = 0; h < unit.heads; ++h) {
+            score_in_place(unit, h, memory, registers, {j, j + kPanel<A>}, ahead, scores);
+          }
         }
       }
     }
@@ -268,18 +274,26 @@ class SplitAttention {
   }
 
 #if defined(__AMX_TILE__)
+  /// Lines of all heads of the unit in some rows; none of codes, which are fetched as they expand.
+  LinesAhead lines_ahead(const Unit& unit, const Cache& cache, const T* const* rows,
+                         int64_t count) const {
+    if constexpr (kCodes<T>) {
+      return {nullptr, 0, 0};
+    } else {
+      return {rows, count, unit.heads * cache.width};
+    }
+  }
+
   /// The scores of one head's few rows at the positions of `range`, of whole panels.
   void score_in_place(const Unit& unit, int64_t h, Memory& memory, PassRegisters& registers,
-                      Range range, A* scores) const {
-    if (range.empty()) return;
+                      Range range, LinesAhead& ahead, A* scores) const {
     const auto [keys, shift] = head_rows(
         p_.keys, memory.keys, h, range, p_.values, memory.values, memory);
     const int64_t width = p_.keys.width;
     const int64_t stride = kCodes<T> ? width : p_.keys.slot_stride;
     score_keys(
         registers, memory.packed_queries.get() + h * (width / 2) * kFewRows, unit.rows, width, keys,
-        shift, stride, range, key_panel_ahead(memory, keys, 0, h),
-        memory.panel.reserve(kSplit * kFewRows), scores + h * unit.rows * kSplit);
+        shift, stride, range, ahead, memory.panel.reserve(kSplit * kFewRows), scores + h * unit.rows * kSplit);
   }
 #endif
 
@@ -364,17 +378,51 @@ class SplitAttention {
   /// Weighted values in tile registers, 32 dimensions at a time.
   void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
                          PassRegisters& registers, Partial<A> out) const {
+    if (unit.rows <= kFewRows) return add_values_in_order(unit, computed, local, memory, registers, out);
     const F* parts = memory.weight_parts.get();
     const int64_t width = p_.values.width;
     Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
+    LinesAhead ahead = lines_ahead(unit, p_.keys, nullptr, 0);
     for (int64_t h = 0; h < unit.heads; ++h) {
       const int64_t first = h * unit.rows;
       const auto [values, shift] = head_rows(
           p_.values, memory.values, h, local, p_.keys, memory.next_keys, memory);
       for (int64_t column = 0; column < width; column += kFeatures) {
-        pack_values(values, computed, local, shift + column, width - column, tile);
+        pack_values(values, computed, local, shift + column, width - column, ahead, tile);
         add_values(registers, parts + 2 * first * kSplit, unit.rows, computed, tile,
                    out.sums + first * stride + column, stride);
+      }
+    }
+  }
+
+  /// The same of few rows, which wait for memory: it is read in order, some positions of all heads at
+  /// a time. Sums of heads that are not at work are in memory.
+  void add_values_in_order(const Unit& unit, Range computed, Range local, Memory& memory,
+                           PassRegisters& registers, Partial<A> out) const {
+    const int64_t width = p_.values.width, rows = 2 * unit.rows;
+    const int64_t columns = (width + kFeatures - 1) / kFeatures;
+    Group* tile = memory.packed.reserve(kValues / 2 * kFeatures);
+    TileSums<kMostRows>* sums = memory.tile_sums.reserve(unit.heads * columns);
+    LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
+    registers.set_rows(rows);
+    for (int64_t j = computed.begin; j < computed.end; j += kValues) {
+      const Range part = intersect({j, j + kValues}, computed);
+      for (int64_t h = 0; h < unit.heads; ++h) {
+        const auto [values, shift] = head_rows(
+            p_.values, memory.values, h, intersect(part, local), p_.keys, memory.next_keys, memory);
+        const InputRows weights = dense_rows(memory.weight_parts.get(), kSplit)
+                                      .from(h * rows, part.begin / 2, part.size() / 2);
+        for (int64_t c = 0; c < columns; ++c) {
+          const int64_t column = c * kFeatures;
+          pack_values(values, part, local, shift + column, width - column, ahead, tile);
+          add_some_values(weights, rows, tile, j == computed.begin, sums[h * columns + c]);
+        }
+      }
+    }
+    for (int64_t h = 0; h < unit.heads; ++h) {
+      for (int64_t c = 0; c < columns; ++c) {
+        A* to = out.sums + h * unit.rows * stride + c * kFeatures;
+        join_parts(sums[h * columns + c], unit.rows, to, stride);
       }
     }
   }
