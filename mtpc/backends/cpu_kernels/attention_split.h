@@ -293,7 +293,8 @@ class SplitAttention {
     const int64_t stride = kCodes<T> ? width : p_.keys.slot_stride;
     score_keys(
         registers, memory.packed_queries.get() + h * (width / 2) * kFewRows, unit.rows, width, keys,
-        shift, stride, range, ahead, memory.panel.reserve(kSplit * kFewRows), scores + h * unit.rows * kSplit);
+        shift, stride, range, ahead, memory.panel.reserve(kSplit * kFewRows),
+        scores + h * unit.rows * kSplit);
   }
 #endif
 
@@ -378,7 +379,9 @@ class SplitAttention {
   /// Weighted values in tile registers, 32 dimensions at a time.
   void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
                          PassRegisters& registers, Partial<A> out) const {
-    if (unit.rows <= kFewRows) return add_values_in_order(unit, computed, local, memory, registers, out);
+    if (unit.rows <= kFewRows) {
+      return add_values_in_order(unit, computed, local, memory, registers, out);
+    }
     const F* parts = memory.weight_parts.get();
     const int64_t width = p_.values.width;
     Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
