@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers.oracles import Oracle
+from helpers.ranks import memory_shared_by
 from helpers.word_model import word_checkpoint
 
 LIMIT_S = 10.0
@@ -101,6 +102,8 @@ def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
     prompt = LONG if stage != "decode" else ["--ids=5 6 7", "-n500", "--ignore-eos"]
     with started("run", *built, *prompt, *more) as run:
         run.wait_for(line)
+        if stage == "decode":
+            assert [memory_shared_by(pid) for pid in (run.process.pid, run.other)] == [1, 1]
         time.sleep(delay_s)
         kill(run, rank)
 
