@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtpc.program.processes import end_with_parent
 from mtpc.program.ranks import Ranks, join_ranks
 
 Body = Callable[[Ranks], Any]
@@ -88,6 +89,7 @@ def run_ranks(size: int, directory: Path, body: Body) -> list[Any]:
 
 
 def _run(rank: int, size: int, store: str, body: Body, wait_s: float, pipe: Connection) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
