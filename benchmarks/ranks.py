@@ -4,8 +4,9 @@
     python -m benchmarks.ranks --shape tiny --ranks 4 --repeats 1
 
 Each sample is a group of processes of its own; one rank with all threads and several with their
-share take turns. Ranks meet over gloo on this machine. After the timed steps the same prompts are
-decoded once more under torch's profiler, which says what part of a step is in collectives.
+share take turns. Ranks meet over gloo on this machine, and exchange values within a step through
+shared memory. After the timed steps the same prompts are decoded once more under torch's profiler,
+which says what part of a step is in collectives.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _decode(model: mtpc.SpecModel, job: dict[str, Any]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _run(steps)
     profiled = stats.decode_counts() - before
-    names = {f"mtpc::{name}" for name in COLLECTIVES}
+    names = {f"{space}::{name}" for space in ("mtpc", "mtpc_cpu") for name in COLLECTIVES}
     calls = [e for e in profile.events() if e.name in names and not _is_inside(e, names)]
     return {
         "ms_per_step": 1e3 * timed.seconds / timed.steps,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from mtpc.backends import PACKAGING, choose_backend, settle_prefill
+from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
 from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
@@ -124,12 +124,17 @@ def open_steps(
     parsed = CompileOptions.parse(options)
     if parsed.tensor_parallel_size == 1:
         return _prepare(model, parsed, assembler, progress).open()
+    from mtpc.program.group_memory import share_memory
     from mtpc.program.ranks import join_ranks
 
     ranks = join_ranks(parsed.tensor_parallel_size)
     opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
     ranks.compare(opener.source, opener.options)
-    return ranks.all_succeed(opener.open)
+    opened = ranks.all_succeed(opener.open)
+    row = first_choice(parsed.backend)
+    fault = share_memory(ranks) if row and row.has_packages else ""
+    opened.fallbacks.update([fault] if fault else [])
+    return opened
 
 
 def _say_which_drafts(source: Checkpoint, report: Callable[[str], None]) -> None:

@@ -58,7 +58,7 @@ class Ranks:
             RankError: a rank differs; the message says which, and in what.
         """
         facts = _facts(source, options)
-        for rank, other in enumerate(self._tell_all(facts)):
+        for rank, other in enumerate(self.tell_all(facts)):
             names = [name for name, value in other.items() if facts.get(name) != value]
             if names:
                 name = names[0]
@@ -78,14 +78,19 @@ class Ranks:
             made = make()
         except Exception as error:
             with suppress(RankError):  # Others have ended; the reason here is this rank's own.
-                self._tell_all(f"{type(error).__name__}: {error}")
+                self.tell_all(f"{type(error).__name__}: {error}")
             raise
-        for rank, other in enumerate(self._tell_all("")):
+        for rank, other in enumerate(self.tell_all("")):
             if other:
                 raise RankError(f"rank {rank} of {self.size} failed: {other}")
         return made
 
-    def _tell_all(self, told: T) -> list[T]:
+    def tell_all(self, told: T) -> list[T]:
+        """What each rank tells all others, in the order of the ranks; every rank calls this.
+
+        Raises:
+            LostRankError: another rank has ended.
+        """
         every: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(every, told, group=self.control)

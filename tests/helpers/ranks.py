@@ -5,6 +5,7 @@ As a script: one of the others. Rank 0 tells it what to compile; it follows unti
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,12 @@ def states(model: mtpc.SpecModel, size: int) -> list[Any]:
     every: list[Any] = [None] * size
     dist.all_gather_object(every, [tensor.tolist() for tensor in (*shared, *results)])
     return every
+
+
+def memory_shared_by(pid: int) -> int:
+    """How many files of /dev/shm that have no name there a process has mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return len(re.findall(r" /dev/shm/#\d+ \(deleted\)$", maps, re.MULTILINE))
 
 
 def join(store: str, rank: int, size: int) -> None:

@@ -18,11 +18,17 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers.oracles import Oracle
+from helpers.ranks import memory_shared_by
 from helpers.word_model import word_checkpoint
 
 LIMIT_S = 10.0
 """No process may be there any more so long after one was killed."""
-LONG = ["--ids", " ".join(map(str, [5, 6, 7, 8] * 120)), "-n20", "--ignore-eos"]
+LONG = [f"--ids={' '.join(map(str, [first, 6, 7, 8] * 120))}" for first in range(9, 29)]
+PROMPTS = {
+    "prefill": [*LONG, "-n2", "--ignore-eos"],
+    "decode": [*["--ids=5 6 7"] * 20, "-n500", "--ignore-eos"],
+}
+"""What a command has to do, one prompt after the other: a step takes a millisecond or less."""
 STAGES = {
     "load": ("load /", ["--no-cache"]),
     "compile": ("rewrite prefill", ["--no-cache"]),
@@ -98,9 +104,10 @@ def started(*arguments: str) -> Iterator[Started]:
 def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
     """Kill a rank in a stage; all must end in time, and rank 0 must say why if it can."""
     line, more = STAGES[stage]
-    prompt = LONG if stage != "decode" else ["--ids=5 6 7", "-n500", "--ignore-eos"]
-    with started("run", *built, *prompt, *more) as run:
+    with started("run", *built, *PROMPTS.get(stage, PROMPTS["prefill"]), *more) as run:
         run.wait_for(line)
+        if stage == "decode":
+            assert [memory_shared_by(pid) for pid in (run.process.pid, run.other)] == [1, 1]
         time.sleep(delay_s)
         kill(run, rank)
 

@@ -46,6 +46,20 @@ F* find_function(const std::string& name) {
   return reinterpret_cast<F*>(found);
 }
 
+/// A call of torch's own.
+struct Operator {
+  c10::OperatorHandle handle;
+  torch::jit::Stack arguments;
+  std::vector<int64_t> results;
+};
+
+/// What a collective calls in its kernel's place where its process group shares no memory.
+struct Unshared {
+  int64_t (*shares_memory)(const char* group);
+  std::string group;
+  Operator reference;
+};
+
 /// A call of a kernel: its arguments and the places of its results.
 struct Kernel {
   /// What a profiler calls it.
@@ -56,13 +70,8 @@ struct Kernel {
   std::vector<int64_t> results;
   std::vector<AtenTensorHandle> made;
   std::vector<AtenTensorHandle*> places;
-};
-
-/// A call of torch's own.
-struct Operator {
-  c10::OperatorHandle handle;
-  torch::jit::Stack arguments;
-  std::vector<int64_t> results;
+  /// Of a collective.
+  std::optional<Unshared> unshared;
 };
 
 struct Pointer {
@@ -159,12 +168,20 @@ class Tape : public torch::CustomClassHolder {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
         ("mtpc_cpu::" + name).c_str(), "");
     Kernel call{"mtpc_cpu::" + name, find_function<KernelCall>("mtpc_call_" + name)};
-    for (IValue& value : read(handle.schema(), arguments, texts)) add_argument(call, value);
+    const torch::jit::Stack values = read(handle.schema(), arguments, texts);
+    for (const IValue& value : values) add_argument(call, value);
     TORCH_CHECK(handle.schema().returns().size() == results.size(), "a tape takes ",
                 results.size(), " results of ", name);
     call.results = returned_slots(results, handle.schema());
     call.made.resize(results.size());
     for (AtenTensorHandle& made : call.made) call.places.push_back(&made);
+    if (const auto group = handle.schema().argumentIndexWithName("group")) {
+      const auto reference =
+          c10::Dispatcher::singleton().findSchemaOrThrow(("mtpc::" + name).c_str(), "");
+      call.unshared = Unshared{find_function<int64_t(const char*)>("mtpc_shares_memory"),
+                               values[*group].toStringRef(),
+                               {reference, values, call.results}};
+    }
     calls_.push_back(std::move(call));
   }
 
@@ -466,6 +483,9 @@ class Tape : public torch::CustomClassHolder {
   }
 
   void run_call(Kernel& call) {
+    if (call.unshared && !call.unshared->shares_memory(call.unshared->group.c_str())) {
+      return run_call(call.unshared->reference);
+    }
     at::RecordFunction heard(at::RecordScope::FUNCTION);
     if (heard.isActive()) heard.before(call.name.c_str());
     call.function(call.arguments.data(), call.places.data());

@@ -1,0 +1,106 @@
+"""Ranks as forks of this process, which need no start of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtpc.program.processes import end_with_parent
+from mtpc.program.ranks import Ranks, join_ranks
+
+Body = Callable[[Ranks], Any]
+"""What each rank runs. It may yield once, to say that it is on its way."""
+
+
+@dataclass
+class Fork:
+    """One rank, as the test sees it."""
+
+    process: Any
+    pipe: Connection
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, number)
+
+    def told(self, within_s: float = 60.0) -> Any:
+        """What the rank tells next: what it yields, then what it returns.
+
+        Raises:
+            AssertionError: the rank raised an error, has ended, or tells nothing in time.
+        """
+        assert self.pipe.poll(within_s), f"nothing was told for {within_s} s"
+        try:
+            value, error = self.pipe.recv()
+        except EOFError:
+            raise AssertionError("the rank has ended") from None
+        assert not error, error
+        return value
+
+
+@contextmanager
+def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> Iterator[list[Fork]]:
+    """Ranks of one process group, which end with the block.
+
+    Args:
+        size: how many there are.
+        directory: where they meet.
+        body: what each of them runs.
+        wait_s: how long a rank waits for another in a collective.
+    """
+    context = multiprocessing.get_context("fork")
+    forks: list[Fork] = []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, str(directory / "store"), body, wait_s, theirs)
+            process = context.Process(target=_run, args=arguments, daemon=True)
+            with warnings.catch_warnings():
+                # From Python 3.12 on: that a fork lacks the other threads.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            forks.append(Fork(process, ours))
+        yield forks
+    finally:
+        for fork in forks:
+            with suppress(ProcessLookupError):
+                fork.kill()
+            fork.process.join()
+            fork.pipe.close()
+
+
+def run_ranks(size: int, directory: Path, body: Body) -> list[Any]:
+    """What each rank returns, in the order of the ranks."""
+    with forks_of(size, directory, body) as forks:
+        return [fork.told() for fork in forks]
+
+
+def _run(rank: int, size: int, store: str, body: Body, wait_s: float, pipe: Connection) -> None:
+    end_with_parent()
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            *("gloo", f"file://{store}", timedelta(seconds=wait_s)), rank=rank, world_size=size
+        )
+        found = body(join_ranks(size))
+        if isinstance(found, Iterator):
+            pipe.send((next(found), ""))
+            found = next(found)
+        pipe.send((found, ""))
+        signal.pause()  # Others may still read from this one.
+    except BaseException:
+        pipe.send((None, f"rank {rank}: {traceback.format_exc()}"))
+    os._exit(0)  # Without the ends of what the test's process holds.
