@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
-from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.recipes import (
     Grouped,
     GroupedMaker,
@@ -81,9 +80,6 @@ class StepBinder:
                 self.added(name)
             return buffers[name] if name in buffers else self.weights[name]
 
-        if self.source is not None:
-            coming = (name for name in step.record.package.tensors if name not in self.weights)
-            self.source.expect(coming, step.record)
         replay = open_package(step.directory, step.record.package, tensor_of, step.sizes)
         seconds = time.perf_counter() - start
         return CapturedStep(step.record.step, layout, buffers, replay, seconds)
@@ -172,19 +168,13 @@ class WeightSource:
     """
 
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
-        self._checkpoint, self._fill, self._ahead = checkpoint, fill, ReadAhead(checkpoint)
+        self._checkpoint, self._fill = checkpoint, fill
         self._finite: dict[str | Rows, bool] = {}
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # What was read to trace the model is gone, and is no longer of interest.
         checkpoint.dequantised.clear()
         self._copies: dict[str, str] = {}
         self._shared: dict[Hashable, Tensor] = {}
-
-    def expect(self, weights: Iterable[str], record: StepRecord) -> None:
-        """Weights of a record, by name: they are made next, in this order."""
-        parts = (part for name in weights for part in names(record.derived.get(name, name)))
-        stored = (record.stored[part] for part in parts if part in record.stored)
-        self._ahead.expect(name for recipe in stored for name in names(recipe))
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
@@ -197,7 +187,6 @@ class WeightSource:
             for part in names(recipe)
             for stored in names(record.stored[part])
         }
-        self._ahead.use(dtypes)
         stored_recipe = substitute(recipe, record.stored.__getitem__)
         made_of = substitute(stored_recipe, self._first_copy)
         if self._copies.keys().isdisjoint(dtypes):

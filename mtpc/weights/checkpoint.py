@@ -211,10 +211,6 @@ class Checkpoint(CheckpointFiles):
         for part in self.parts_of(name):
             self.release_stored(part)
 
-    def read_ahead(self, name: str) -> int:
-        """Let the system read a tensor, which is used soon; its bytes in the files."""
-        return sum(map(self.read_stored_ahead, self.parts_of(name)))
-
     def stop_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""
         path = self.directory / GENERATION

@@ -148,12 +148,6 @@ class CheckpointFiles(ConfigFile):
         """Give back the memory of a tensor of the files; if it is used again, it is read again."""
         self._files[self.stored[name].path].release(name)
 
-    def read_stored_ahead(self, name: str) -> int:
-        """Let the system read a tensor of the files, which is used soon; its bytes."""
-        stored = self.stored[name]
-        self._files[stored.path].read_ahead(name)
-        return stored.nbytes
-
     def _shards(self) -> list[Path]:
         index = self.directory / INDEX
         if os.path.isfile(index):

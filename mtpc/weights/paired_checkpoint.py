@@ -138,11 +138,6 @@ class PairedCheckpoint(Checkpoint):
         else:
             self.draft.release(own)
 
-    def read_ahead(self, name: str) -> int:
-        """As `Checkpoint.read_ahead`."""
-        own = self._in_draft(name)
-        return super().read_ahead(name) if own is None else self.draft.read_ahead(own)
-
     def _in_draft(self, name: str) -> str | None:
         """The name of a tensor in the drafter's checkpoint; None if it is the target's."""
         return name.removeprefix(DRAFT) if name not in self.target_tensors else None

@@ -178,20 +178,12 @@ class TensorFile:
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; using it again reads the file again."""
-        self._advise(name, "MADV_DONTNEED")
-
-    def read_ahead(self, name: str) -> None:
-        """Let the system read a tensor, which is used soon, and do not wait for it."""
-        self._advise(name, "MADV_WILLNEED")
-
-    def _advise(self, name: str, advice: str) -> None:
-        """Tell the system about the pages that a tensor has to itself."""
-        if not hasattr(mmap, advice):  # This system cannot do it.
+        if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.
             return
         stored = self.tensors[name]
         size = stored.nbytes
         begin = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (stored.begin + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
-            with contextlib.suppress(OSError):  # A failure only costs memory, or time.
-                self._map.madvise(getattr(mmap, advice), begin, end - begin)
+            with contextlib.suppress(OSError):  # A failure only costs memory.
+                self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
