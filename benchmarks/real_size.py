@@ -3,9 +3,10 @@
     python -m benchmarks.real_size --workdir DIR        # 15.7 GB of weights are written there
     python -m benchmarks.real_size --shape tiny --spec-tokens 0 1
 
-Weights are random. For each K two processes run, one after the other: the first builds its steps in
-an empty cache, the second finds them. Before the second starts, the weights leave the page cache,
-so that it reads them from the disk. Reading the files alone is timed in the same way just before.
+Weights are random. For each K two processes run, one after the other. The first compiles kernels,
+and builds its steps in an empty cache; the second finds them. Before the second starts, the weights
+leave the page cache, so that it reads them from the disk. Reading the files alone is timed in the
+same way just before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ COLUMNS = (
 )  # fmt: skip
 NOTES = (
     "first token: from the start of the process; a prompt of 32 tokens.",
+    "cold: with an empty cache, so that kernels are compiled, too.",
     "reading: all weight files are read once from the disk, just before a warm start.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
