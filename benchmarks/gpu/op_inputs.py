@@ -158,7 +158,8 @@ def _experts(new: Inputs) -> Iterator[Arguments]:
 
 
 def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
-    """Requests that stand where the last step left them, that replay drafts, that begin."""
+    """Requests that stand where the last step left them, that replay drafts, that begin; then so
+    many rows that they go in chunks."""
     key_heads, heads, dim, width, drafts = 2, 4, 64, 4, 3
     channels = (2 * key_heads + heads) * dim
     slots = torch.tensor([2, 4, 0, 1])
@@ -170,6 +171,13 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     certain = torch.ones(len(slots), dtype=torch.int32)
     state = (recurrent, history, standing)
     yield new.rows(channels + 2 * heads), *weights, *state, slots, *new.indices[1:], certain
+    standing = standing.clone()
+    standing[4] = 28  # Of 30 that were committed.
+    state, slots = (recurrent.clone(), history.clone(), standing), torch.tensor([3, 4])
+    lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
+    starts = torch.tensor([0, 70, 160]).int()
+    prompts = new.normal(160, channels + 2 * heads)
+    yield prompts, *weights, *state, slots, lens, starts, counts
 
 
 def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = False) -> Arguments:

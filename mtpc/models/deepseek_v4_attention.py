@@ -111,7 +111,7 @@ def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys
     seen = closed_windows(rows, indexer.compress_rate).clamp(max=keys.shape[1]).int()
     starts = torch.arange(seen.shape[0] + 1, device=seen.device, dtype=torch.int32)
     table = rows.slot[:, None].int()
-    return choose_slots(heads.float(), weights, keys, table, seen, starts, indexer.index_topk)
+    return choose_slots(heads, weights, keys, table, seen, starts, indexer.index_topk)
 
 
 def closed_windows(rows: Rows, ratio: int) -> Tensor:

@@ -29,7 +29,7 @@ class Step(nn.Module):
     """Every operator once."""
 
     def forward(  # type: ignore[no-untyped-def]
-        self, rows, kv, latent, mixture, indices, keys, delta, logits, turned,
+        self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
         grouped_mixture,
     ):  # fmt: skip
@@ -39,6 +39,7 @@ class Step(nn.Module):
         absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
         mixed = ops.experts(*mixture)
         stepped = ops.gated_delta_rule(*delta)
+        in_chunks = ops.gated_delta_rule(*prompt)
         ops.count_tokens(*counted)
         ops.write_logprobs(*reported)
         return (
@@ -46,6 +47,7 @@ class Step(nn.Module):
             absorbed,
             mixed,
             stepped,
+            in_chunks,
             ops.grouped_linear(*grouped, 64),
             ops.grouped_gated_linear(*grouped, 64),
             ops.grouped_experts(*grouped_mixture),
@@ -101,10 +103,13 @@ def main() -> None:
             ),
             (new(2, 4, dtype=torch.int32), *lengths),
             (new(8, 2, 64), new(8, dtype=torch.int64)),
-            (
-                *(new(8, 72), new(64, 4), new(4), new(4)),
-                *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=torch.int32)),
-                *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+            *(
+                (
+                    *(new(rows, 72), new(64, 4), new(4), new(4)),
+                    *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=int32)),
+                    *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+                )
+                for rows in (8, 256)
             ),
             (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
             (

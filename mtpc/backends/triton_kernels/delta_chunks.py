@@ -1,0 +1,224 @@
+"""The gated delta rule over chunks of positions, for steps of many rows: products, not turns.
+
+Within a chunk, position i adds k_i d_i^T to the state, and d depends on what the positions before
+it added: (I + L) d = beta (v - fade K S), where S is the state before the chunk, fade_i the product
+of the decays up to i, and L_ij = beta_i (k_i . k_j) fade_i / fade_j for j < i. So one launch
+inverts I + L of every chunk, in parallel, row by row: no sums of powers, which would cancel where
+keys are alike. It also makes the products of queries and keys. The other launch goes through a
+request's chunks in order, each program with one value head's columns of the state. (Yang et al.,
+Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3; with the gates
+of arXiv:2412.06464.)
+
+Positions are those that are replayed, then the step's rows. All is float32, as in the reference. A
+row that is not a number spoils the rows of its chunk that come before it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+
+CHUNK = 32
+"""Positions in a chunk."""
+_LEAST_ROWS = 4 * CHUNK
+"""Rows of a step that goes in chunks, at least. On paper: a chunk takes about as long as ten turns.
+"""
+_CHOICE = Choice((Change(threads=128), Change(factors={"BLOCK_V": 0.5})), {"BLOCK_V": (2, "DV")})
+
+
+@triton.jit
+def round_beta(b, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sigmoid(b), rounded as rows are."""
+    return (1 / (1 + tl.exp(-b.to(tl.float32)))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def log_decay(a, a_log, bias):  # type: ignore[no-untyped-def]
+    """-exp(a_log) softplus(a + dt_bias)."""
+    x = a.to(tl.float32) + bias.to(tl.float32)
+    softplus = tl.where(x <= 20, tl.log(1 + tl.exp(tl.minimum(x, 20.0))), x)  # NaN stays NaN.
+    return -tl.exp(a_log.to(tl.float32)) * softplus
+
+
+@triton.jit
+def _gates(  # type: ignore[no-untyped-def]
+    new, old, now, live, a_log, bias, HEADS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """beta, and the logarithm of the product of a chunk's decays up to each position; a position
+    that is not live leaves the state as it is.
+
+    `new` and `old` point to b of a row and of what was kept of it; a comes HEADS numbers later.
+    """
+    is_old = live & (now == 0)
+    is_new = live & now
+    b = tl.load(new, mask=is_new, other=0.0) + tl.load(old, mask=is_old, other=0.0)
+    a = tl.load(new + HEADS, mask=is_new, other=0.0) + tl.load(old + HEADS, mask=is_old, other=0.0)
+    beta = tl.where(live, round_beta(b, DTYPE), 0.0)
+    return beta, tl.cumsum(tl.where(live, log_decay(a, a_log, bias), 0.0), 0)
+
+
+@triton.jit
+def delta_chunks_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, terms_ptr, a_log_ptr, bias_ptr, history_ptr, standing_ptr, slots_ptr, lens_ptr,
+    starts_ptr, inverse_ptr, scores_ptr, num_tokens, num_reqs,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    R_PAD: tl.constexpr,
+):  # fmt: skip
+    """inverse, scores [chunks, HEADS, CHUNK, CHUNK]: (I + L)^-1, and (q_i . k_j) fade_i / fade_j
+    for j <= i."""
+    chunk, head, reqs = tl.program_id(0), tl.program_id(1), tl.arange(0, R_PAD)
+    KEYS: tl.constexpr = HEADS // GROUP * D
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
+    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0).to(tl.int32)
+    chunks = (begins + reqs * REPLAYED) // CHUNK + reqs  # The first of each request.
+    request = tl.sum(((reqs < num_reqs) & (chunks <= chunk)).to(tl.int32)) - 1
+    first = (chunk - tl.sum(tl.where(reqs == request, chunks, 0))) * CHUNK
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    is_on = (length > 0) & (committed > 0)
+    stood = tl.load(standing_ptr + slot, mask=is_on, other=0).to(tl.int32)
+    stood = stood if REPLAYED > 0 else committed
+    if (length <= 0) | (first >= length - stood):
+        return
+    i = tl.arange(0, CHUNK)
+    position = stood + first + i
+    live, now, row = position < length, position >= committed, start + position - committed
+    entry = tl.where(now, row, num_tokens + request * REPLAYED + first + i).to(tl.int64)
+    new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
+    old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS) + CHANNELS + head
+    a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
+    beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
+    d = tl.arange(0, BLOCK_D)
+    at = terms_ptr + entry[:, None] * CHANNELS + head // GROUP * D + d[None]
+    mask = live[:, None] & (d < D)[None]
+    query, key = tl.load(at, mask=mask, other=0.0), tl.load(at + KEYS, mask=mask, other=0.0)
+    fade = tl.exp(tl.where(i[:, None] >= i[None], decay[:, None] - decay[None], float("-inf")))
+    keys = tl.trans(key)
+    below = tl.dot(key, keys, input_precision="ieee") * fade * beta[:, None]
+    below = tl.where(i[:, None] > i[None], below, 0.0)
+    inverse = -below
+    for n in range(1, CHUNK):
+        mine = i[:, None] == n
+        line = -tl.sum(tl.where(mine, below, 0.0), 0)
+        line += tl.sum(line[:, None] * inverse, 0)
+        inverse = tl.where(mine, line[None], inverse)
+    inverse = tl.where(i[:, None] == i[None], 1.0, inverse)
+    to = ((chunk.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
+    tl.store(inverse_ptr + to, inverse)
+    tl.store(scores_ptr + to, tl.dot(query, keys, input_precision="ieee") * fade)
+
+
+@triton.jit
+def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, terms_ptr, a_log_ptr, bias_ptr, state_ptr, history_ptr, standing_ptr, slots_ptr,
+    lens_ptr, starts_ptr, certain_ptr, inverse_ptr, scores_ptr, out_ptr, num_tokens,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As `delta_state_kernel`, a chunk at a time."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    KEYS: tl.constexpr = HEADS // GROUP * D
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    if length <= 0:
+        return
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
+    sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
+    i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+    dv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
+    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
+    inside = (d < D)[:, None] & (dv < DV)[None]
+    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
+    state = tl.load(cell, mask=known, other=0.0)
+    # Where no step ever has drafts, the state has seen all that is committed.
+    stood = stood if REPLAYED > 0 else committed
+    if sure <= stood:
+        tl.store(cell, state, mask=inside)
+    chunk = ((start + request * REPLAYED) // CHUNK + request).to(tl.int64)
+    for first in range(stood, length, CHUNK):
+        position = first + i
+        live, now, row = position < length, position >= committed, start + position - committed
+        entry = tl.where(now, row, num_tokens + request * REPLAYED + position - stood)
+        new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
+        old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
+        old += CHANNELS + head
+        beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
+        terms = terms_ptr + entry.to(tl.int64)[:, None] * CHANNELS
+        key_at, key_mask = head // GROUP * D + d[None], live[:, None] & (d < D)[None]
+        query = tl.load(terms + key_at, mask=key_mask, other=0.0)
+        key = tl.load(terms + KEYS + key_at, mask=key_mask, other=0.0)
+        value_mask = live[:, None] & (dv < DV)[None]
+        value_at = 2 * KEYS + head * DV + dv[None]
+        value = tl.load(terms + value_at, mask=value_mask, other=0.0)
+        square = ((chunk * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
+        fade = tl.exp(decay)[:, None]
+        found = tl.dot(key, state, input_precision="ieee")
+        delta = beta[:, None] * (value - fade * found)
+        delta = tl.dot(tl.load(inverse_ptr + square), delta, input_precision="ieee")
+        out = fade * tl.dot(query, state, input_precision="ieee")
+        out += tl.dot(tl.load(scores_ptr + square), delta, input_precision="ieee")
+        to = out_ptr + (row.to(tl.int64)[:, None] * HEADS + head) * DV + dv[None]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=value_mask & now[:, None])
+        if (first < sure) & (sure <= first + CHUNK):
+            end = tl.sum(tl.where(position == sure - 1, decay, 0.0))
+            left = tl.exp(tl.where(position < sure, end - decay, float("-inf")))
+            added = tl.dot(tl.trans(key * left[:, None]), delta, input_precision="ieee")
+            tl.store(cell, tl.exp(end) * state + added, mask=inside)
+        end = tl.sum(tl.where(i == CHUNK - 1, decay, 0.0))
+        left = tl.exp(end - decay)
+        added = tl.dot(tl.trans(key * left[:, None]), delta, input_precision="ieee")
+        state = tl.exp(end) * state + added
+        chunk += 1
+
+
+def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
+    """Chunks at most; 0 where a step has few rows, as steps that verify drafts do.
+
+    A request's chunks begin at index (rows before it + replayed * requests before it) // CHUNK +
+    requests before it, which leaves room whatever the lengths; see `tiles`.
+    """
+    if num_tokens < _LEAST_ROWS or num_tokens <= num_reqs * (replayed + 1):
+        return 0
+    return (num_tokens + num_reqs * replayed) // CHUNK + num_reqs
+
+
+def chunk_launches(
+    arguments: Mapping[str, Any], constants: Mapping[str, Any], chunks: int, num_reqs: int
+) -> list[Launch]:
+    """What takes the place of `delta_state_kernel`.
+
+    Args:
+        arguments: of that kernel.
+        constants: likewise.
+        chunks: of `count_chunks`.
+        num_reqs: R.
+    """
+    heads, value_dim = constants["HEADS"], constants["DV"]
+    terms = arguments["terms_ptr"]
+    squares = {
+        name: terms.new_empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32)
+        for name in ("inverse_ptr", "scores_ptr")
+    }
+    sizes = {**constants, "CHUNK": CHUNK, "BLOCK_D": power_of_two(constants["D"], 16)}
+    unused, columns = ("state_ptr", "certain_ptr", "out_ptr"), sizes.pop("BLOCK_V")
+    first = {name: value for name, value in arguments.items() if name not in unused}
+    return [
+        Launch(delta_chunks_kernel, (chunks, heads, 1), first | squares | {"num_reqs": num_reqs},
+               sizes | {"R_PAD": power_of_two(num_reqs)}, threads=128),
+        Launch(delta_chunk_state_kernel, (num_reqs, heads, -(-value_dim // columns)),
+               {**arguments, **squares}, sizes | {"BLOCK_V": columns}, choice=_CHOICE),
+    ]  # fmt: skip
