@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from mtpc.backends.base import Run
 from mtpc.capture.effects import Effects, analyse
 
-_FEWEST = 3
-"""Segments of one form that are worth cutting out."""
+_LEAST_SAVED = 12
+"""Calls that a repetition saves at least: a cut puts what crosses it into memory."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Segment:
     """Calls that are compiled together.
 
     Attributes:
-        calls: in order of execution.
+        calls: in order of execution. Views of the step's tensors come first: each segment makes its
+            own.
         inputs: values from outside, in the order of their first use.
         outputs: values that are used outside, in order of execution.
         wiring: of every value that a call takes, in order: the place in `inputs`, or behind them
@@ -103,41 +104,115 @@ def cut_repeats(graph: fx.Graph, tensors: Sequence[Tensor]) -> CutStep:
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    kinds: dict[Any, int] = {}
-    signs = [kinds.setdefault(_sign(call), len(kinds)) for call in calls]
-    effects = analyse(graph)
-    segments = _cut(calls, signs, effects)
-    if not all(_stands_alone(segment, effects) for segment in segments):
-        segments = [_segment(calls)]
-    place = dict(zip(calls, signs, strict=True))
+    cutter = _Cutter(calls, analyse(graph))
+    segments = cutter.cut(calls)
+    if not all(map(cutter.stands_alone, segments)):
+        segments = [cutter.segment(calls)]
     seen: dict[Any, int] = {}
-    forms = []
-    for segment in segments:
-        outputs = tuple(segment.calls.index(node) for node in segment.outputs)
-        form = (tuple(place[call] for call in segment.calls), segment.wiring, outputs)
-        forms.append(seen.setdefault(form, len(seen)))
+    forms = [seen.setdefault(cutter.form(segment), len(seen)) for segment in segments]
     return CutStep(tuple(segments), tuple(forms), dict(zip(given, tensors, strict=True)))
 
 
-def _cut(calls: Sequence[fx.Node], signs: Sequence[int], effects: Effects) -> list[Segment]:
-    """Segments for the longest repetition, and for what is before and after it."""
-    found = _longest(signs)
-    if found is None:
-        return [_segment(calls)] if calls else []
-    start, end, size = found
-    best: list[Segment] = []
-    for first in range(start, start + size):  # A period may begin at any of its calls.
-        count = (end - first) // size
-        begins = range(first, first + count * size, size)
-        segments = _aligned([_segment(calls[a : a + size]) for a in begins])
-        if count >= _FEWEST and _are_alike(segments, effects):
-            best = max(best, segments, key=_worth)
-    if not best:
-        return [_segment(calls)]
-    first = calls.index(best[0].calls[0])
-    last = first + len(best) * size
-    before = _cut(calls[:first], signs[:first], effects)
-    return [*before, *best, *_cut(calls[last:], signs[last:], effects)]
+class _Cutter:
+    """Cuts the calls of a graph, and knows which segments are alike."""
+
+    def __init__(self, calls: Sequence[fx.Node], effects: Effects):
+        kinds: dict[Any, int] = {}
+        self.effects = effects
+        self.signs = {call: kinds.setdefault(_sign(call), len(kinds)) for call in calls}
+
+    def cut(self, calls: Sequence[fx.Node]) -> list[Segment]:
+        """Segments for the longest repetition, and for what is before and after it."""
+        found = _longest([self.signs[call] for call in calls])
+        if found is None:
+            return [self.segment(calls)] if calls else []
+        start, end, size = found
+        best, at = list[Segment](), 0
+        for first in range(start, start + size):  # A period may begin at any of its calls.
+            count = (end - first) // size
+            begins = range(first, first + count * size, size)
+            segments = _aligned([self.segment(calls[a : a + size]) for a in begins])
+            if (
+                (count - 1) * size >= _LEAST_SAVED
+                and self._are_alike(segments)
+                and _worth(segments) > _worth(best)
+            ):
+                best, at = segments, first
+        if not best:
+            return [self.segment(calls)]
+        after = calls[at + len(best) * size :]
+        return [*self.cut(calls[:at]), *best, *self.cut(after)]
+
+    def segment(self, calls: Sequence[fx.Node]) -> Segment:
+        """The segment of a run of calls."""
+        calls = [*self._views(calls), *calls]
+        place = {call: index for index, call in enumerate(calls)}
+        inputs: dict[fx.Node, int] = {}
+        taken: list[fx.Node] = []
+        for call in calls:
+            fx.node.map_arg((call.args, call.kwargs), taken.append)
+        for node in taken:
+            if node not in place:
+                inputs.setdefault(node, len(inputs))
+        wiring = tuple(inputs[n] if n in inputs else len(inputs) + place[n] for n in taken)
+        outputs = tuple(
+            call
+            for call in calls
+            if not self._is_view(call) and any(user not in place for user in call.users)
+        )
+        return Segment(tuple(calls), tuple(inputs), outputs, wiring)
+
+    def form(self, segment: Segment) -> Any:
+        """What segments have in common that one module serves."""
+        outputs = tuple(segment.calls.index(node) for node in segment.outputs)
+        roots = [self.effects.roots[node] for node in segment.inputs]
+        shared = tuple(
+            tuple(i for i, other in enumerate(roots) if not own.isdisjoint(other)) for own in roots
+        )
+        return tuple(self.signs[c] for c in segment.calls), segment.wiring, outputs, shared
+
+    def stands_alone(self, segment: Segment) -> bool:
+        """Whether a segment takes and gives tensors only, gives no view of what it takes, and
+        writes nothing from outside but whole tensors of the step that it takes once."""
+        own, roots = set(segment.calls), self.effects.roots
+        values = [node.meta.get("val") for node in (*segment.inputs, *segment.outputs)]
+        if not all(isinstance(value, Tensor) for value in values):
+            return False
+        if any(not roots[node] <= own for node in segment.outputs):
+            return False
+        written = frozenset().union(*(self.effects.writes[call] for call in segment.calls)) - own
+        holders = [[n for n in segment.inputs if root in roots[n]] for root in written]
+        return all(len(held) == 1 and held[0].op == "placeholder" for held in holders)
+
+    def _are_alike(self, segments: Sequence[Segment]) -> bool:
+        forms = {self.form(segment) for segment in segments}
+        return len(forms) == 1 and all(map(self.stands_alone, segments))
+
+    def _views(self, calls: Sequence[fx.Node]) -> list[fx.Node]:
+        """Views of the step's tensors that calls take from outside, in order."""
+        found: dict[fx.Node, None] = {}
+        own = set(calls)
+
+        def add(node: fx.Node) -> None:
+            if node not in own and self._is_view(node):
+                for source in node.all_input_nodes:
+                    add(source)
+                found.setdefault(node)
+
+        for call in calls:
+            for node in call.all_input_nodes:
+                add(node)
+        return list(found)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a call only looks at tensors of the step in another way."""
+        roots = self.effects.roots[node]
+        return (
+            node.op == "call_function"
+            and bool(roots)
+            and not self.effects.writes[node]
+            and all(isinstance(root, fx.Node) and root.op == "placeholder" for root in roots)
+        )
 
 
 def _worth(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -149,69 +224,22 @@ def _worth(segments: Sequence[Segment]) -> tuple[int, int]:
 def _aligned(segments: Sequence[Segment]) -> list[Segment]:
     """The same, each with the outputs that any of them has."""
     places = sorted({s.calls.index(node) for s in segments for node in s.outputs})
+    if any(len(s.calls) != len(segments[0].calls) for s in segments):
+        return list(segments)
     return [replace(s, outputs=tuple(s.calls[place] for place in places)) for s in segments]
 
 
 def _longest(signs: Sequence[int]) -> tuple[int, int, int] | None:
     """Begin, end and period of the repetition that saves the most calls."""
     best, found = 0, None
-    for size in range(1, len(signs) // _FEWEST + 1):
+    for size in range(1, len(signs) // 2 + 1):
         alike = 0
         for i in range(len(signs) - size):
             alike = alike + 1 if signs[i] == signs[i + size] else 0
             saved = alike // size * size
-            if saved >= (_FEWEST - 1) * size and saved > best:
+            if saved >= max(best + 1, _LEAST_SAVED):
                 best, found = saved, (i + 1 - alike, i + 1 + size, size)
     return found
-
-
-def _segment(calls: Sequence[fx.Node]) -> Segment:
-    place = {call: index for index, call in enumerate(calls)}
-    inputs: dict[fx.Node, int] = {}
-    taken: list[fx.Node] = []
-    for call in calls:
-        fx.node.map_arg((call.args, call.kwargs), taken.append)
-    for node in taken:
-        if node not in place:
-            inputs.setdefault(node, len(inputs))
-    wiring = tuple(inputs[n] if n in inputs else len(inputs) + place[n] for n in taken)
-    outputs = tuple(call for call in calls if any(user not in place for user in call.users))
-    return Segment(tuple(calls), tuple(inputs), outputs, wiring)
-
-
-def _are_alike(segments: Sequence[Segment], effects: Effects) -> bool:
-    """Whether one module can serve all of these, whose calls are the same."""
-    first = segments[0]
-
-    def shared(segment: Segment) -> list[list[int]]:
-        """Of each input, which others are in its memory."""
-        roots = [effects.roots[node] for node in segment.inputs]
-        return [[i for i, other in enumerate(roots) if not own.isdisjoint(other)] for own in roots]
-
-    return all(
-        segment.wiring == first.wiring
-        and shared(segment) == shared(first)
-        and _stands_alone(segment, effects)
-        for segment in segments
-    )
-
-
-def _stands_alone(segment: Segment, effects: Effects) -> bool:
-    """Whether a segment takes and gives tensors only, gives no view of what it takes, and writes
-    nothing from outside but whole tensors of the step that it takes once."""
-    own = set(segment.calls)
-    taken = [effects.roots[node] for node in segment.inputs]
-    values = [node.meta.get("val") for node in (*segment.inputs, *segment.outputs)]
-    if not all(isinstance(value, Tensor) for value in values):
-        return False
-    if any(not effects.roots[node] <= own for node in segment.outputs):
-        return False
-    written = frozenset().union(*(effects.writes[call] for call in segment.calls)) - own
-    for root in written:
-        holders = [node for node, roots in zip(segment.inputs, taken, strict=True) if root in roots]
-        if len(holders) != 1 or holders[0].op != "placeholder":
-            return False
-    return True
 
 
 def _sign(call: fx.Node) -> Any:
