@@ -180,6 +180,28 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     yield prompts, *weights, *state, slots, lens, starts, counts
 
 
+def _slot_attention(new: Inputs) -> Iterator[Arguments]:
+    """Rings that are full, half full and empty; entries that are chosen, all there are, and none.
+    What nobody sees is NaN."""
+    tokens, places, count, dim, window = 6, 20, 40, 64, 16
+    sees_ring = torch.rand(tokens, places, generator=new.generator) < 0.5
+    sees_ring[3:] = False
+    at = torch.arange(tokens)
+    sees_fresh = (at[:, None] >= at[None]) & (at[:, None] // 3 == at[None] // 3)
+    slots, counts = 1 + at // 3, torch.tensor([0, 9, 33, 40, 1, 5])
+    query, fresh, ring, entries = (
+        new.normal(*shape, dim) for shape in ((tokens, 8), (tokens,), (3, places), (3, count))
+    )
+    ring[0], entries[0] = torch.nan, torch.nan
+    rows = (query, fresh, ring, slots, sees_ring, sees_fresh, new.normal(8), 0.125, window)
+    chosen = torch.full((tokens, count), -1, dtype=torch.int32)
+    for row, seen in enumerate(counts.tolist()):
+        chosen[row, :seen] = new.distinct(seen, count, 1)[0].sort().values + slots[row] * count
+    yield rows
+    yield (*rows, entries, counts, None)
+    yield (*rows, entries, counts, chosen)
+
+
 def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = False) -> Arguments:
     """Codes over their whole range, scales that make the weight's numbers small, zero points."""
     form = GroupForm(kind, group, has_zeros=zeros)
@@ -322,5 +344,6 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
+    "slot_attention": (_slot_attention, ALL),
 }
 """By op: its calls, and the dtypes to call it with (the first one in every configuration)."""

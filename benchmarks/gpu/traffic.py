@@ -230,7 +230,7 @@ def _times(launch: Launch, name: str, work: Work) -> float:
 def _programs(launch: Launch, work: Work) -> float:
     """Of the grid, those that have something to do."""
     sizes, grid = launch.constants, launch.grid
-    if "attention" in launch.name:
+    if "TILE_ROWS" in sizes:
         rows = -(-launch.arguments["num_tokens"] // work.requests)
         tiles = work.requests * -(-rows // sizes["TILE_ROWS"])
         return tiles * grid[1] * min(grid[2], _blocks(launch, work))

@@ -263,4 +263,6 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
             "out_ids_ptr",
             "reason_ptr",
         ],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
     ]

@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture,
+        grouped_mixture, slotted,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -61,6 +61,7 @@ class Step(nn.Module):
             ops.silu_and_mul(gated),
             ops.rotate(turned[0], *turned[3:5]),
             *ops.accept(*accepted),
+            ops.slot_attention(*slotted),
         )
 
 
@@ -134,6 +135,11 @@ def main() -> None:
             (
                 *(new(8, 64), *int4(6, 2, 8, 32, 4), *int4(6, 2, 4, 32, 4)),
                 *(new(8, 2, dtype=torch.int64), new(8, 2)),
+            ),
+            (
+                *(new(8, 4, 64), new(8, 64), new(3, 12, 64), new(8, dtype=int64)),
+                *(new(8, width, dtype=torch.bool) for width in (12, 8)),
+                *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)

@@ -9,8 +9,9 @@ request's chunks in order, each program with one value head's columns of the sta
 Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3; with the gates
 of arXiv:2412.06464.)
 
-Positions are those that are replayed, then the step's rows. All is float32, as in the reference. A
-row that is not a number spoils the rows of its chunk that come before it, too.
+Positions are those that are replayed, then the step's rows. Sums are float32, as in the reference.
+Products with the state are of parts in bfloat16 (`_dot`): those of float32 spill on NVIDIA. A row
+that is not a number spoils the rows of its chunk that come before it, too.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ import torch
 import triton
 import triton.language as tl
 
-from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import (
+    Change,
+    Choice,
+    Launch,
+    is_interpreted,
+    power_of_two,
+)
+from mtpc.backends.triton_kernels.tiles import dot
 
-CHUNK = 32
-"""Positions in a chunk."""
+CHUNK, _FEATURES, _COLUMNS = 32, 32, 16
+"""Positions in a chunk; features of queries and keys in one product; columns of the state that a
+program has. With more they spill on NVIDIA."""
 _LEAST_ROWS = 4 * CHUNK
 """Rows of a step that goes in chunks, at least. On paper: a chunk takes about as long as ten turns.
 """
-_CHOICE = Choice((Change(threads=128), Change(factors={"BLOCK_V": 0.5})), {"BLOCK_V": (2, "DV")})
+_CHOICE = Choice((Change(threads=128),))
 
 
 @triton.jit
@@ -64,11 +73,19 @@ def _gates(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a @ b of float32, each as the sum of two numbers in bfloat16: to some 2^-16 of it."""
+    a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    a2, b2 = (a - a1.to(tl.float32)).to(tl.bfloat16), (b - b1.to(tl.float32)).to(tl.bfloat16)
+    return dot(a1, b2, WIDEN) + dot(a2, b1, WIDEN) + dot(a1, b1, WIDEN)
+
+
+@triton.jit
 def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, terms_ptr, a_log_ptr, bias_ptr, history_ptr, standing_ptr, slots_ptr, lens_ptr,
     starts_ptr, inverse_ptr, scores_ptr, num_tokens, num_reqs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     R_PAD: tl.constexpr,
 ):  # fmt: skip
     """inverse, scores [chunks, HEADS, CHUNK, CHUNK]: (I + L)^-1, and (q_i . k_j) fade_i / fade_j
@@ -97,14 +114,20 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS) + CHANNELS + head
     a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
     beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
-    d = tl.arange(0, BLOCK_D)
-    at = terms_ptr + entry[:, None] * CHANNELS + head // GROUP * D + d[None]
-    mask = live[:, None] & (d < D)[None]
-    query, key = tl.load(at, mask=mask, other=0.0), tl.load(at + KEYS, mask=mask, other=0.0)
+    # Some features at a time: of whole rows, products spill on NVIDIA.
+    alike = tl.zeros([CHUNK, CHUNK], tl.float32)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    at = terms_ptr + entry[:, None] * CHANNELS + head // GROUP * D
+    for begin in range(0, D, BLOCK_K):
+        d = begin + tl.arange(0, BLOCK_K)
+        mask = live[:, None] & (d < D)[None]
+        query = tl.load(at + d[None], mask=mask, other=0.0)
+        key = tl.load(at + KEYS + d[None], mask=mask, other=0.0)
+        keys = tl.trans(key)
+        alike += tl.dot(key, keys, input_precision="ieee")
+        scores += tl.dot(query, keys, input_precision="ieee")
     fade = tl.exp(tl.where(i[:, None] >= i[None], decay[:, None] - decay[None], float("-inf")))
-    keys = tl.trans(key)
-    below = tl.dot(key, keys, input_precision="ieee") * fade * beta[:, None]
-    below = tl.where(i[:, None] > i[None], below, 0.0)
+    below = tl.where(i[:, None] > i[None], alike * fade * beta[:, None], 0.0)
     inverse = -below
     for n in range(1, CHUNK):
         mine = i[:, None] == n
@@ -114,7 +137,7 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     inverse = tl.where(i[:, None] == i[None], 1.0, inverse)
     to = ((chunk.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
     tl.store(inverse_ptr + to, inverse)
-    tl.store(scores_ptr + to, tl.dot(query, keys, input_precision="ieee") * fade)
+    tl.store(scores_ptr + to, scores * fade)
 
 
 @triton.jit
@@ -123,7 +146,7 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
     lens_ptr, starts_ptr, certain_ptr, inverse_ptr, scores_ptr, out_ptr, num_tokens,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """As `delta_state_kernel`, a chunk at a time."""
     request, head = tl.program_id(0), tl.program_id(1)
@@ -157,31 +180,28 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
         beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
+        # What is loaded is loaded where it is used, and keys twice: registers hold no more.
         terms = terms_ptr + entry.to(tl.int64)[:, None] * CHANNELS
-        key_at, key_mask = head // GROUP * D + d[None], live[:, None] & (d < D)[None]
-        query = tl.load(terms + key_at, mask=key_mask, other=0.0)
-        key = tl.load(terms + KEYS + key_at, mask=key_mask, other=0.0)
-        value_mask = live[:, None] & (dv < DV)[None]
-        value_at = 2 * KEYS + head * DV + dv[None]
-        value = tl.load(terms + value_at, mask=value_mask, other=0.0)
+        at, mask = terms + head // GROUP * D + d[None], live[:, None] & (d < D)[None]
         square = ((chunk * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
+        inside_value = live[:, None] & (dv < DV)[None]
         fade = tl.exp(decay)[:, None]
-        found = tl.dot(key, state, input_precision="ieee")
+        found = _dot(tl.load(at + KEYS, mask=mask, other=0.0), state, WIDEN)
+        value_at = terms + 2 * KEYS + head * DV + dv[None]
+        value = tl.load(value_at, mask=inside_value, other=0.0)
         delta = beta[:, None] * (value - fade * found)
-        delta = tl.dot(tl.load(inverse_ptr + square), delta, input_precision="ieee")
-        out = fade * tl.dot(query, state, input_precision="ieee")
-        out += tl.dot(tl.load(scores_ptr + square), delta, input_precision="ieee")
+        delta = _dot(tl.load(inverse_ptr + square), delta, WIDEN)
+        out = fade * _dot(tl.load(at, mask=mask, other=0.0), state, WIDEN)
+        out += _dot(tl.load(scores_ptr + square), delta, WIDEN)
         to = out_ptr + (row.to(tl.int64)[:, None] * HEADS + head) * DV + dv[None]
-        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=value_mask & now[:, None])
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside_value & now[:, None])
+        keys = tl.trans(tl.load(at + KEYS, mask=mask, other=0.0))
         if (first < sure) & (sure <= first + CHUNK):
             end = tl.sum(tl.where(position == sure - 1, decay, 0.0))
             left = tl.exp(tl.where(position < sure, end - decay, float("-inf")))
-            added = tl.dot(tl.trans(key * left[:, None]), delta, input_precision="ieee")
-            tl.store(cell, tl.exp(end) * state + added, mask=inside)
+            tl.store(cell, tl.exp(end) * state + _dot(keys * left[None], delta, WIDEN), mask=inside)
         end = tl.sum(tl.where(i == CHUNK - 1, decay, 0.0))
-        left = tl.exp(end - decay)
-        added = tl.dot(tl.trans(key * left[:, None]), delta, input_precision="ieee")
-        state = tl.exp(end) * state + added
+        state = tl.exp(end) * state + _dot(keys * tl.exp(end - decay)[None], delta, WIDEN)
         chunk += 1
 
 
@@ -207,18 +227,22 @@ def chunk_launches(
         chunks: of `count_chunks`.
         num_reqs: R.
     """
-    heads, value_dim = constants["HEADS"], constants["DV"]
-    terms = arguments["terms_ptr"]
+    heads, terms = constants["HEADS"], arguments["terms_ptr"]
     squares = {
         name: terms.new_empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32)
         for name in ("inverse_ptr", "scores_ptr")
     }
-    sizes = {**constants, "CHUNK": CHUNK, "BLOCK_D": power_of_two(constants["D"], 16)}
-    unused, columns = ("state_ptr", "certain_ptr", "out_ptr"), sizes.pop("BLOCK_V")
+    widths = {"BLOCK_D": power_of_two(constants["D"], 16), "BLOCK_V": _COLUMNS}
+    sizes = {name: value for name, value in constants.items() if name not in widths}
+    sizes["CHUNK"] = CHUNK
+    before = {"R_PAD": power_of_two(num_reqs), "BLOCK_K": min(widths["BLOCK_D"], _FEATURES)}
+    unused = ("state_ptr", "certain_ptr", "out_ptr")
     first = {name: value for name, value in arguments.items() if name not in unused}
+    columns = -(-constants["DV"] // _COLUMNS)
     return [
         Launch(delta_chunks_kernel, (chunks, heads, 1), first | squares | {"num_reqs": num_reqs},
-               sizes | {"R_PAD": power_of_two(num_reqs)}, threads=128),
-        Launch(delta_chunk_state_kernel, (num_reqs, heads, -(-value_dim // columns)),
-               {**arguments, **squares}, sizes | {"BLOCK_V": columns}, choice=_CHOICE),
+               sizes | before, threads=128),
+        Launch(delta_chunk_state_kernel, (num_reqs, heads, columns), {**arguments, **squares},
+               sizes | widths | {"WIDEN": is_interpreted(delta_chunk_state_kernel)}, num_stages=1,
+               choice=_CHOICE),
     ]  # fmt: skip
