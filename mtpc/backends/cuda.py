@@ -209,9 +209,9 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
 def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, FakeTensor):
         return mode.from_tensor(tensor, static_shapes=True)
-    size, form = tensor.shape, dict(dtype=tensor.dtype, device=tensor.device)
+    size, stride = tensor.shape, tensor.stride()
     with mode:
-        return torch.empty_strided(size, tensor.stride(), **form)
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:

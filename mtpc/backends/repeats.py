@@ -62,7 +62,9 @@ class CutStep:
         made = []
         for form in range(max(self.forms) + 1):
             segment = self.segments[self.forms.index(form)]
-            examples = [self.tensors.get(n, n.meta.get("val")) for n in segment.inputs]
+            examples: list[Tensor] = [
+                self.tensors[n] if n in self.tensors else n.meta["val"] for n in segment.inputs
+            ]
             made.append((_module_of(segment), examples))
         return made
 
@@ -244,7 +246,11 @@ def _longest(signs: Sequence[int]) -> tuple[int, int, int] | None:
 
 def _sign(call: fx.Node) -> Any:
     """What two calls have in common that do the same on other tensors."""
-    args = fx.node.map_arg((call.args, call.kwargs), lambda node: _Form(node.meta.get("val")))
+
+    def form_of(node: fx.Node) -> Any:
+        return _Form(node.meta.get("val"))
+
+    args = fx.node.map_arg((call.args, call.kwargs), form_of)
     return call.target, repr(args), repr(_Form(call.meta.get("val")))
 
 

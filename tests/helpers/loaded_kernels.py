@@ -99,8 +99,8 @@ def launches() -> list[Launch]:
         plan("rotate", new(8, 4, 64), new(8, 48), new(8, 48)),
         plan("rotate_and_write", *turned, new(8, 24), new(8, 24), kv, kv, slots),
         plan("choose_slots", new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),
-        plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
         plan("slot_attention", new(8, 4, 64), new(8, 64), *rings, new(4), 0.1, 8),
+        plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]
 

@@ -81,18 +81,49 @@ def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _invert(below, i, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inverse of I + below, which is zero on the diagonal and above it."""
+    inverse = -below
+    for n in range(1, CHUNK):
+        mine = i[:, None] == n
+        line = -tl.sum(tl.where(mine, below, 0.0), 0)
+        line += tl.sum(line[:, None] * inverse, 0)
+        inverse = tl.where(mine, line[None], inverse)
+    return tl.where(i[:, None] == i[None], 1.0, inverse)
+
+
+@triton.jit
+def _after(  # type: ignore[no-untyped-def]
+    state, keys, delta, decay, position, last, WIDEN: tl.constexpr
+):
+    """The state after a chunk's positions up to `last`; keys [D, CHUNK]."""
+    end = tl.sum(tl.where(position == last, decay, 0.0))
+    left = tl.exp(tl.where(position <= last, end - decay, float("-inf")))
+    return tl.exp(end) * state + _dot(keys * left[None], delta, WIDEN)
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    first, length, committed, start, replays, CHUNK: tl.constexpr
+):
+    """A chunk's positions: which there are, which are rows of the step, their rows, and their
+    places in the terms."""
+    position = first + tl.arange(0, CHUNK)
+    now, row = position >= committed, (start + position - committed).to(tl.int64)
+    return position, position < length, now, row, tl.where(now, row, replays + position)
+
+
+@triton.jit
 def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, terms_ptr, a_log_ptr, bias_ptr, history_ptr, standing_ptr, slots_ptr, lens_ptr,
     starts_ptr, inverse_ptr, scores_ptr, num_tokens, num_reqs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    R_PAD: tl.constexpr,
+    KEYS: tl.constexpr, CHANNELS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, R_PAD: tl.constexpr,
 ):  # fmt: skip
     """inverse, scores [chunks, HEADS, CHUNK, CHUNK]: (I + L)^-1, and (q_i . k_j) fade_i / fade_j
     for j <= i."""
     chunk, head, reqs = tl.program_id(0), tl.program_id(1), tl.arange(0, R_PAD)
-    KEYS: tl.constexpr = HEADS // GROUP * D
-    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0).to(tl.int32)
     chunks = (begins + reqs * REPLAYED) // CHUNK + reqs  # The first of each request.
     request = tl.sum(((reqs < num_reqs) & (chunks <= chunk)).to(tl.int32)) - 1
@@ -106,11 +137,9 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     stood = stood if REPLAYED > 0 else committed
     if (length <= 0) | (first >= length - stood):
         return
-    i = tl.arange(0, CHUNK)
-    position = stood + first + i
-    live, now, row = position < length, position >= committed, start + position - committed
-    entry = tl.where(now, row, num_tokens + request * REPLAYED + first + i).to(tl.int64)
-    new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
+    i, replays = tl.arange(0, CHUNK), num_tokens + request * REPLAYED - stood
+    position, live, now, row, entry = _rows(stood + first, length, committed, start, replays, CHUNK)
+    new = rows_ptr + row * (CHANNELS + 2 * HEADS) + CHANNELS + head
     old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS) + CHANNELS + head
     a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
     beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
@@ -128,15 +157,8 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
         scores += tl.dot(query, keys, input_precision="ieee")
     fade = tl.exp(tl.where(i[:, None] >= i[None], decay[:, None] - decay[None], float("-inf")))
     below = tl.where(i[:, None] > i[None], alike * fade * beta[:, None], 0.0)
-    inverse = -below
-    for n in range(1, CHUNK):
-        mine = i[:, None] == n
-        line = -tl.sum(tl.where(mine, below, 0.0), 0)
-        line += tl.sum(line[:, None] * inverse, 0)
-        inverse = tl.where(mine, line[None], inverse)
-    inverse = tl.where(i[:, None] == i[None], 1.0, inverse)
     to = ((chunk.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
-    tl.store(inverse_ptr + to, inverse)
+    tl.store(inverse_ptr + to, _invert(below, i, CHUNK))
     tl.store(scores_ptr + to, scores * fade)
 
 
@@ -145,13 +167,11 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, terms_ptr, a_log_ptr, bias_ptr, state_ptr, history_ptr, standing_ptr, slots_ptr,
     lens_ptr, starts_ptr, certain_ptr, inverse_ptr, scores_ptr, out_ptr, num_tokens,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, WIDEN: tl.constexpr,
+    KEYS: tl.constexpr, CHANNELS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """As `delta_state_kernel`, a chunk at a time."""
     request, head = tl.program_id(0), tl.program_id(1)
-    KEYS: tl.constexpr = HEADS // GROUP * D
-    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
     length = tl.load(lens_ptr + request).to(tl.int32)
     if length <= 0:
         return
@@ -171,38 +191,31 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
     stood = stood if REPLAYED > 0 else committed
     if sure <= stood:
         tl.store(cell, state, mask=inside)
-    chunk = ((start + request * REPLAYED) // CHUNK + request).to(tl.int64)
+    chunk = (start + request * REPLAYED) // CHUNK + request
+    replays = num_tokens + request * REPLAYED - stood
     for first in range(stood, length, CHUNK):
-        position = first + i
-        live, now, row = position < length, position >= committed, start + position - committed
-        entry = tl.where(now, row, num_tokens + request * REPLAYED + position - stood)
-        new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
+        position, live, now, row, entry = _rows(first, length, committed, start, replays, CHUNK)
+        new = rows_ptr + row * (CHANNELS + 2 * HEADS) + CHANNELS + head
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
         beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
         # What is loaded is loaded where it is used, and keys twice: registers hold no more.
-        terms = terms_ptr + entry.to(tl.int64)[:, None] * CHANNELS
+        terms, number = terms_ptr + entry[:, None] * CHANNELS, chunk + (first - stood) // CHUNK
         at, mask = terms + head // GROUP * D + d[None], live[:, None] & (d < D)[None]
-        square = ((chunk * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
-        inside_value = live[:, None] & (dv < DV)[None]
-        fade = tl.exp(decay)[:, None]
+        square = ((number.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
+        fade, written = tl.exp(decay)[:, None], live[:, None] & (dv < DV)[None]
         found = _dot(tl.load(at + KEYS, mask=mask, other=0.0), state, WIDEN)
-        value_at = terms + 2 * KEYS + head * DV + dv[None]
-        value = tl.load(value_at, mask=inside_value, other=0.0)
-        delta = beta[:, None] * (value - fade * found)
-        delta = _dot(tl.load(inverse_ptr + square), delta, WIDEN)
+        value = tl.load(terms + 2 * KEYS + head * DV + dv[None], mask=written, other=0.0)
+        delta = _dot(tl.load(inverse_ptr + square), beta[:, None] * (value - fade * found), WIDEN)
         out = fade * _dot(tl.load(at, mask=mask, other=0.0), state, WIDEN)
         out += _dot(tl.load(scores_ptr + square), delta, WIDEN)
-        to = out_ptr + (row.to(tl.int64)[:, None] * HEADS + head) * DV + dv[None]
-        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside_value & now[:, None])
+        to = out_ptr + (row[:, None] * HEADS + head) * DV + dv[None]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=written & now[:, None])
         keys = tl.trans(tl.load(at + KEYS, mask=mask, other=0.0))
         if (first < sure) & (sure <= first + CHUNK):
-            end = tl.sum(tl.where(position == sure - 1, decay, 0.0))
-            left = tl.exp(tl.where(position < sure, end - decay, float("-inf")))
-            tl.store(cell, tl.exp(end) * state + _dot(keys * left[None], delta, WIDEN), mask=inside)
-        end = tl.sum(tl.where(i == CHUNK - 1, decay, 0.0))
-        state = tl.exp(end) * state + _dot(keys * tl.exp(end - decay)[None], delta, WIDEN)
-        chunk += 1
+            kept = _after(state, keys, delta, decay, position, sure - 1, WIDEN)
+            tl.store(cell, kept, mask=inside)
+        state = _after(state, keys, delta, decay, position, first + CHUNK - 1, WIDEN)
 
 
 def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
@@ -234,7 +247,8 @@ def chunk_launches(
     }
     widths = {"BLOCK_D": power_of_two(constants["D"], 16), "BLOCK_V": _COLUMNS}
     sizes = {name: value for name, value in constants.items() if name not in widths}
-    sizes["CHUNK"] = CHUNK
+    keys = heads // constants["GROUP"] * constants["D"]
+    sizes |= dict(CHUNK=CHUNK, KEYS=keys, CHANNELS=2 * keys + heads * constants["DV"])
     before = {"R_PAD": power_of_two(num_reqs), "BLOCK_K": min(widths["BLOCK_D"], _FEATURES)}
     unused = ("state_ptr", "certain_ptr", "out_ptr")
     first = {name: value for name, value in arguments.items() if name not in unused}

@@ -31,11 +31,16 @@ _CHOICE = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, visible, peak, total, acc, SCALE: tl.constexpr, WIDEN: tl.constexpr
+    q, at, seen, live, peak, total, acc, D: tl.constexpr, SCALE: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Attention to a block of keys [n, D], whose values they are; visible [heads, n]."""
-    keys = keys.to(q.dtype)
+    """Attention of live heads to the keys at `at` [n, BLOCK_D] that are seen; they are the values.
+
+    `at` is computed here, not given to the kernel: see `tiles.locate`.
+    """
+    d = tl.arange(0, q.shape[1])
+    keys = tl.load(at, mask=seen[:, None] & (d < D)[None], other=0.0).to(q.dtype)
     scores = dot(q, tl.trans(keys), WIDEN) * SCALE
+    visible = live[:, None] & seen[None]
     weights, fade, peak, total = fade_in(scores, visible, peak, total, 0.0)
     return peak, total, acc * fade[:, None] + dot(weights.to(keys.dtype), keys, WIDEN)
 
@@ -63,9 +68,7 @@ def slot_attention_kernel(  # type: ignore[no-untyped-def]
         flags = sees_ring_ptr + token.to(tl.int64) * PLACES + place
         seen = tl.load(flags, mask=place < PLACES, other=0) != 0
         at = ring_ptr + slot * ring_slot + place[:, None] * ring_place + d[None]
-        keys = tl.load(at, mask=seen[:, None] & (d < D)[None], other=0.0)
-        visible = live[:, None] & seen[None]
-        peak, total, acc = _attend(q, keys, visible, peak, total, acc, SCALE, WIDEN)
+        peak, total, acc = _attend(q, at, seen, live, peak, total, acc, D, SCALE, WIDEN)
     # Blocks are dealt out on from where those of the ring end.
     passed: tl.constexpr = (PLACES + BLOCK_N - 1) // BLOCK_N
     turn = (split + (SPLITS - 1) * passed) % SPLITS
@@ -75,9 +78,7 @@ def slot_attention_kernel(  # type: ignore[no-untyped-def]
         flags = sees_fresh_ptr + token.to(tl.int64) * num_tokens + row
         seen = tl.load(flags, mask=inside, other=0) != 0
         at = fresh_ptr + row.to(tl.int64)[:, None] * fresh_token + d[None]
-        keys = tl.load(at, mask=seen[:, None] & (d < D)[None], other=0.0)
-        visible = live[:, None] & seen[None]
-        peak, total, acc = _attend(q, keys, visible, peak, total, acc, SCALE, WIDEN)
+        peak, total, acc = _attend(q, at, seen, live, peak, total, acc, D, SCALE, WIDEN)
     if ENTRIES > 0:
         passed_own: tl.constexpr = passed + (OWN + BLOCK_N - 1) // BLOCK_N
         turn = (split + (SPLITS - 1) * passed_own) % SPLITS
@@ -91,9 +92,7 @@ def slot_attention_kernel(  # type: ignore[no-untyped-def]
             else:
                 rows = slot * entries_slot + (n + lane) * entries_row
             at = entries_ptr + rows[:, None] + d[None]
-            keys = tl.load(at, mask=seen[:, None] & (d < D)[None], other=0.0)
-            visible = live[:, None] & seen[None]
-            peak, total, acc = _attend(q, keys, visible, peak, total, acc, SCALE, WIDEN)
+            peak, total, acc = _attend(q, at, seen, live, peak, total, acc, D, SCALE, WIDEN)
     at = (split * num_tokens + token) * HEADS + head
     tl.store(stats_ptr + 2 * at, peak, mask=live)
     tl.store(stats_ptr + 2 * at + 1, total, mask=live)
