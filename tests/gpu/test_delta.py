@@ -177,11 +177,11 @@ def _chunked_steps(ops: object, dtype: torch.dtype, chunk: int) -> tuple[list[Te
     found = one.run([make_rows(n, seed=n) for n in lengths], [4, 1, 2], [0, 0, 0], lengths)
     drafts = [make_rows(5, seed=4), make_rows(5, seed=5)]
     found += one.run(drafts, [1, 4], [1, chunk + 3], [1, 1])
-    joined = [make_rows(n, seed=200 + n) for n in (5, 2 * chunk + 4, 2, chunk - 3)]
+    joined = [make_rows(n, seed=200 + n) for n in (2 * chunk + 4, 5, 2, chunk - 3)]
     joined[2][:] = torch.nan
-    lens, certain = [5, chunk, 0, 0], [1, 2 * chunk + 4, 0, chunk - 3]
+    lens, certain = [chunk, 5, 0, 0], [2 * chunk + 4, 1, 0, chunk - 3]
     assert count_chunks(sum(map(len, joined)) + 3, 4, DRAFTS)
-    found += one.run(joined, [1, 2, SCRATCH_SLOT, 3], lens, certain, padding=3)
+    found += one.run(joined, [2, 1, SCRATCH_SLOT, 3], lens, certain, padding=3)
     last = [make_rows(2, seed=9), make_rows(2, seed=10)]
     return [*found, *one.run(last, [1, 3], [8, chunk - 3], [1, 1])], one
 

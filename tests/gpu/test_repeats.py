@@ -163,11 +163,14 @@ def test_values_of_earlier_layers_are_taken_along() -> None:
     assert 1 < _runs_alike(layers, *[(2, 3)] * 9) <= 3
 
 
-def test_layers_that_take_a_value_twice_or_two_values_differ() -> None:
+def test_layers_that_are_wired_in_another_way_are_no_copies() -> None:
+    """The same calls on values of the same form, but not on the same ones."""
+
     def layers(call: Any, out: fx.Node, *weights: fx.Node) -> None:
         x = call(aten.neg.default, out)
         for index, weight in enumerate(weights):
-            x = call(aten.sin.default, call(aten.add.Tensor, x, weight if index % 4 else x))
+            total = call(aten.add.Tensor, x, weight)
+            x = call(aten.sin.default, call(aten.mul.Tensor, total, weight if index % 4 else x))
         call(aten.copy_.default, out, x)
 
     assert _runs_alike(layers, *[(2, 3)] * 9) == 1

@@ -25,6 +25,7 @@ from helpers.deltas import DELTA, NARROW, Layer, make_rows
 from helpers.grouped import experts_call, random_weight
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
+from helpers.slot_batches import make_call
 from helpers.triton_steps import OPTIONS, PROMPTS, compile_on
 from helpers.tuned_calls import DEVICE, names_of, paged_call
 
@@ -130,6 +131,8 @@ def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.M
         grouped = random_weight(kind, (70, 2 * group if kind == "int4" else group), group)
         linear = (torch.randn(5, grouped.weight.codes.shape[1]), *grouped.operands)
         close(ops.grouped_linear(*linear), REFERENCE.grouped_linear(*linear))
+    slotted = make_call("chosen", torch.float16)
+    close(slotted.run(ops), slotted.run(REFERENCE))
     experts = experts_call(5, ("int8", 32, ""), torch.float32)
     found, expected = ops.grouped_experts(*experts), REFERENCE.grouped_experts(*experts)
     # An activation on the edge between two integers may be rounded to either.
