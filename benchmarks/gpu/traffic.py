@@ -259,11 +259,11 @@ def _hit(launch: Launch, rows: int) -> float:
 def _tiles(launch: Launch) -> float:
     """Tiles of the rows that chose an expert, over all experts, if rows choose at random."""
     tokens, tile = _tokens(launch), launch.constants["BLOCK_T"]
-    count = launch.arguments["weight_ptr"].shape[0]
-    share, tiles = launch.constants["CHOICES"] / count, 0.0
-    for rows in range(1, tokens + 1):
-        chance = comb(tokens, rows) * share**rows * (1 - share) ** (tokens - rows)
-        tiles += chance * -(-rows // tile)
+    count, chosen = launch.arguments["weight_ptr"].shape[0], launch.constants["CHOICES"]
+    tiles = 0.0
+    for rows in range(1, tokens + 1):  # Whole numbers, for they are beyond what a float holds.
+        ways = comb(tokens, rows) * chosen**rows * (count - chosen) ** (tokens - rows)
+        tiles += ways / count**tokens * -(-rows // tile)
     return count * tiles
 
 
