@@ -169,8 +169,9 @@ def test_layers_that_are_wired_in_another_way_are_no_copies() -> None:
     def layers(call: Any, out: fx.Node, *weights: fx.Node) -> None:
         x = call(aten.neg.default, out)
         for index, weight in enumerate(weights):
-            total = call(aten.add.Tensor, x, weight)
-            x = call(aten.sin.default, call(aten.mul.Tensor, total, weight if index % 4 else x))
+            last = weight if index % 4 else x
+            x = call(aten.neg.default, call(aten.addcmul.default, x, weight, last))
+            x = call(aten.sin.default, x)
         call(aten.copy_.default, out, x)
 
     assert _runs_alike(layers, *[(2, 3)] * 9) == 1
