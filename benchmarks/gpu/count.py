@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
-from mtpc.backends.cuda import compile_flat, lift_tensors
+from mtpc.backends.cuda import compile_flat, cut_step
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 
@@ -39,6 +40,16 @@ class Lowered:
     generated_bytes: int
     largest: int
 
+    def with_segments(self, other: Lowered, count: int) -> Lowered:
+        """With so many segments more of a form."""
+        return Lowered(
+            self.generated + count * other.generated,
+            self.called + Counter({name: count * n for name, n in other.called.items()}),
+            {name: n + count * other.missed[name] for name, n in self.missed.items()},
+            self.generated_bytes + count * other.generated_bytes,
+            max(self.largest, other.largest),
+        )
+
 
 class _Scheduled(Exception):
     """Inductor has fused what it fuses: the rest is not wanted."""
@@ -50,21 +61,28 @@ def lowered(graph: StepGraph) -> Lowered:
     Raises:
         BackendError: Inductor ends before it has fused anything.
     """
+    step = cut_step(graph)
+    whole = Lowered(0, Counter(), dict.fromkeys(_MISSED, 0), 0, 0)
+    for form, (module, examples) in enumerate(step.modules()):
+        whole = whole.with_segments(_schedule(module, examples, graph.name), step.counts()[form])
+    return whole
+
+
+def _schedule(module: fx.GraphModule, examples: list[Tensor], name: str) -> Lowered:
     found: list[dict[str, Any]] = []
 
     def stop(nodes: list[Any]) -> None:
         found.append(_look(nodes))
         raise _Scheduled
 
-    module, tensors = lift_tensors(graph)
     counters.clear()
     options: dict[str, Any] = {"_post_fusion_custom_pass": stop, "fx_graph_cache": False}
     try:
         with torch._inductor.config.patch(options):
-            compile_flat(module, tensors)
+            compile_flat(module, examples)
     except Exception as error:
         if not found:
-            raise BackendError(f"Inductor does not schedule {graph.name}: {error}") from error
+            raise BackendError(f"Inductor does not schedule {name}: {error}") from error
     missed = {name: counters["inductor"][name] for name in _MISSED}
     return Lowered(missed=missed, **found[0])
 

@@ -158,7 +158,8 @@ def _experts(new: Inputs) -> Iterator[Arguments]:
 
 
 def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
-    """Requests that stand where the last step left them, that replay drafts, that begin."""
+    """Requests that stand where the last step left them, that replay drafts, that begin; then so
+    many rows that they go in chunks."""
     key_heads, heads, dim, width, drafts = 2, 4, 64, 4, 3
     channels = (2 * key_heads + heads) * dim
     slots = torch.tensor([2, 4, 0, 1])
@@ -170,6 +171,35 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     certain = torch.ones(len(slots), dtype=torch.int32)
     state = (recurrent, history, standing)
     yield new.rows(channels + 2 * heads), *weights, *state, slots, *new.indices[1:], certain
+    standing = standing.clone()
+    standing[4] = 28  # Of 30 that were committed.
+    state, slots = (recurrent.clone(), history.clone(), standing), torch.tensor([3, 4])
+    lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
+    starts = torch.tensor([0, 70, 160]).int()
+    prompts = new.normal(160, channels + 2 * heads)
+    yield prompts, *weights, *state, slots, lens, starts, counts
+
+
+def _slot_attention(new: Inputs) -> Iterator[Arguments]:
+    """Rings that are full, half full and empty; entries that are chosen, all there are, and none.
+    What nobody sees is NaN."""
+    tokens, places, count, dim, window = 6, 20, 40, 64, 16
+    sees_ring = torch.rand(tokens, places, generator=new.generator) < 0.5
+    sees_ring[3:] = False
+    at = torch.arange(tokens)
+    sees_fresh = (at[:, None] >= at[None]) & (at[:, None] // 3 == at[None] // 3)
+    slots, counts = 1 + at // 3, torch.tensor([0, 9, 33, 40, 1, 5])
+    query, fresh, ring, entries = (
+        new.normal(*shape, dim) for shape in ((tokens, 8), (tokens,), (3, places), (3, count))
+    )
+    ring[0], entries[0] = torch.nan, torch.nan
+    rows = (query, fresh, ring, slots, sees_ring, sees_fresh, new.normal(8), 0.125, window)
+    chosen = torch.full((tokens, count), -1, dtype=torch.int32)
+    for row, seen in enumerate(counts.tolist()):
+        chosen[row, :seen] = new.distinct(seen, count, 1)[0].sort().values + slots[row] * count
+    yield rows
+    yield (*rows, entries, counts, None)
+    yield (*rows, entries, counts, chosen)
 
 
 def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = False) -> Arguments:
@@ -314,5 +344,6 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
+    "slot_attention": (_slot_attention, ALL),
 }
 """By op: its calls, and the dtypes to call it with (the first one in every configuration)."""

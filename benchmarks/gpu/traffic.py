@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from math import prod
+from math import comb, prod
 from typing import Any
 
 from torch import Tensor, fx
@@ -217,24 +217,25 @@ def _times(launch: Launch, name: str, work: Work) -> float:
         heads = grid[1] if "TILE_HEADS" in sizes else 1
         return -(-rows // sizes["TILE_ROWS"]) * heads
     if "BLOCK_F" in sizes and name == "weight_ptr":
-        tile, tokens = sizes["BLOCK_T"], _tokens(launch)
-        return grid[2] * _hit(launch, min(tile, tokens)) / _hit(launch, tokens)
+        return _tiles(launch) / _hit(launch, _tokens(launch))
     if "BLOCK_F" in sizes and name in ("x_ptr", "hidden_ptr"):
         if name == "hidden_ptr" and "LIMIT" in sizes:
             return 1.0  # Gate and up write it.
         return grid[1] * (sizes["CHOICES"] if name == "x_ptr" else 1)
+    if launch.name == "sort_choices_kernel" and name == "ids_ptr":
+        return 2 * grid[0]  # Every program counts all of them, and then lists its own.
     return _EDGE_PASSES if (launch.name, name) == ("cut_kernel", "near_ptr") else 1.0
 
 
 def _programs(launch: Launch, work: Work) -> float:
     """Of the grid, those that have something to do."""
     sizes, grid = launch.constants, launch.grid
-    if "attention" in launch.name:
+    if "TILE_ROWS" in sizes:
         rows = -(-launch.arguments["num_tokens"] // work.requests)
         tiles = work.requests * -(-rows // sizes["TILE_ROWS"])
         return tiles * grid[1] * min(grid[2], _blocks(launch, work))
     if "BLOCK_F" in sizes:
-        return grid[1] * grid[2] * _hit(launch, min(sizes["BLOCK_T"], _tokens(launch)))
+        return grid[1] * _tiles(launch)
     return float(prod(grid))
 
 
@@ -244,13 +245,26 @@ def _blocks(launch: Launch, work: Work) -> int:
 
 
 def _tokens(launch: Launch) -> int:
-    return int(launch.arguments["num_tokens"])
+    """Rows of the operator: those of x, or of the weights of their choices."""
+    given = launch.arguments
+    return int(given["x_ptr" if "x_ptr" in given else "scale_ptr"].shape[0])
 
 
 def _hit(launch: Launch, rows: int) -> float:
     """Experts that some of so many rows choose, if they choose at random."""
     count = launch.arguments["weight_ptr"].shape[0]
     return float(count * (1 - (1 - launch.constants["CHOICES"] / count) ** rows))
+
+
+def _tiles(launch: Launch) -> float:
+    """Tiles of the rows that chose an expert, over all experts, if rows choose at random."""
+    tokens, tile = _tokens(launch), launch.constants["BLOCK_T"]
+    count, chosen = launch.arguments["weight_ptr"].shape[0], launch.constants["CHOICES"]
+    tiles = 0.0
+    for rows in range(1, tokens + 1):  # Whole numbers, for they are beyond what a float holds.
+        ways = comb(tokens, rows) * chosen**rows * (count - chosen) ** (tokens - rows)
+        tiles += ways / count**tokens * -(-rows // tile)
+    return count * tiles
 
 
 def _memory(value: object) -> object:

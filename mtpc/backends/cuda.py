@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
+from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -161,35 +162,56 @@ def check_device() -> None:
 def lower_by_inductor(graph: StepGraph) -> Run:
     """Compile a step with Inductor; its tensors become arguments that it mutates in place.
 
+    What repeats in a step, as layers do, is compiled once and called as often as it is there.
+
     Raises:
         BackendError: Inductor cannot compile the graph.
     """
-    module, tensors = lift_tensors(graph)
+    step = cut_step(graph)
     try:
-        compiled = compile_flat(module, tensors)
+        compiled = [compile_flat(module, examples) for module, examples in step.modules()]
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
+    run_all = step.run_of(compiled)
 
     def run() -> None:
         with torch.no_grad():
-            compiled(*tensors)
+            run_all()
 
     return run
 
 
+def cut_step(graph: StepGraph) -> CutStep:
+    """The segments of a step that Inductor compiles."""
+    module, tensors = lift_tensors(graph)
+    return cut_repeats(module.graph, tensors)
+
+
 def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compile a module that takes these tensors with Inductor, through Inductor's own cache.
+    """Compile a module that takes such tensors with Inductor, through Inductor's own cache.
 
     That cache only serves compilations with a shape environment. torch.compile has one; for a
     direct call of Inductor this function makes one. No size becomes symbolic.
+
+    Args:
+        module: flat.
+        tensors: as its inputs; of fake ones only the form counts.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    fakes = [_fake_like(mode, tensor) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
             module, [*fakes], options=dict(INDUCTOR)
         )
     return compiled
+
+
+def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return mode.from_tensor(tensor, static_shapes=True)
+    size, stride = tensor.shape, tensor.stride()
+    with mode:
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -207,6 +229,7 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
         tensors.append(get_tensor(graph.module, str(node.target)).detach())
         with copy.graph.inserting_before(first):
             placeholder = copy.graph.placeholder(f"tensor_{index}")
+        placeholder.meta = dict(node.meta)
         node.replace_all_uses_with(placeholder)
     for node in attributes:
         copy.graph.erase_node(node)
@@ -243,6 +266,7 @@ def _compute_once(graph: fx.Graph) -> None:
             with graph.inserting_before(calls[0]):
                 args = (read, list(value.shape), list(value.stride()), 0)
                 held = graph.call_function(torch.ops.aten.as_strided.default, args)
+                held.meta = {"val": value}
             for call in calls:
                 call.replace_input_with(read, held)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
-from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks, rows_of
+from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
 from mtpc.ops.choose_slots import choose_slots
 
 
@@ -111,7 +111,7 @@ def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys
     seen = closed_windows(rows, indexer.compress_rate).clamp(max=keys.shape[1]).int()
     starts = torch.arange(seen.shape[0] + 1, device=seen.device, dtype=torch.int32)
     table = rows.slot[:, None].int()
-    return choose_slots(heads.float(), weights, keys, table, seen, starts, indexer.index_topk)
+    return choose_slots(heads, weights, keys, table, seen, starts, indexer.index_topk)
 
 
 def closed_windows(rows: Rows, ratio: int) -> Tensor:
@@ -174,51 +174,35 @@ class WindowedAttention(nn.Module):
         query = rotate(query, cos[:, None], sin[:, None])
         fresh = rotate(self.kv_norm(self.kv_proj(hidden)), cos, sin)
         state = mtpc_context.layers[self.layer_idx]
-        keys, seen = self._old_keys(hidden, low, masks, state)
-        out = self._attend(query, keys, seen, fresh, masks)
+        out = ops.slot_attention(
+            query,
+            fresh,
+            state.window,
+            masks.rows.slot,
+            masks.ring,
+            masks.fresh,
+            self.sinks,
+            self.scaling,
+            self.window,
+            *self._entries(hidden, low, masks.rows, state),
+        )
         SlotRing(state.window).write(fresh, masks.rows)
-        out = rotate(out.to(hidden.dtype), cos[:, None], -sin[:, None])
+        out = rotate(out, cos[:, None], -sin[:, None])
         grouped = self.o_a_proj(out.reshape(out.shape[0], self.groups, -1))
         return self.o_b_proj(grouped.flatten(1))[None], None
 
-    def _old_keys(
-        self, hidden: Tensor, low: Tensor, masks: WindowMasks, state: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keys of the ring before this forward and of the entries, [T, n, D]; and which of them
-        each row sees, bool [T, n]."""
-        rows = masks.rows
-        keys, seen = [state.window[rows.slot]], [masks.ring]
-        if self.compressor is not None:
-            compress(self.compressor, hidden, rows, SlotRing(state.raw), state.entries)
-            indexer = getattr(self.compressor, "indexer", None)
-            if indexer is None:
-                entry = torch.arange(state.entries.shape[1], device=hidden.device)
-                closed = closed_windows(rows, self.compressor.compress_rate)
-                keys.append(state.entries[rows.slot])
-                seen.append(entry[None] < closed[:, None])
-            else:
-                compress(indexer, hidden, rows, SlotRing(state.index_raw), state.index_entries)
-                chosen = choose_entries(indexer, hidden, low, rows, state.index_entries)
-                keys.append(rows_of(state.entries)[chosen.clamp(min=0)])
-                seen.append(chosen >= 0)
-        return torch.cat(keys, 1), torch.cat(seen, 1)
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, seen: Tensor, fresh: Tensor, masks: WindowMasks
-    ) -> Tensor:
-        """Attention over old keys [T, n, D] and this forward's keys [T, D], at least in float32.
-
-        Returns [T, N, D].
-        """
-        wide = torch.promote_types(query.dtype, torch.float32)
-        old = torch.where(seen[..., None], keys, 0).to(wide)
-        new = torch.where(masks.rows.live[:, None], fresh, 0).to(wide)
-        query = query.to(wide) * self.scaling
-        scores = torch.cat(
-            [torch.einsum("tnd,tcd->tnc", query, old), torch.einsum("tnd,ud->tnu", query, new)], -1
-        )
-        scores = torch.where(torch.cat([seen, masks.fresh], 1)[:, None], scores, float("-inf"))
-        sinks = self.sinks.to(wide)[None, :, None].expand(scores.shape[0], -1, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)
-        before, own, _ = weights.split([old.shape[1], new.shape[0], 1], -1)
-        return torch.einsum("tnc,tcd->tnd", before, old) + torch.einsum("tnu,ud->tnd", own, new)
+    def _entries(
+        self, hidden: Tensor, low: Tensor, rows: Rows, state: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Entries, how many each row sees, and which, as `mtpc::slot_attention` takes them."""
+        if self.compressor is None:
+            return None, None, None
+        compress(self.compressor, hidden, rows, SlotRing(state.raw), state.entries)
+        closed = closed_windows(rows, self.compressor.compress_rate)
+        closed = closed.clamp(max=state.entries.shape[1])
+        indexer = getattr(self.compressor, "indexer", None)
+        if indexer is None:
+            return state.entries, closed, None
+        compress(indexer, hidden, rows, SlotRing(state.index_raw), state.index_entries)
+        chosen = choose_entries(indexer, hidden, low, rows, state.index_entries)
+        return state.entries, closed.clamp(max=chosen.shape[1]), chosen

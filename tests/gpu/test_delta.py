@@ -17,6 +17,7 @@ from helpers.deltas import (
     CHANNELS,
     DRAFTS,
     HEADS,
+    NARROW,
     TOLERANCE,
     Layer,
     close,
@@ -24,8 +25,10 @@ from helpers.deltas import (
     plain,
     two_steps,
 )
+from torch import Tensor
 
-from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
+from mtpc.backends.triton_kernels import ELEMENTS, delta_chunks, load_kernels
+from mtpc.backends.triton_kernels.delta_chunks import CHUNK, count_chunks
 from mtpc.errors import BackendError
 from mtpc.layout import SCRATCH_SLOT
 
@@ -142,3 +145,107 @@ def test_state_with_strides_is_refused() -> None:
     ours.state = (ours.state[0].mT, *ours.state[1:])
     with pytest.raises(BackendError, match="expected contiguous"):
         ours.run([make_rows(2)], [1], [0], [2])
+
+
+# ---- chunks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Positions in a chunk: the fewest that a product takes, unless a test gives a number. Steps of
+    twice as many rows go in chunks."""
+    size: int = getattr(request, "param", 16)
+    monkeypatch.setattr(delta_chunks, "CHUNK", size)
+    monkeypatch.setattr(delta_chunks, "_LEAST_ROWS", 2 * size)
+    return size
+
+
+def test_which_steps_go_in_chunks() -> None:
+    """Prompts do. Steps that verify drafts do not, however many requests they have."""
+    assert count_chunks(512, 8, 4) == (512 + 8 * 4) // CHUNK + 8
+    assert count_chunks(512, 1, 0) == 512 // CHUNK + 1
+    assert not any(count_chunks(batch * 5, batch, 4) for batch in range(1, 300))
+    assert not count_chunks(20, 3, 4)
+
+
+def _chunked_steps(ops: object, dtype: torch.dtype, chunk: int) -> tuple[list[Tensor], Layer]:
+    """Prompts that end in a chunk, at its edge and behind it; then drafts of two requests. Of one
+    three are accepted and replayed, beside a prompt that begins, one that goes on, and one that is
+    off."""
+    one = Layer(ops, dtype, NARROW)
+    lengths = (chunk + 3, 1, chunk)
+    found = one.run([make_rows(n, seed=n) for n in lengths], [4, 1, 2], [0, 0, 0], lengths)
+    drafts = [make_rows(5, seed=4), make_rows(5, seed=5)]
+    found += one.run(drafts, [1, 4], [1, chunk + 3], [1, 1])
+    joined = [make_rows(n, seed=200 + n) for n in (2 * chunk + 4, 5, 2, chunk - 3)]
+    joined[2][:] = torch.nan
+    lens, certain = [chunk, 5, 0, 0], [2 * chunk + 4, 1, 0, chunk - 3]
+    assert count_chunks(sum(map(len, joined)) + 3, 4, DRAFTS)
+    found += one.run(joined, [2, 1, SCRATCH_SLOT, 3], lens, certain, padding=3)
+    last = [make_rows(2, seed=9), make_rows(2, seed=10)]
+    return [*found, *one.run(last, [1, 3], [8, chunk - 3], [1, 1])], one
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk"),
+    [
+        (torch.float32, 16),
+        pytest.param(torch.float32, CHUNK, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 16, marks=pytest.mark.slow),
+    ],
+    indirect=["chunk"],
+)
+def test_chunks_equal_the_reference(dtype: torch.dtype, chunk: int) -> None:
+    """Outputs, and all state behind them."""
+    wanted, reference = _chunked_steps(REFERENCE, dtype, chunk)
+    found, ours = _chunked_steps(OURS, dtype, chunk)
+    tolerance = {torch.float32: 5e-5, torch.bfloat16: 6e-2}[dtype]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.isfinite(other).all()
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for one, other in zip(ours.state, reference.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("chunk", [CHUNK], indirect=True)
+def test_keys_that_are_alike(chunk: int) -> None:
+    """One row again and again, written whole each time: powers of L would be as large as 1e8."""
+    rows, channels = make_rows(1).repeat(2 * chunk, 1), NARROW.weights[0][0]
+    rows[:, channels : channels + 2] = 6
+    rows[:, channels + 2 :] = -9
+    wanted, found = (plain(Layer(ops, torch.float32, NARROW), rows) for ops in (REFERENCE, OURS))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_chunks_beside_requests_that_are_off(chunk: int) -> None:
+    """NaN in their rows and behind the last: live rows have the very bits, and slots are as before.
+    A request's chunks begin with its own first row, whoever comes before it."""
+    nan = torch.full((chunk + 5, CHANNELS + 2 * HEADS), torch.nan)
+    rows = [make_rows(3 * chunk, seed=1), make_rows(chunk + 5, seed=2)]
+    alone, padded = layer(), layer()
+    certain = [len(each) for each in rows]
+    wanted = alone.run(rows, [3, 1], [0, 0], certain)
+    off = SCRATCH_SLOT
+    given = [nan, rows[0], nan[:1], rows[1]]
+    found = padded.run(given, [off, 3, off, 1], [0] * 4, [0, certain[0], 0, certain[1]], padding=9)
+    assert torch.equal(found[1], wanted[0])
+    assert torch.equal(found[3], wanted[1])
+    assert not found[0].any()
+    assert not found[2].any()
+    for one, other in zip(alone.state, padded.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_chunks_without_drafts(chunk: int) -> None:
+    """A program for plain decoding keeps W - 1 inputs, and its chunks begin with its rows."""
+    truth, results = make_rows(2 * chunk + 4), []
+    for ops in (REFERENCE, OURS):
+        one = Layer(ops, torch.float32, NARROW)
+        recurrent, history, standing = one.state
+        one.state = (recurrent, history[:, : history.shape[1] - DRAFTS].contiguous(), standing)
+        outs = one.run([truth[:2]], [2], [0], [2])
+        outs += one.run([truth[2:-1]], [2], [2], [2 * chunk + 1])
+        outs += one.run([truth[-1:]], [2], [2 * chunk + 3], [1])
+        results.append(torch.cat(outs))
+    torch.testing.assert_close(results[1], results[0], rtol=5e-5, atol=5e-5)

@@ -22,6 +22,9 @@ import itertools
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.combine import splits_for
+from mtpc.backends.triton_kernels.expert_tiles import sort_choices
+from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.plans import plan
 from mtpc.backends.triton_kernels.tiles import num_tiles
 from mtpc.errors import BackendError
 
@@ -239,9 +242,55 @@ def test_experts_equals_the_reference(
     close(mix.run(OURS), mix.run(REFERENCE), scale=2)
 
 
-def test_experts_of_more_rows_than_a_tile() -> None:
-    mix = make_mixture(150, chosen=3)
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "tile"), [(40, 2, 16), (90, 2, 32), (150, 2, 64), (150, 3, 128)]
+)
+def test_experts_of_more_rows_than_a_tile(tokens: int, chosen: int, tile: int) -> None:
+    """Most rows choose expert 4, so that it has several tiles, the last of them not full."""
+    mix = make_mixture(tokens, chosen=chosen)
+    mix.ids[: tokens * 3 // 4, 0] = 4
+    mix.ids[: tokens * 3 // 4, 1:] = torch.arange(chosen - 1)
+    sort = plan("experts", mix.x, mix.gate_up, mix.down, mix.ids, mix.weights)[0][0]
+    assert sort.constants["TILE"] == tile
     close(mix.run(OURS), mix.run(REFERENCE))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen"), [(1, 6, 2), (5, 64, 8), (48, 1, 1), (700, 5, 2), (40, 90, 8)]
+)
+def test_choices_are_sorted_by_expert(tokens: int, experts: int, chosen: int) -> None:
+    """Ids of no expert are in no tile; tiles without rows are marked, the others in order."""
+    gen = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-2, experts + 2, (tokens, chosen), generator=gen)
+    sort = sort_choices(ids, experts, 128)
+    for made in (sort.experts, sort.picks):
+        made.fill_(WILD)
+    run([sort.launch])
+    picks, tile = ids.flatten(), sort.tile
+    wanted = [
+        (expert, part.tolist() + [-1] * (tile - len(part)))
+        for expert in range(experts)
+        for part in (picks == expert).nonzero()[:, 0].split(tile)
+        if len(part)
+    ]
+    count = len(wanted)
+    found = list(zip(sort.experts.tolist(), sort.picks.tolist(), strict=True))
+    assert found[:count] == wanted
+    assert {expert for expert, _ in found[count:]} <= {-1}
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_tiles_suffice_for_any_choice(spread: bool) -> None:
+    """Every expert chosen, and as many tiles as can be; or all rows choose one expert."""
+    experts, tile = 7, 16
+    counts = [17, 17, 1, 1, 33, 1, 1] if spread else [0, 0, 71, 0, 0, 0, 0]
+    ids = torch.arange(experts).repeat_interleave(torch.tensor(counts))[:, None]
+    sort = sort_choices(ids, experts, tile)
+    assert sort.tile == tile
+    run([sort.launch])
+    used = sum(-(-count // tile) for count in counts)
+    assert sort.experts.tolist().count(-1) == sort.num_tiles - used
+    assert not spread or sort.num_tiles == used
 
 
 def test_experts_beyond_the_table_and_unused_ones_count_for_nothing() -> None:

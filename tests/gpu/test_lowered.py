@@ -91,6 +91,19 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize(
+    "family", ["deepseek_v32", pytest.param("deepseek_v4", marks=pytest.mark.slow)]
+)
+def test_an_indexer_scores_in_the_models_dtype(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
+    """By bfloat16's products; in float32 a GPU has no fast ones."""
+    graph = _compiler(checkpoint(family, "random")).rewritten(StepKey.decode(1, 1))
+    calls = [n for n in graph.graph.nodes if "choose_slots" in str(n.target)]
+    assert calls
+    assert {call.args[0].meta["val"].dtype for call in calls} == {torch.bfloat16}
+
+
 def test_joint_weights_take_the_place_of_their_parts(checkpoint: Callable[..., Path]) -> None:
     """No weight is held twice where mtpc read the checkpoint."""
     loaded = load(checkpoint("glm4_moe", "random"), "bfloat16", True)

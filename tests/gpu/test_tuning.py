@@ -21,10 +21,11 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.batches import close, make_batch, make_mixture
-from helpers.deltas import Layer, make_rows
+from helpers.deltas import DELTA, NARROW, Layer, make_rows
 from helpers.grouped import experts_call, random_weight
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
+from helpers.slot_batches import make_call
 from helpers.triton_steps import OPTIONS, PROMPTS, compile_on
 from helpers.tuned_calls import DEVICE, names_of, paged_call
 
@@ -32,8 +33,8 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
+from mtpc.backends.triton_kernels import delta_chunks, load_kernels, triton_bindings
 from mtpc.backends.triton_kernels import launch as launching
-from mtpc.backends.triton_kernels import load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.configs import (
     Config,
     all_configured,
@@ -109,7 +110,7 @@ class _Configured:
 
 
 @pytest.mark.parametrize("place", [1, 2, 3])
-def test_every_configuration_computes_the_same(place: int) -> None:
+def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of other sizes: against the reference, on sizes that no tile divides."""
     ops = _Configured(place)
     lengths = [(37, 4), (1, 1), (0, 3), (130, 3)]
@@ -119,15 +120,19 @@ def test_every_configuration_computes_the_same(place: int) -> None:
     close(latent.latent(ops, 48), latent.latent(REFERENCE, 48))
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)
-    ours, theirs = Layer(ops, torch.float32), Layer(REFERENCE, torch.float32)
-    for layer in (ours, theirs):
-        layer.run([make_rows(5), make_rows(2, seed=1)], [2, 1], [0, 0], [5, 2])
-    for one, other in zip(ours.state, theirs.state, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+    monkeypatch.setattr(delta_chunks, "_LEAST_ROWS", 18)
+    for rule, count in ((DELTA, 5), (NARROW, 16)):  # The latter go in chunks.
+        ours, theirs = Layer(ops, torch.float32, rule), Layer(REFERENCE, torch.float32, rule)
+        for layer in (ours, theirs):
+            layer.run([make_rows(count), make_rows(2, seed=1)], [2, 1], [0, 0], [count, 2])
+        for one, other in zip(ours.state, theirs.state, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
     for kind, group in (("int4", 32), ("int8", 68)):
         grouped = random_weight(kind, (70, 2 * group if kind == "int4" else group), group)
         linear = (torch.randn(5, grouped.weight.codes.shape[1]), *grouped.operands)
         close(ops.grouped_linear(*linear), REFERENCE.grouped_linear(*linear))
+    slotted = make_call("chosen", torch.float16)
+    close(slotted.run(ops), slotted.run(REFERENCE))
     experts = experts_call(5, ("int8", 32, ""), torch.float32)
     found, expected = ops.grouped_experts(*experts), REFERENCE.grouped_experts(*experts)
     # An activation on the edge between two integers may be rounded to either.

@@ -28,6 +28,10 @@ class Rule:
 
 
 DELTA = Rule("gated_delta_rule", ((CHANNELS, WIDTH), (HEADS,), (HEADS,)), CHANNELS + 2 * HEADS)
+NARROW = Rule(
+    "gated_delta_rule", ((2 * KEY + 2 * VALUE, WIDTH), (2,), (2,)), 2 * KEY + 2 * VALUE + 4
+)
+"""With one key head and two value heads, for many rows."""
 MAMBA = Rule(
     "mamba2_scan",
     ((CHANNELS, WIDTH), (CHANNELS,), (HEADS,), (HEADS,), (HEADS,)),
@@ -55,7 +59,7 @@ class Layer:
         wide = torch.promote_types(self.dtype, torch.float32)
         kept = (SLOTS, DRAFTS + WIDTH - 1, self.rule.inputs)
         self.state = (
-            torch.full((SLOTS, HEADS, KEY, VALUE), torch.nan, dtype=wide),
+            torch.full((SLOTS, *self.rule.weights[-1], KEY, VALUE), torch.nan, dtype=wide),
             torch.full(kept, torch.nan, dtype=self.dtype),
             torch.full((SLOTS,), 2**30, dtype=torch.int32),
         )

@@ -76,6 +76,8 @@ def launches() -> list[Launch]:
         *(new(3, dtype=int32), new(3, 2, dtype=int64), new(2, dtype=int64)),
     )
     codes = [new(2, 8, 32, 4, dtype=torch.uint8)]
+    masks = [new(8, width, dtype=torch.bool) for width in (12, 8)]
+    rings = (new(3, 12, 64), slots, *masks)
     turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
         plan("write_cache", kv, new(8, 2, 64), slots),
@@ -97,6 +99,7 @@ def launches() -> list[Launch]:
         plan("rotate", new(8, 4, 64), new(8, 48), new(8, 48)),
         plan("rotate_and_write", *turned, new(8, 24), new(8, 24), kv, kv, slots),
         plan("choose_slots", new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),
+        plan("slot_attention", new(8, 4, 64), new(8, 64), *rings, new(4), 0.1, 8),
         plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
     return [launch for plan, _ in made for launch in plan]

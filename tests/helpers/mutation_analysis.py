@@ -29,9 +29,9 @@ class Step(nn.Module):
     """Every operator once."""
 
     def forward(  # type: ignore[no-untyped-def]
-        self, rows, kv, latent, mixture, indices, keys, delta, logits, turned,
+        self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture,
+        grouped_mixture, slotted,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys)
@@ -39,6 +39,7 @@ class Step(nn.Module):
         absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
         mixed = ops.experts(*mixture)
         stepped = ops.gated_delta_rule(*delta)
+        in_chunks = ops.gated_delta_rule(*prompt)
         ops.count_tokens(*counted)
         ops.write_logprobs(*reported)
         return (
@@ -46,6 +47,7 @@ class Step(nn.Module):
             absorbed,
             mixed,
             stepped,
+            in_chunks,
             ops.grouped_linear(*grouped, 64),
             ops.grouped_gated_linear(*grouped, 64),
             ops.grouped_experts(*grouped_mixture),
@@ -59,6 +61,7 @@ class Step(nn.Module):
             ops.silu_and_mul(gated),
             ops.rotate(turned[0], *turned[3:5]),
             *ops.accept(*accepted),
+            ops.slot_attention(*slotted),
         )
 
 
@@ -101,10 +104,13 @@ def main() -> None:
             ),
             (new(2, 4, dtype=torch.int32), *lengths),
             (new(8, 2, 64), new(8, dtype=torch.int64)),
-            (
-                *(new(8, 72), new(64, 4), new(4), new(4)),
-                *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=torch.int32)),
-                *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+            *(
+                (
+                    *(new(rows, 72), new(64, 4), new(4), new(4)),
+                    *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 72), new(3, dtype=int32)),
+                    *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+                )
+                for rows in (8, 256)
             ),
             (new(8, 4, 4, dtype=torch.float32), 20, 1e-6),
             (
@@ -129,6 +135,11 @@ def main() -> None:
             (
                 *(new(8, 64), *int4(6, 2, 8, 32, 4), *int4(6, 2, 4, 32, 4)),
                 *(new(8, 2, dtype=torch.int64), new(8, 2)),
+            ),
+            (
+                *(new(8, 4, 64), new(8, 64), new(3, 12, 64), new(8, dtype=int64)),
+                *(new(8, width, dtype=torch.bool) for width in (12, 8)),
+                *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)

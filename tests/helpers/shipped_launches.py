@@ -141,10 +141,26 @@ def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> 
 
 
 def _choose(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
-    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions; dtype of the cache."""
-    query = _fake(reqs * rows, 64, 128, dtype=FP32)
+    """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
+    query = _fake(reqs * rows, 64, 128, dtype=dtype)
     weights, keys = _fake(reqs * rows, 64, dtype=FP32), _fake(4096, 16, 128, dtype=dtype)
     return plan("choose_slots", query, weights, keys, *_indices(reqs, 2048), 2048)[0]
+
+
+def _slots(
+    tokens: int, heads: int, chosen: int, entries: int, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """DeepSeek-V4: keys of 512, a window of 128; `chosen` entries, or as many as there are."""
+    query, fresh, ring, older = (
+        _fake(*shape, 512, dtype=dtype)
+        for shape in ((tokens, heads), (tokens,), (9, 130), (9, entries))
+    )
+    int64, flag = torch.int64, torch.bool
+    masks = (_fake(tokens, 130, dtype=flag), _fake(tokens, tokens, dtype=flag))
+    listed = _fake(tokens, chosen, dtype=torch.int32) if chosen else None
+    slots, counts = (_fake(tokens, dtype=int64) for _ in range(2))
+    rows = (query, fresh, ring, slots, *masks, _fake(heads, dtype=dtype))
+    return plan("slot_attention", *rows, 0.04, 128, older, counts, listed)[0]
 
 
 def _delta(
@@ -266,6 +282,8 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3 experts, 5 rows": lambda: _experts(5, (256, 7168, 2048)),
     "GLM-4.5-Air experts, 5 rows, float32": lambda: _experts(5, (128, 4096, 1408), dtype=FP32),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
+    "GLM-4.5-Air experts, prompt of 1024": lambda: _experts(1024, (128, 4096, 1408)),
+    "GLM-4.5-Air experts, prompt of 2048": lambda: _experts(2048, (128, 4096, 1408)),
     "Step-3.7's bounded experts, 5 rows, float16": lambda: _experts(
         5, (288, 4096, 1280), 8, 7.0, dtype=FP16
     ),
@@ -299,7 +317,11 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
         64, "int4", (32, 32), (128, 4096, 1408)
     ),
     "DeepSeek-V3.2's indexer, 4 x 5 rows": lambda: _choose(4, 5),
-    "the indexer on float16 keys, 1 x 5 rows": lambda: _choose(1, 5, FP16),
+    "the indexer in float16, 1 x 5 rows": lambda: _choose(1, 5, FP16),
+    "DeepSeek-V4's attention to chosen entries, 4 rows": lambda: _slots(4, 64, 512, 8192),
+    "DeepSeek-V4's attention to all entries, prompt of 512, float16": lambda: _slots(
+        512, 128, 0, 1024, FP16
+    ),
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),
     "acceptance, 64 x 1 rows": lambda: _accept(64, 1),
     "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),

@@ -35,7 +35,7 @@ FAMILIES = {
     "mimo_v2": {"paged_attention", "experts"},
     "step3p5": {"paged_attention", "experts"},
     "step3p7": {"paged_attention", "experts"},
-    "deepseek_v4": {"experts", "sinkhorn", "choose_slots"},
+    "deepseek_v4": {"experts", "sinkhorn", "choose_slots", "slot_attention"},
     "deepseek_v32": {"latent_attention", "experts", "choose_slots"},
 }
 """What the steps of a family call of ours, beside what each step calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ def check_no_token_changes(directory: Path, *enabled: tuple[str, ...]) -> None:
     assert sum(seen[0][1]) > 0
 
 
-def values_after(graph: StepGraph) -> dict[str, Tensor]:
-    """Run a step once on buffers filled by their names; returns all of them."""
+def values_after(graph: StepGraph, run: Callable[[], Any] | None = None) -> dict[str, Tensor]:
+    """Run a step once, its graph or `run`, on buffers filled by their names; returns them all."""
     buffers = graph.buffers()
     for name, tensor in buffers.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -67,7 +67,7 @@ def values_after(graph: StepGraph) -> dict[str, Tensor]:
     slots = buffers["batch.state_indices"]
     slots.copy_(torch.arange(1, 1 + len(slots)))
     with torch.inference_mode():
-        graph.module()
+        (run or graph.module)()
     return {name: tensor.clone() for name, tensor in graph.buffers().items()}
 
 

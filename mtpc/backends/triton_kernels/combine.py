@@ -27,14 +27,16 @@ def splits_for(programs: int, blocks: int) -> int:
 def combine_kernel(  # type: ignore[no-untyped-def]
     acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
-    R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
+    R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, ALL_ON: tl.constexpr,
 ):  # fmt: skip
     """acc [S, T, N, DV] and stats [S, T, N, 2] (peak, total) -> out [T, N, DV]."""
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    reqs = tl.arange(0, R_PAD)
-    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
-    request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
-    on = tl.load(lens_ptr + request, mask=request < num_reqs, other=0) > 0
+    on = True
+    if not ALL_ON:
+        reqs = tl.arange(0, R_PAD)
+        ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+        request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
+        on = tl.load(lens_ptr + request, mask=request < num_reqs, other=0) > 0
     s = tl.arange(0, S_PAD)
     at = (s * num_tokens + token) * heads + head
     there = s < tl.where(on, SPLITS, 0)
@@ -62,7 +64,11 @@ def combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def combine_launch(
-    acc: Tensor, stats: Tensor, lengths: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None
+    acc: Tensor,
+    stats: Tensor,
+    lengths: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    sinks: Tensor | None,
 ) -> Launch:
     """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D].
 
@@ -70,21 +76,22 @@ def combine_launch(
         acc: weighted sums of each split; unwritten where the split's total is 0.
         stats: each split's peak score (times log2 e) and total weight.
         lengths: seq_lens [R] and query_start_loc [R+1]; rows of no request, or one that is off,
-            are zeros.
+            are zeros. None: stats say of every row what it attends to.
         out: written whole.
         sinks: [N] or None.
     """
     splits, num_tokens, heads, dim = acc.shape
-    seq_lens, starts = lengths
+    seq_lens, starts = lengths or (stats, stats)
     block = min(power_of_two(dim), max(_LEAST, _ELEMENTS // power_of_two(splits)))
     arguments = dict(
         acc_ptr=acc, stats_ptr=stats, sinks_ptr=acc if sinks is None else sinks,
         lens_ptr=seq_lens, starts_ptr=starts, out_ptr=out,
-        num_reqs=seq_lens.shape[0], num_tokens=num_tokens,
+        num_reqs=seq_lens.shape[0] if lengths else 0, num_tokens=num_tokens,
     )  # fmt: skip
     constants = dict(
         DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
+        ALL_ON=lengths is None,
     )  # fmt: skip
     grid = (num_tokens, heads, -(-dim // block))
     return Launch(combine_kernel, grid, arguments, constants, threads=64)

@@ -107,7 +107,7 @@ def run(launches: Iterable[Launch]) -> None:
         kernel = launch.kernel
         if not any(map(_is_traced, launch.arguments.values())):
             options |= FUSION
-        elif _is_interpreted(kernel):
+        elif is_interpreted(kernel):
             continue  # The interpreter would read them; compiled kernels know what fake is.
         else:
             # Not with FUSION: Inductor compiles them, by options of its own.
@@ -118,10 +118,11 @@ def run(launches: Iterable[Launch]) -> None:
 def widen(kernel: Any, *tensors: Tensor) -> bool:
     """Whether dot products must take float32 operands: Triton's interpreter multiplies bfloat16
     by its bit patterns (triton-lang/triton#11584). Never where a kernel is compiled."""
-    return _is_interpreted(kernel) and any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return is_interpreted(kernel) and any(tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
-def _is_interpreted(kernel: Any) -> bool:
+def is_interpreted(kernel: Any) -> bool:
+    """Whether Triton's interpreter runs a kernel."""
     return not isinstance(kernel, JITFunction)
 
 

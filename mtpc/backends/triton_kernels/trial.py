@@ -150,12 +150,29 @@ def _numbers(fake: Tensor, count: int, device: torch.device) -> Tensor:
     return (torch.arange(fake.numel(), device=device) % count).view(fake.shape)
 
 
+def _entries(fakes: dict[str, Tensor]) -> int:
+    """Entries that a row of `slot_attention` sees: as many as it may choose, or half of all."""
+    given = fakes.get("chosen_entries")
+    return fakes["entries"].shape[1] // 2 if given is None else given.shape[1]
+
+
+def _band(fake: Tensor, width: int, device: torch.device) -> Tensor:
+    """Each row sees itself and so many before it."""
+    return torch.ones(fake.shape, device=device).tril().triu(-width)
+
+
 _Fill = Callable[[dict[str, Tensor], Tensor, torch.device], Tensor]
 _INDICES: dict[str, _Fill] = {
     "block_table": _block_table,
     "seq_lens": _seq_lens,
     "query_start_loc": _starts,
     "expert_ids": lambda fakes, fake, device: _numbers(fake, len(fakes["down"]), device),
+    "sees_ring": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
+    "sees_fresh": lambda fakes, fake, device: _band(fake, fakes["ring"].shape[1] // 2, device),
+    "entry_counts": lambda fakes, fake, device: torch.full(
+        fake.shape, _entries(fakes), device=device
+    ),
+    "chosen_entries": lambda fakes, fake, device: _numbers(fake, _entries(fakes), device),
     "state_slots": lambda fakes, fake, device: (
         1 + _numbers(fake, len(fakes["standing"]) - 1, device)
     ),

@@ -159,7 +159,7 @@ class SparseLatentAttention(nn.Module):
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         indices = (context.block_table, context.seq_lens, context.query_start_loc)
-        return choose_slots(query.float(), weights, keys, *indices, indexer.index_topk)
+        return choose_slots(query, weights, keys, *indices, indexer.index_topk)
 
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

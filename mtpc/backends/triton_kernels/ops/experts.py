@@ -1,10 +1,10 @@
-"""Experts for few rows: each chosen expert's weights are read once per tile of rows, no others'.
+"""Experts: each chosen expert's weights are read once per tile of the rows that chose it.
 
-A program has one expert, one block of features and one tile of rows. It looks at all choices of its
-rows to find those that chose its expert, and stops if there are none. So nothing is sorted, the
-host counts nothing, and the grid depends on sizes only. Rows of other experts are zeros in its
-products. That costs nothing while reading the weights takes the time. A kernel of its own sums a
-row's experts, in the order of the experts, so that no atomics decide its rounding.
+A first launch sorts the choices by expert, into tiles (`expert_tiles`). A program of the other two
+has one tile and one block of features. So no program looks for its rows, and a grid has about as
+many programs as there is work, though it depends on sizes only. Tiles are as large as the rows that
+an expert gets if rows choose evenly: 16 in decode, up to 128 in a prompt. A kernel of its own sums
+a row's experts, in the order of the experts, so that no atomics decide its rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -25,20 +26,16 @@ from mtpc.backends.triton_kernels.launch import (
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot
 
-_TILE, _FEATURES, _DEPTH, _SUM_BLOCK = 64, 32, 128, 1024
-"""Rows in a tile at most; output features of a program; inputs in one product; sums a program."""
+_SHAPES = {32: (32, 128, 128), 64: (64, 64, 128), 128: (64, 64, 256)}
+"""Output features of a program, inputs in one product and threads, by the most rows of a tile.
+With few rows a program waits for weights, with many for products."""
+_MAX_TILE, _SUM_BLOCK = max(_SHAPES), 1024
+"""Rows in a tile at most; sums a program."""
 _CHANGES = (
     Change(threads=64, factors={"BLOCK_F": 0.5}),
     Change(num_stages=3, factors={"BLOCK_K": 0.5}),
     Change(threads=256),
 )
-
-
-@triton.jit
-def chosen(ids, choice, expert):  # type: ignore[no-untyped-def]
-    """Which rows of ids [rows, choices] chose an expert, and as their how-manieth choice."""
-    match = ids == expert
-    return tl.max(match.to(tl.int32), 1) > 0, tl.max(tl.where(match, choice[None], 0), 1)
 
 
 @triton.jit
@@ -61,20 +58,18 @@ def glu(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, ids_ptr, hidden_ptr, num_tokens, x_stride,
-    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    x_ptr, weight_ptr, experts_ptr, picks_ptr, hidden_ptr, x_stride,
+    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
-    expert = tl.program_id(0)
-    tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, C_PAD)
-    ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
-    ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = chosen(ids, j, expert)
-    if tl.max(hit.to(tl.int32), 0) == 0:
+    tile = tl.program_id(0)
+    expert = tl.load(experts_ptr + tile)
+    if expert < 0:
         return
+    pick = tl.load(picks_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    live, token = pick >= 0, pick // CHOICES
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inner = feature < INNER
     base = weight_ptr + expert.to(tl.int64) * (2 * INNER * H)
@@ -82,46 +77,43 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     up = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for begin in range(0, H, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
-        x_mask = hit[:, None] & (k < H)[None]
-        x = tl.load(x_ptr + tokens[:, None] * x_stride + k[None], mask=x_mask, other=0.0)
+        x_mask = live[:, None] & (k < H)[None]
+        x = tl.load(x_ptr + token[:, None] * x_stride + k[None], mask=x_mask, other=0.0)
         at = base + feature[None] * H + k[:, None]
         mask = inner[None] & (k < H)[:, None]
         gate += dot(x, tl.load(at, mask=mask, other=0.0), WIDEN)
         up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
     value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
-    out = hidden_ptr + (tokens * CHOICES + choice)[:, None] * INNER + feature[None]
-    tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=hit[:, None] & inner[None])
+    out = hidden_ptr + pick[:, None] * INNER + feature[None]
+    tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & inner[None])
 
 
 @triton.jit
 def expert_down_kernel(  # type: ignore[no-untyped-def]
-    hidden_ptr, weight_ptr, ids_ptr, scale_ptr, part_ptr, num_tokens,
-    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    hidden_ptr, weight_ptr, experts_ptr, picks_ptr, scale_ptr, part_ptr,
+    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """part[t, j] = (down hidden[t, j]) * scale[t, j], float32; weight [E, H, I]."""
-    expert = tl.program_id(0)
-    tokens = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, C_PAD)
-    ids_mask = (tokens < num_tokens)[:, None] & (j < CHOICES)[None]
-    ids = tl.load(ids_ptr + tokens[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = chosen(ids, j, expert)
-    if tl.max(hit.to(tl.int32), 0) == 0:
+    tile = tl.program_id(0)
+    expert = tl.load(experts_ptr + tile)
+    if expert < 0:
         return
+    pick = tl.load(picks_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    live = pick >= 0
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     base = weight_ptr + expert.to(tl.int64) * (H * INNER)
-    rows = tokens * CHOICES + choice
     acc = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for begin in range(0, INNER, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
-        mask = hit[:, None] & (k < INNER)[None]
-        x = tl.load(hidden_ptr + rows[:, None] * INNER + k[None], mask=mask, other=0.0)
+        mask = live[:, None] & (k < INNER)[None]
+        x = tl.load(hidden_ptr + pick[:, None] * INNER + k[None], mask=mask, other=0.0)
         w_mask = (feature < H)[None] & (k < INNER)[:, None]
         weight = tl.load(base + feature[None] * INNER + k[:, None], mask=w_mask, other=0.0)
         acc += dot(x, weight, WIDEN)
-    scale = tl.load(scale_ptr + rows, mask=hit, other=0.0).to(tl.float32)
-    out = part_ptr + rows.to(tl.int64)[:, None] * H + feature[None]
-    tl.store(out, acc * scale[:, None], mask=hit[:, None] & (feature < H)[None])
+    scale = tl.load(scale_ptr + pick, mask=live, other=0.0).to(tl.float32)
+    out = part_ptr + pick[:, None] * H + feature[None]
+    tl.store(out, acc * scale[:, None], mask=live[:, None] & (feature < H)[None])
 
 
 @triton.jit
@@ -153,7 +145,7 @@ def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
     limit: float, limit_input: bool, gelu: bool,
 ) -> Plan:  # fmt: skip
-    """Gate and up with the activation, the way down, and the sum over experts.
+    """Tiles of choices; gate and up with the activation; the way down; the sum over experts.
 
     Raises:
         BackendError: elements of a weight's row are not adjacent in memory.
@@ -168,25 +160,24 @@ def experts(
     picks = ids.shape[1]
     hidden = x.new_empty((num_tokens, picks, inner))
     part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
-    tile = power_of_two(min(num_tokens, _TILE), 16)
-    row_tiles = -(-num_tokens // tile)
-    sizes = dict(H=width, CHOICES=picks, C_PAD=power_of_two(picks))
-    shared = dict(sizes, INNER=inner, BLOCK_T=tile, BLOCK_F=_FEATURES,
-                  BLOCK_K=_DEPTH if x.dtype.itemsize == 2 else _DEPTH // 2,
-                  WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    bounded = dict(shared, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
-    first = dict(x_ptr=x, weight_ptr=gate_up, ids_ptr=ids, hidden_ptr=hidden,
-                 num_tokens=num_tokens, x_stride=x.stride(0))  # fmt: skip
-    second = dict(hidden_ptr=hidden, weight_ptr=down, ids_ptr=ids, scale_ptr=scales, part_ptr=part,
-                  num_tokens=num_tokens)  # fmt: skip
-    grid_up = (count, -(-inner // _FEATURES), row_tiles)
-    grid_down = (count, -(-width // _FEATURES), row_tiles)
+    choices = sort_choices(ids, count, _MAX_TILE)
+    features, depth, threads = next(s for rows, s in _SHAPES.items() if choices.tile <= rows)
+    sizes = dict(H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile, BLOCK_F=features,
+                 BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
+                 WIDEN=widen(expert_down_kernel, x))  # fmt: skip
+    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
+    first = dict(x_ptr=x, weight_ptr=gate_up, hidden_ptr=hidden, x_stride=x.stride(0))
+    second = dict(hidden_ptr=hidden, weight_ptr=down, scale_ptr=scales, part_ptr=part)
+    grid_up, grid_down = ((choices.num_tiles, -(-n // features), 1) for n in (inner, width))
     by_inner, by_width = (Choice(_CHANGES, {"BLOCK_F": (1, cut)}) for cut in ("INNER", "H"))
     launches = [
-        Launch(expert_gate_up_kernel, grid_up, first, bounded, threads=128, choice=by_inner),
-        Launch(expert_down_kernel, grid_down, second, shared, threads=128, choice=by_width),
+        choices.launch,
+        Launch(expert_gate_up_kernel, grid_up, choices.arguments() | first, bounded,
+               threads=threads, choice=by_inner),
+        Launch(expert_down_kernel, grid_down, choices.arguments() | second, sizes,
+               threads=threads, choice=by_width),
         expert_sum_launch(part, ids, out, count),
-    ]
+    ]  # fmt: skip
     return launches, out
 
 

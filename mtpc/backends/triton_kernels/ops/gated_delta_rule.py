@@ -4,7 +4,8 @@
 those that the step before had as drafts and that were accepted, whose inputs are in `history`.
 `delta_state` goes through a request's positions one by one, each program with one value head's
 columns of the state in registers, stored once, after the certain rows. `remember_rows` then writes
-what the others read. Prompts take as many turns as they have rows: there is no chunked form.
+what the others read. A step of many rows goes through chunks of positions instead (`delta_chunks`),
+in four launches.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.delta_chunks import (
+    chunk_launches,
+    count_chunks,
+    log_decay,
+    round_beta,
+)
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
@@ -38,19 +45,6 @@ def _silu(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rounded before and after, as if the convolution were a module of its own."""
     x = x.to(DTYPE).to(tl.float32)
     return (x / (1 + tl.exp(-x))).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _beta(b, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return (1 / (1 + tl.exp(-b.to(tl.float32)))).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _decay(a, a_log, bias):  # type: ignore[no-untyped-def]
-    """exp(-exp(a_log) softplus(a + dt_bias))."""
-    x = a.to(tl.float32) + bias.to(tl.float32)
-    softplus = tl.where(x <= 20, tl.log(1 + tl.exp(tl.minimum(x, 20.0))), x)  # NaN stays NaN.
-    return tl.exp(-tl.exp(a_log.to(tl.float32)) * softplus)
 
 
 @triton.jit
@@ -141,8 +135,8 @@ def delta_state_kernel(  # type: ignore[no-untyped-def]
         old += CHANNELS + head
         b = tl.load(new, mask=now, other=0.0) + tl.load(old, mask=now == 0, other=0.0)
         a = tl.load(new + HEADS, mask=now, other=0) + tl.load(old + HEADS, mask=now == 0, other=0)
-        beta = _beta(b, rows_ptr.dtype.element_ty)
-        state *= _decay(a, a_log, bias)
+        beta = round_beta(b, rows_ptr.dtype.element_ty)
+        state *= tl.exp(log_decay(a, a_log, bias))
         delta = (v - tl.sum(state * k[:, None], 0)) * beta
         state += k[:, None] * delta[None]
         found = tl.sum(state * q[:, None], 0).to(out_ptr.dtype.element_ty)
@@ -197,7 +191,7 @@ def gated_delta_rule(
     history: Tensor, standing: Tensor, state_slots: Tensor, seq_lens: Tensor,
     query_start_loc: Tensor, certain_lens: Tensor,
 ) -> Plan:  # fmt: skip
-    """Three launches; T > 0.
+    """Three launches, four where rows go in chunks; T > 0.
 
     Raises:
         BackendError: the state is not contiguous.
@@ -231,12 +225,17 @@ def gated_delta_rule(
     block = min(power_of_two(fields), _REMEMBERED)
     third = dict(KEPT=kept, FIELDS=fields, OUT=heads * value_dim, BLOCK=block,
                  R_PAD=power_of_two(num_reqs))  # fmt: skip
+    stepped = dict(held, terms_ptr=terms, a_log_ptr=a_log, bias_ptr=bias, state_ptr=recurrent,
+                   certain_ptr=certain, out_ptr=out)  # fmt: skip
+    chunks = count_chunks(num_tokens, num_reqs, replayed)
+    states = [Launch(delta_state_kernel, (num_reqs, heads, -(-value_dim // _COLUMNS)), stepped,
+                     second, threads=128, choice=_CHOICE)]  # fmt: skip
+    if chunks:
+        states = chunk_launches(stepped, second, chunks, num_reqs)
     launches = [
         Launch(delta_terms_kernel, (entries, 2 * key_heads + heads, 1),
                dict(held, conv_ptr=conv, terms_ptr=terms, num_reqs=num_reqs), first, threads=64),
-        Launch(delta_state_kernel, (num_reqs, heads, -(-value_dim // _COLUMNS)),
-               dict(held, terms_ptr=terms, a_log_ptr=a_log, bias_ptr=bias, state_ptr=recurrent,
-                    certain_ptr=certain, out_ptr=out), second, threads=128, choice=_CHOICE),
+        *states,
         Launch(remember_rows_kernel, (num_tokens + num_reqs, -(-fields // block), 1),
                dict(held, certain_ptr=certain, out_ptr=out, num_reqs=num_reqs), third, threads=128),
     ]  # fmt: skip

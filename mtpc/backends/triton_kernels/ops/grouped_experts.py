@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.grouped import (
     add_group,
     add_products,
@@ -23,9 +24,9 @@ from mtpc.backends.triton_kernels.grouped import (
     limit_group,
     prepare_rows,
 )
-from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.experts import chosen, expert_sum_launch, glu
+from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
@@ -37,8 +38,9 @@ _TILE: tl.constexpr = tl.constexpr(TILE)
 
 @triton.jit
 def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, ids_ptr, hidden_ptr, num_tokens,
-    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, experts_ptr, picks_ptr,
+    hidden_ptr,
+    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
     LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
@@ -47,14 +49,11 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
 
     A program has a tile of gate's features and the same of up's.
     """
-    expert = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, C_PAD)
-    ids_mask = (row < num_tokens)[:, None] & (j < CHOICES)[None]
-    ids = tl.load(ids_ptr + row[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = chosen(ids, j, expert)
-    if tl.max(hit.to(tl.int32), 0) == 0:
+    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    if expert < 0:
         return
+    pick = tl.load(picks_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    live, row = pick >= 0, pick // CHOICES
     groups: tl.constexpr = H // GROUP
     size: tl.constexpr = _TILE // 2 if BITS == 4 else _TILE
     lane, column = tl.arange(0, BLOCK_K * size), tl.arange(0, _TILE)
@@ -68,15 +67,15 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
         for begin in range(0, GROUP, BLOCK_K):
             i = begin + tl.arange(0, BLOCK_K)
             at = x_ptr + row[:, None] * H + (group * GROUP + i)[None]
-            x = tl.load(at, mask=hit[:, None] & (i < GROUP)[None], other=0)
+            x = tl.load(at, mask=live[:, None] & (i < GROUP)[None], other=0)
             at = stream + (group * GROUP + begin) * size + lane
             is_code = lane < (GROUP - begin) * size
             packed = tl.load(at, mask=is_code, other=0)
             gates = add_products(gates, x, packed, BLOCK_K, BITS, WIDEN)
             packed = tl.load(at + further * (H * size), mask=is_code, other=0)
             ups = add_products(ups, x, packed, BLOCK_K, BITS, WIDEN)
-        steps = tl.load(steps_ptr + row * groups + group, mask=hit, other=0)
-        inputs = tl.load(sums_ptr + row * groups + group, mask=hit, other=0)
+        steps = tl.load(steps_ptr + row * groups + group, mask=live, other=0)
+        inputs = tl.load(sums_ptr + row * groups + group, mask=live, other=0)
         at = (tile * groups + group) * _TILE + column
         scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
         gate = add_group(gate, gates, steps, inputs, scales, points, BITS, POINTS)
@@ -85,28 +84,24 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
         up = add_group(up, ups, steps, inputs, scales, points, BITS, POINTS)
     value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
     feature = tl.program_id(1) * _TILE + column
-    out = hidden_ptr + (row * CHOICES + choice)[:, None] * INNER + feature[None]
-    tl.store(out, value, mask=hit[:, None] & (feature < INNER)[None])
+    out = hidden_ptr + pick[:, None] * INNER + feature[None]
+    tl.store(out, value, mask=live[:, None] & (feature < INNER)[None])
 
 
 @triton.jit
 def grouped_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, ids_ptr, share_ptr, part_ptr,
-    num_tokens,
-    H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr,
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, experts_ptr, picks_ptr,
+    share_ptr, part_ptr,
+    H: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """part[t, j] = (down x[t, j]) * share[t, j], float32."""
-    expert = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(2).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    j = tl.arange(0, C_PAD)
-    ids_mask = (token < num_tokens)[:, None] & (j < CHOICES)[None]
-    ids = tl.load(ids_ptr + token[:, None] * CHOICES + j[None], mask=ids_mask, other=-1)
-    hit, choice = chosen(ids, j, expert)
-    if tl.max(hit.to(tl.int32), 0) == 0:
+    expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
+    if expert < 0:
         return
-    row = token * CHOICES + choice
+    row = tl.load(picks_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    live = row >= 0
     groups: tl.constexpr = INNER // GROUP
     size: tl.constexpr = _TILE // 2 if BITS == 4 else _TILE
     lane, column = tl.arange(0, BLOCK_K * size), tl.arange(0, _TILE)
@@ -118,19 +113,19 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]
         for begin in range(0, GROUP, BLOCK_K):
             i = begin + tl.arange(0, BLOCK_K)
             at = x_ptr + row[:, None] * INNER + (group * GROUP + i)[None]
-            x = tl.load(at, mask=hit[:, None] & (i < GROUP)[None], other=0)
+            x = tl.load(at, mask=live[:, None] & (i < GROUP)[None], other=0)
             at = stream + (group * GROUP + begin) * size + lane
             packed = tl.load(at, mask=lane < (GROUP - begin) * size, other=0)
             sums = add_products(sums, x, packed, BLOCK_K, BITS, WIDEN)
-        steps = tl.load(steps_ptr + row * groups + group, mask=hit, other=0)
-        inputs = tl.load(sums_ptr + row * groups + group, mask=hit, other=0)
+        steps = tl.load(steps_ptr + row * groups + group, mask=live, other=0)
+        inputs = tl.load(sums_ptr + row * groups + group, mask=live, other=0)
         at = (tile * groups + group) * _TILE + column
         scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
         total = add_group(total, sums, steps, inputs, scales, points, BITS, POINTS)
-    share = tl.load(share_ptr + row, mask=hit, other=0.0).to(tl.float32)
+    share = tl.load(share_ptr + row, mask=live, other=0.0).to(tl.float32)
     feature = tl.program_id(1) * _TILE + column
     out = part_ptr + row[:, None] * H + feature[None]
-    tl.store(out, total * share[:, None], mask=hit[:, None] & (feature < H)[None])
+    tl.store(out, total * share[:, None], mask=live[:, None] & (feature < H)[None])
 
 
 def _limit(call: Mapping[str, Any]) -> str | None:
@@ -149,7 +144,7 @@ def grouped_experts(
     expert_ids: Tensor, expert_weights: Tensor, limit: float, limit_input: bool,
     gelu: bool,
 ) -> Plan:  # fmt: skip
-    """Five launches, three with float8."""
+    """Six launches, four with float8."""
     out = x.new_empty(x.shape)
     if x.shape[0] == 0:
         return [], out
@@ -161,18 +156,18 @@ def grouped_experts(
     wide_form = form_of(width, gate_up, gate_up_scales, gate_up_zeros)
     narrow_form = form_of(inner, down, down_scales, down_zeros)
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
-    tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
-    sizes = dict(H=width, INNER=inner, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK_T=tile)
-    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
+    choices = sort_choices(ids, count, _TILE_ROWS)
+    sizes = dict(H=width, INNER=inner, BLOCK_T=choices.tile)
+    bounded = dict(sizes, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
     first = rows.arguments() | _pieces(gate_up, gate_up_scales, gate_up_zeros)
-    first |= dict(ids_ptr=ids, hidden_ptr=hidden, num_tokens=num_tokens)
+    first |= choices.arguments() | dict(hidden_ptr=hidden)
     second = inner_rows.arguments() | _pieces(down, down_scales, down_zeros)
-    second |= dict(ids_ptr=ids, share_ptr=shares, part_ptr=part, num_tokens=num_tokens)
+    second |= choices.arguments() | dict(share_ptr=shares, part_ptr=part)
     bounded |= form_constants(grouped_gate_up_kernel, rows.x, wide_form)
     sizes |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
-    row_tiles = -(-num_tokens // tile)
-    grid_up, grid_down = (count, inner // TILE, row_tiles), (count, -(-width // TILE), row_tiles)
+    grid_up, grid_down = ((choices.num_tiles, -(-n // TILE), 1) for n in (inner, width))
     launches = [
+        choices.launch,
         *rows.launches,
         Launch(grouped_gate_up_kernel, grid_up, first, bounded, threads=128, choice=_CHOICE),
         *inner_rows.launches,
