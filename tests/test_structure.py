@@ -217,7 +217,9 @@ LINES = {
     # Sizes that a tape leaves open (`placing.py`); grouped weights in AMX tiles and on GPUs;
     # compilers that end with their caller; what aiter's attention takes beside ours.
     # One family of operators on codes: the older int8 operators are gone.
-    "backends": 8200,
+    # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
+    # the delta rule and attention to slots (`triton_kernels/`).
+    "backends": 9050,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -262,7 +264,8 @@ LINES = {
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
-    "ops": 2550,
+    # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`).
+    "ops": 2650,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     "passes": 3200,
@@ -275,7 +278,8 @@ LINES = {
     # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
     # keys; why a build in the background failed. Processes that build beside the one that traced
     # the model (`workers.py`).
-    "program": 4700,
+    # Memory that ranks of one machine share (`group_memory.py`).
+    "program": 4800,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
