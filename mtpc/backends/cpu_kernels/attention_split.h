@@ -154,9 +154,11 @@ class SplitAttention {
         if (in_pairs()) split_weights(weights + row * kSplit, computed, parts + 2 * row * kSplit);
       }
     }
+#if defined(__AMX_TILE__)
     if constexpr (kTileRegisters<A, F>) {
       if (in_pairs()) return add_packed_values(unit, computed, local, memory, registers, out);
     }
+#endif
     add_values_by_panel(unit, local, memory, out);
   }
 
@@ -376,6 +378,7 @@ class SplitAttention {
     }
   }
 
+#if defined(__AMX_TILE__)
   /// Weighted values in tile registers, 32 dimensions at a time.
   void add_packed_values(const Unit& unit, Range computed, Range local, Memory& memory,
                          PassRegisters& registers, Partial<A> out) const {
@@ -429,6 +432,7 @@ class SplitAttention {
       }
     }
   }
+#endif
 
   static Range panel_at(int64_t begin, Range local) {
     return intersect({begin, begin + kPanel<A>}, local);
