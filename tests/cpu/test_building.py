@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.backends.cpu_kernels.build import LONGEST
+from mtpc.backends.cpu_kernels.build import LONGEST, compile_for
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR
+from mtpc.backends.cpu_kernels.levels import X86, Level, chosen_level
 from mtpc.errors import BackendError, CacheError
 from mtpc.store.entries import EntryStore
+from mtpc.store.machine import cpu_flags
 
+_CHECK = """
+case " $* " in
+  *c++-header*) exec g++ "$@";;
+  *runner.cpp*) ;;
+  *" -c "*) g++ "$@" -O0 -fsyntax-only || exit 1;;
+esac
+while [ "$1" != -o ]; do shift; done; : > "$2"
+"""
+"""Compiles nothing, but reports what is wrong with a kernel's source. The runner has no levels."""
 _TOUCH = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 
 
@@ -87,3 +99,16 @@ def test_the_longest_sources_are_there() -> None:
     """Their order is a list of names, which a renamed source would leave."""
     named = {path.stem for path in SOURCE_DIR.glob("*.cpp")} | {"operators"}
     assert set(LONGEST) <= named
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86")
+@pytest.mark.parametrize(
+    "level", [*X86[:-1], pytest.param(X86[-1], marks=pytest.mark.slow)], ids=lambda each: each.name
+)
+def test_sources_compile_for_the_levels_of_other_machines(
+    level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """This machine's own level is compiled for all other tests."""
+    if level != chosen_level(cpu_flags()):
+        monkeypatch.setenv("CXX", compiler_script(tmp_path, _CHECK))
+        compile_for([level], tmp_path / "out", lambda *_: None)
