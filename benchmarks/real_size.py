@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         print(json.dumps(_report(json.loads(args.child))))
         return 0
-    tell, rows = command.begin(args), list[dict[str, Any]]()
+    tell, rows = command.teller(), list[dict[str, Any]]()
     with command.working_directory(args.workdir) as workdir:
         directory = workdir.absolute() / args.shape
         if not (directory / "config.json").is_file():
@@ -163,7 +163,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shape", choices=LARGE, default="7b", help="sizes of the model")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "attention_pairs.h"
-#include "tile_products.h"
+#include "tile_phases.h"
 
 namespace mtpc {
 
@@ -209,19 +209,6 @@ inline void add_values(PassRegisters& registers, const BFloat16* parts, int64_t 
     multiply_rows(inputs, count, tile, {}, sums);
     join_parts(sums, count / 2, out + part / 2 * out_stride, out_stride);
   });
-}
-
-/// Adds the values of some positions, weighted, to `sums`, which begin with the first of them. The
-/// registers are configured for the rows of `parts`.
-inline void add_some_values(InputRows parts, int64_t rows, const Group* tile, bool first,
-                            TileSums<kMostRows>& sums) {
-  if (first) {
-    zero_sums(rows);
-  } else {
-    load_sums(sums, rows);
-  }
-  add_rows(parts, rows, tile, {});
-  store_sums(sums, rows);
 }
 
 }  // namespace mtpc

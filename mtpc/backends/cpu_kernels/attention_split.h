@@ -410,7 +410,6 @@ class SplitAttention {
     Group* tile = memory.packed.reserve(kValues / 2 * kFeatures);
     TileSums<kMostRows>* sums = memory.tile_sums.reserve(unit.heads * columns);
     LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
-    registers.set_rows(rows);
     for (int64_t j = computed.begin; j < computed.end; j += kValues) {
       const Range part = intersect({j, j + kValues}, computed);
       for (int64_t h = 0; h < unit.heads; ++h) {
@@ -421,7 +420,8 @@ class SplitAttention {
         for (int64_t c = 0; c < columns; ++c) {
           const int64_t column = c * kFeatures;
           pack_values(values, part, local, shift + column, width - column, ahead, tile);
-          add_some_values(weights, rows, tile, j == computed.begin, sums[h * columns + c]);
+          const bool begun = j > computed.begin;
+          add_tile(weights, rows, tile, {}, begun, registers, sums[h * columns + c]);
         }
       }
     }

@@ -293,8 +293,8 @@ MTPC_OPERATOR std::tuple<Tensor, Tensor> linear_chain(
   std::vector<Stage> stages = read_stages(kinds, operands, width, residual_width);
   const int64_t used = used_rows(rows, count_rows(x, width));
   if (!go_by_tiles(stages, used)) return run_each(stages, x, residual, epsilon, rows);
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  const Tensor sums = residual.is_contiguous() ? residual : torch::stable::contiguous(residual);
+  const Tensor dense = as_dense(x);
+  const Tensor sums = as_dense(residual);
   const Tensor total = empty_rows(residual, residual_width);
   const Tensor out = empty_rows(x, stages.back().width);
   Buffer<char> copy;

@@ -80,8 +80,6 @@ std::vector<int64_t> sizes_of(const Tensor& t) {
   return sizes;
 }
 
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 int64_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
 
 char* bytes_to(const Tensor& t) { return static_cast<char*>(t.mutable_data_ptr()); }
@@ -165,7 +163,7 @@ Best best_of(const T* row, int64_t count) {
 
 MTPC_OPERATOR Tensor all_reduce(const Tensor& part, std::string group) {
   const auto memory = memory_of(group);
-  const Tensor own = dense(part), out = dense_empty(part, sizes_of(part));
+  const Tensor own = as_dense(part), out = dense_empty(part, sizes_of(part));
   const int64_t bytes = bytes_of(own), size = own.element_size();
   with_type(own.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
@@ -179,7 +177,7 @@ MTPC_OPERATOR Tensor all_reduce(const Tensor& part, std::string group) {
 
 MTPC_OPERATOR Tensor all_gather(const Tensor& part, int64_t dim, int64_t size, std::string group) {
   const auto memory = memory_of(group);
-  const Tensor own = dense(part);
+  const Tensor own = as_dense(part);
   const Table table(own, dim);
   const int64_t most = (size + memory->ranks() - 1) / memory->ranks();
   const auto held = [&](int64_t rank) { return std::clamp<int64_t>(size - rank * most, 0, most); };
@@ -202,7 +200,7 @@ MTPC_OPERATOR Tensor all_gather(const Tensor& part, int64_t dim, int64_t size, s
 
 MTPC_OPERATOR Tensor rank_part(const Tensor& whole, int64_t dim, int64_t ranks, std::string group) {
   const auto memory = memory_of(group);
-  const Tensor from = dense(whole);
+  const Tensor from = as_dense(whole);
   const Table table(from, dim);
   STD_TORCH_CHECK(ranks == memory->ranks() && from.size(dim) % ranks == 0,
                   "mtpc_cpu::rank_part: expected ", memory->ranks(), " equal parts");
@@ -222,7 +220,7 @@ MTPC_OPERATOR Tensor vocab_embedding(const Tensor& rows, const Tensor& ids, int6
   const int64_t first = memory_of(group)->rank() * step;
   STD_TORCH_CHECK(rows.dim() == 2 && ids.scalar_type() == ScalarType::Long,
                   "mtpc_cpu::vocab_embedding: expected rows [V, H] and int64 ids");
-  const Tensor table = adjacent_last(rows), wanted = dense(ids);
+  const Tensor table = adjacent_last(rows), wanted = as_dense(ids);
   std::vector<int64_t> shape = sizes_of(ids);
   shape.push_back(rows.size(1));
   const Tensor summand = dense_empty(rows, shape);
@@ -244,7 +242,7 @@ MTPC_OPERATOR Tensor vocab_embedding(const Tensor& rows, const Tensor& ids, int6
 MTPC_OPERATOR std::tuple<Tensor, Tensor> vocab_max(const Tensor& logits, int64_t step,
                                                    std::string group) {
   const auto memory = memory_of(group);
-  const Tensor from = dense(logits);
+  const Tensor from = as_dense(logits);
   const std::vector<int64_t> shape = leading_sizes(from);
   const int64_t count = from.size(from.dim() - 1), rows = count_rows(from, count);
   STD_TORCH_CHECK(count > 0, "mtpc_cpu::vocab_max: expected logits on every rank");
@@ -279,7 +277,7 @@ MTPC_OPERATOR std::tuple<Tensor, Tensor> vocab_max(const Tensor& logits, int64_t
 
 MTPC_OPERATOR Tensor first_rank(const Tensor& value, std::string group) {
   const auto memory = memory_of(group);
-  const Tensor own = dense(value), out = dense_empty(value, sizes_of(value));
+  const Tensor own = as_dense(value), out = dense_empty(value, sizes_of(value));
   const int64_t bytes = bytes_of(own);
   memory->exchange(kFirst, bytes, own.const_data_ptr(), memory->rank() == 0 ? bytes : 0,
                    [&](const GroupMemory::Parts& parts, int64_t begin, int64_t count) {

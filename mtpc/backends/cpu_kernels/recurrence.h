@@ -70,7 +70,7 @@ A softplus(A x) {
 /// Elements of a small weight, in the accumulation type.
 template <class A>
 std::vector<A> widened(const Tensor& t) {
-  const Tensor dense = t.is_contiguous() ? t : torch::stable::contiguous(t);
+  const Tensor dense = as_dense(t);
   std::vector<A> out(t.numel());
   read(out.data(), dense, 0, t.numel());
   return out;
@@ -255,7 +255,7 @@ Tensor run_recurrence(const char* name, RecurrentSizes s, const Tensor& rows,
   s.requests = at.seq_lens.size(0);
   int32_t* stood = static_cast<int32_t*>(state.standing.mutable_data_ptr());
   const std::vector<RecurrentRequest> all = recurrent_requests(name, s, stood, at);
-  const Tensor dense = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
+  const Tensor dense = as_dense(rows);
   const Tensor out = dense_zeros(rows, {s.tokens, s.heads, s.value_dim});
   with_type(rows.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;

@@ -53,10 +53,15 @@ inline Tensor adjacent_last(const Tensor& t) {
   return t.size(last) <= 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
+/// The tensor, copied only if it is not dense.
+inline Tensor as_dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
 /// Dense and in a dtype, copied only if it is not so already.
 inline Tensor dense_in(const Tensor& t, ScalarType dtype) {
   const Tensor cast = t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
-  return cast.is_contiguous() ? cast : torch::stable::contiguous(cast);
+  return as_dense(cast);
 }
 
 /// How many rows of so many elements a tensor has.
