@@ -256,7 +256,7 @@ class Lockstep:
     def _add(self, heads: list[tuple[Tensor, Tensor]], at: Tensor) -> None:
         """The rows of one head."""
         found = self.found
-        hidden, logits = ([head[i][at] for head in heads] for i in (0, 1))
+        hidden, logits = ([head[i].flatten(0, -2)[at] for head in heads] for i in (0, 1))
         found.hidden.add(*hidden)
         found.logits.add(*logits)
         ours, theirs, truth = (rows.double() for rows in logits)

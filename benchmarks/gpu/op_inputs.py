@@ -117,14 +117,15 @@ def _slots(new: Inputs, pages: int) -> Tensor:
 
 
 def _write_cache(new: Inputs) -> Iterator[Arguments]:
-    yield new.normal(4, PAGE, 2, 64), new.normal(7, 2, 64), _slots(new, 4)
+    yield new.normal(4, PAGE, 2, 64), new.normal(7, 2, 64), _slots(new, 4), None
 
 
 def _rotate_and_write(new: Inputs) -> Iterator[Arguments]:
     """Half of each head is turned, and values have a width of their own."""
     rows = (new.normal(7, 6, 64), new.normal(7, 2, 64), new.normal(7, 2, 48))
     angles = (new.normal(7, 32).cos(), new.normal(7, 32).sin())
-    yield *rows, *angles, new.normal(4, PAGE, 2, 64), new.normal(4, PAGE, 2, 48), _slots(new, 4)
+    caches = (new.normal(4, PAGE, 2, 64), new.normal(4, PAGE, 2, 48))
+    yield *rows, *angles, *caches, _slots(new, 4), None, None
 
 
 def _rotate(new: Inputs) -> Iterator[Arguments]:

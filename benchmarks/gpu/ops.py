@@ -115,7 +115,8 @@ def _run(overload: Any, arguments: Arguments, configs: str) -> list[Tensor]:
     copied = tree_map_only(Tensor, torch.clone, arguments)
     out = overload(*copied, **({"configs": configs} if configs else {}))
     schema = overload._schema.arguments[: len(copied)]
-    written = [a for a, s in zip(copied, schema, strict=True) if s.is_write]
+    pairs = zip(copied, schema, strict=True)
+    written = [a for a, s in pairs if s.is_write and a is not None]
     results = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
     return [*results, *written]
 

@@ -244,7 +244,7 @@ class PagedLatent:
                 f"{self.latent.shape[-1]} (kv_lora_rank + qk_rope_head_dim); this version of "
                 "transformers expands K/V before caching: use transformers >=5.17,<6"
             )
-        ops.write_cache(self.latent, rows, metadata.slot_mapping)
+        ops.write_cache(self.latent, rows, metadata.slot_mapping, None)
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any

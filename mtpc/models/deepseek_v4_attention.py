@@ -71,7 +71,7 @@ def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Ten
     count = entries.shape[1]
     slot = rows.request_slot[windows.request] * count + windows.index
     slot = torch.where(windows.valid & (windows.index < count), slot, NO_SLOT)
-    ops.write_cache(entries, made, slot)
+    ops.write_cache(entries, made, slot, None)
     ring.write(fresh, rows)
 
 

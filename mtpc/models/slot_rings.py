@@ -97,7 +97,7 @@ class SlotRing:
         """Write the last rows of each request, values [T, ...], each to a place of its own."""
         kept = rows.live & (rows.position >= rows.request_end[rows.request] - self.places)
         place = rows.slot * self.places + torch.remainder(rows.position, self.places)
-        ops.write_cache(self.tensor, values, torch.where(kept, place, NO_SLOT))
+        ops.write_cache(self.tensor, values, torch.where(kept, place, NO_SLOT), None)
 
     def at(self, request: Tensor, position: Tensor, fresh: Tensor, rows: Rows) -> Tensor:
         """Rows at given positions of given requests, [J, W, ...].

@@ -51,9 +51,7 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("mtpc::write_cache", mutates_args=("cache", "scales"))
-def write_cache(
-    cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
-) -> None:
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tensor | None) -> None:
     """Write each row at its slot; slot -1 writes nothing.
 
     Args:

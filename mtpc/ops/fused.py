@@ -166,8 +166,8 @@ def rotate_and_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     rows: Tensor | None = None,
 ) -> Tensor:
     """All between the projections and an attention: `rotate` q and k, `write_cache` k and v.

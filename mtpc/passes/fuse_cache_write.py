@@ -77,10 +77,9 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
         return False
     k_scale = operands(k_write, _WRITE, 4)[3]
     _, v_rows, slots, v_scale = operands(v_write, _WRITE, 4)
-    scales = () if k_scale is None else (k_scale, v_scale)
     with graph.inserting_before(max(k_write, v_write)):
         rows = [rotary.emit_rows(graph) for rotary in (q, k)]
-        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots, *scales)
+        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots, k_scale, v_scale)
         turned = emit(graph, torch.ops.mtpc.rotate_and_write.default, args, attention)
     attention.replace_input_with(q_rows, turned)
     for write in (k_write, v_write):

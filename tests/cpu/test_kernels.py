@@ -321,8 +321,8 @@ def test_write_cache_equals_the_reference(cache_dtype: torch.dtype, shape: tuple
     slots = torch.tensor([17, -1, 4, -7, 31])
     expected = torch.zeros(8, 4, *shape, dtype=cache_dtype)
     actual = expected.clone()
-    REFERENCE.write_cache(expected, rows, slots)
-    OURS.write_cache(actual, rows, slots)
+    REFERENCE.write_cache(expected, rows, slots, None)
+    OURS.write_cache(actual, rows, slots, None)
     assert torch.equal(actual, expected)
 
 
@@ -330,7 +330,7 @@ def test_write_cache_into_a_strided_cache() -> None:
     rows = torch.randn(3, 8, 2).transpose(1, 2)
     slots = torch.tensor([0, 9, 14], dtype=torch.int32)
     both = torch.zeros(4, 2, 4, 8, 2)
-    OURS.write_cache(both[:, 1].transpose(2, 3), rows, slots)
+    OURS.write_cache(both[:, 1].transpose(2, 3), rows, slots, None)
     expected = torch.zeros(4, 4, 2, 8)
     expected.view(16, 2, 8)[slots.long()] = rows
     assert torch.equal(both[:, 1].transpose(2, 3), expected)
@@ -342,7 +342,7 @@ def test_write_cache_from_a_slice_of_a_joint_projection() -> None:
     joint, slots = torch.randn(3, 48), torch.tensor([0, 9, 14])
     rows = joint[:, 16:32].unflatten(-1, (2, 8))
     actual = torch.zeros(4, 4, 2, 8)
-    OURS.write_cache(actual, rows, slots)
+    OURS.write_cache(actual, rows, slots, None)
     expected = torch.zeros(4, 4, 2, 8)
     expected.view(16, 2, 8)[slots] = rows
     assert torch.equal(actual, expected)
@@ -350,7 +350,7 @@ def test_write_cache_from_a_slice_of_a_joint_projection() -> None:
 
 def test_write_cache_refuses_slots_beyond_the_cache() -> None:
     with pytest.raises(RuntimeError, match=r"slot 32 of row 1 is beyond the 32 slots"):
-        OURS.write_cache(torch.zeros(8, 4, 2), torch.ones(2, 2), torch.tensor([3, 32]))
+        OURS.write_cache(torch.zeros(8, 4, 2), torch.ones(2, 2), torch.tensor([3, 32]), None)
 
 
 # ---- As torch ops ----------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_schemas_and_fakes_hold() -> None:
         "paged_attention": (batch.q, batch.k, batch.v, *indices, 0.3),
         "latent_attention": (batch.q, batch.k[:, :, 0], *indices, 0.3, 8),
         "experts": (mix.x, mix.gate_up, mix.down, mix.ids, mix.weights),
-        "write_cache": (torch.zeros(8, 4, 2), torch.ones(2, 2), torch.tensor([3, -1])),
+        "write_cache": (torch.zeros(8, 4, 2), torch.ones(2, 2), torch.tensor([3, -1]), None),
     }
     for name, arguments in samples.items():
         # The caches hold NaN on purpose, which the checker cannot compare with itself.

@@ -164,7 +164,7 @@ def test_kernels_take_every_kind_of_argument_and_result() -> None:
         OPS.clear_idle_rows(some, rows, 1)
         biased = OPS.packed_linear(x, packed, 48, bias, None)
         total, normed = OPS.add_rms_norm(x, x, weight, 1e-5, True, None)
-        OPS.write_cache(cache, biased, slots)
+        OPS.write_cache(cache, biased, slots, None)
         out.copy_(torch.cat([some, total, normed, cache.view(-1, 48)[:5]], 1))
 
     graph = small_graph(

@@ -390,22 +390,22 @@ def test_write_cache_equals_the_reference(
     rows[1::2] = float("nan")
     expected = torch.zeros(8, 4, *shape, dtype=cache_dtype)
     actual = expected.clone()
-    REFERENCE.write_cache(expected, torch.nan_to_num(rows), slots)
-    OURS.write_cache(actual, rows, slots)
+    REFERENCE.write_cache(expected, torch.nan_to_num(rows), slots, None)
+    OURS.write_cache(actual, rows, slots, None)
     assert torch.equal(actual, expected)
 
 
 def test_write_cache_of_strided_rows() -> None:
     rows = torch.randn(3, 8, 2).transpose(1, 2)
     cache, slots = torch.zeros(4, 4, 2, 8), torch.tensor([5, 9, 14])
-    OURS.write_cache(cache, rows, slots)
+    OURS.write_cache(cache, rows, slots, None)
     assert torch.equal(cache.view(16, 2, 8)[slots], rows)
     with pytest.raises(BackendError, match="expected contiguous"):
-        OURS.write_cache(cache.transpose(2, 3), rows, slots)
+        OURS.write_cache(cache.transpose(2, 3), rows, slots, None)
 
 
 def test_write_cache_writes_no_other_memory() -> None:
     memory = torch.zeros(20, 4, 2)
-    OURS.write_cache(memory[:8], torch.ones(3, 2), torch.tensor([32, 2**40, 3]))
+    OURS.write_cache(memory[:8], torch.ones(3, 2), torch.tensor([32, 2**40, 3]), None)
     assert memory.view(-1, 2)[3].eq(1).all()
     assert memory.sum() == 2

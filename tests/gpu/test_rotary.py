@@ -47,8 +47,8 @@ def make_rows(
 def expect(rows: list[Tensor], angles: list[Tensor], caches: list[Tensor], slots: Tensor) -> Tensor:
     """The rotated queries; writes the caches."""
     q, k, v = rows
-    REFERENCE.write_cache(caches[0], REFERENCE.rotate(k, *angles), slots)
-    REFERENCE.write_cache(caches[1], v, slots)
+    REFERENCE.write_cache(caches[0], REFERENCE.rotate(k, *angles), slots, None)
+    REFERENCE.write_cache(caches[1], v, slots, None)
     return REFERENCE.rotate(q, *angles)
 
 
@@ -69,7 +69,7 @@ def test_it_is_the_four_operators(
     rows, angles, caches = make_rows(tokens, heads, dims, dtype)
     slots = torch.tensor([17, -1, 4, -7, 31])[:tokens]
     ours = [cache.clone() for cache in caches]
-    found = OURS.rotate_and_write(*rows, *angles, *ours, slots)
+    found = OURS.rotate_and_write(*rows, *angles, *ours, slots, None, None)
     assert torch.equal(found, expect(rows, angles, caches, slots))
     for cache, expected in zip(ours, caches, strict=True):
         assert torch.equal(cache, expected)
@@ -99,7 +99,7 @@ def test_roundings_are_those_of_the_operators() -> None:
     """In float16, which the interpreter rounds as devices do: each product, then the sum."""
     rows, angles, caches = make_rows(9, (4, 2), (32, 32, 32), torch.float16)
     rows, angles = ([torch.randn(x.shape).half() for x in some] for some in (rows, angles))
-    found = OURS.rotate_and_write(*rows, *angles, *caches, torch.full((9,), -1))
+    found = OURS.rotate_and_write(*rows, *angles, *caches, torch.full((9,), -1), None, None)
     assert torch.equal(found, REFERENCE.rotate(rows[0], *angles))
     assert torch.equal(OURS.rotate(rows[0], *angles), found)
 
@@ -109,7 +109,7 @@ def test_rows_without_a_slot_may_hold_anything() -> None:
     for part in (*rows, *angles):
         part[2:] = torch.nan
     slots = torch.tensor([3, 9, -1, -1])
-    found = OURS.rotate_and_write(*rows, *angles, *caches, slots)
+    found = OURS.rotate_and_write(*rows, *angles, *caches, slots, None, None)
     assert found[:2].isfinite().all()
     assert all(cache.isfinite().all() for cache in caches)
 
@@ -118,7 +118,7 @@ def test_it_writes_no_other_memory() -> None:
     rows, angles, _ = make_rows(3, (4, 2), (16, 16, 16), torch.float32)
     memory = [torch.zeros(20, 4, 2, 16) for _ in range(2)]
     slots = torch.tensor([32, 2**40, 3])
-    OURS.rotate_and_write(*rows, *angles, *(m[:8] for m in memory), slots)
+    OURS.rotate_and_write(*rows, *angles, *(m[:8] for m in memory), slots, None, None)
     for cache in memory:
         flat = cache.flatten(0, 1)
         assert flat[3].any()
@@ -129,7 +129,11 @@ def test_it_writes_no_other_memory() -> None:
 def test_no_rows_and_strided_caches() -> None:
     rows, angles, caches = make_rows(3, (4, 2), (16, 16, 16), torch.float32)
     none = [x[:0] for x in (*rows, *angles)]
-    assert OURS.rotate_and_write(*none, *caches, torch.zeros(0).long()).shape == (0, 4, 16)
+    assert OURS.rotate_and_write(*none, *caches, torch.zeros(0).long(), None, None).shape == (
+        0,
+        4,
+        16,
+    )
     turned = caches[0].transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(BackendError, match="expected contiguous"):
-        OURS.rotate_and_write(*rows, *angles, turned, caches[1], torch.arange(3))
+        OURS.rotate_and_write(*rows, *angles, turned, caches[1], torch.arange(3), None, None)

@@ -34,7 +34,7 @@ class Step(nn.Module):
         grouped_mixture, slotted,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
-        ops.write_cache(kv, *keys)
+        ops.write_cache(kv, *keys, None)
         attended = ops.paged_attention(rows, kv, kv, *indices, 0.1)
         absorbed = ops.latent_attention(rows, latent, *indices, 0.1, 48)
         mixed = ops.experts(*mixture)
@@ -52,7 +52,7 @@ class Step(nn.Module):
             ops.grouped_gated_linear(*grouped, 64),
             ops.grouped_experts(*grouped_mixture),
             ops.sinkhorn(*logits),
-            ops.rotate_and_write(*turned),
+            ops.rotate_and_write(*turned, None, None),
             ops.choose_slots(*index, *indices, 8),
             ops.sample(*sampled),
             ops.rms_norm(*normed),

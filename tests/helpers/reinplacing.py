@@ -30,9 +30,9 @@ class Step(nn.Module):
         ops, (cache, rows) = torch.ops.mtpc_triton, latent
         out = q
         for _ in range(3):
-            turned = ops.rotate_and_write(out, *keys, *angles, *pools, slots)
+            turned = ops.rotate_and_write(out, *keys, *angles, *pools, slots, None, None)
             out = ops.paged_attention(turned, *pools, *indices, 0.1)
-            ops.write_cache(cache, rows, slots)
+            ops.write_cache(cache, rows, slots, None)
         return out, ops.gated_delta_rule(*delta)
 
 

@@ -87,13 +87,13 @@ def _experts(
 
 def write(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
     cache, rows = (_fake(*x, 8, 128, dtype=dtype) for x in ((4096, 16), (tokens,)))
-    return plan("write_cache", cache, rows, _fake(tokens, dtype=torch.int64))[0]
+    return plan("write_cache", cache, rows, _fake(tokens, dtype=torch.int64), None)[0]
 
 
 def far_write(pages: int) -> list[Launch]:
     """Into a cache of which more than 2 GB may lie before a row, or not."""
     slots = _fake(16, dtype=torch.int64)
-    return plan("write_cache", _fake(pages, 16, 128), _fake(16, 128), slots)[0]
+    return plan("write_cache", _fake(pages, 16, 128), _fake(16, 128), slots, None)[0]
 
 
 def write_for(target: Target) -> Specialisation:
@@ -111,7 +111,7 @@ def _rotate(
     shapes += [(tokens, turned)] * 2
     shapes += [(4096, 16, kv_count, dim) for dim in (width, v_width)]
     slots = _fake(tokens, dtype=torch.int64)
-    return plan("rotate_and_write", *(_fake(*x, dtype=dtype) for x in shapes), slots)[0]
+    return plan("rotate_and_write", *(_fake(*x, dtype=dtype) for x in shapes), slots, None, None)[0]
 
 
 def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[Launch]:  # type: ignore[no-untyped-def]

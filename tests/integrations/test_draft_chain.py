@@ -33,11 +33,11 @@ class PoolAttention(nn.Module):
     def forward(self, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
         if self.site.kind == "latent":
             rows = torch.cat([first, second], -1)
-            ops.write_cache(self.pools["latent"], rows, self.slots)
+            ops.write_cache(self.pools["latent"], rows, self.slots, None)
             first, second = expand_latent(self.site, first, second)
         else:
-            ops.write_cache(self.pools["k"], first, self.slots)
-            ops.write_cache(self.pools["v"], second, self.slots)
+            ops.write_cache(self.pools["k"], first, self.slots, None)
+            ops.write_cache(self.pools["v"], second, self.slots, None)
         shared = q.shape[1] // first.shape[1]
         keys, values = (t.repeat_interleave(shared, 1).transpose(0, 1) for t in (first, second))
         scores = q.transpose(0, 1) @ keys.transpose(1, 2) * self.site.scale

@@ -43,7 +43,7 @@ class Call:
         caches = self.k_cache.clone(), self.v_cache.clone()
         rows = (self.q, self.k, self.v)
         angles = (self.cos, self.sin)
-        q = namespace.rotate_and_write(*rows, *angles, *caches, self.slots, rows=self.rows)
+        q = namespace.rotate_and_write(*rows, *angles, *caches, self.slots, None, None, self.rows)
         return (q, *caches)
 
 
@@ -73,8 +73,8 @@ def test_it_is_what_it_stands_for(
     call = make_call(7, heads, dims)
     call.slots[2] = -1
     k_cache, v_cache = call.k_cache.clone(), call.v_cache.clone()
-    REFERENCE.write_cache(k_cache, REFERENCE.rotate(call.k, call.cos, call.sin), call.slots)
-    REFERENCE.write_cache(v_cache, call.v, call.slots)
+    REFERENCE.write_cache(k_cache, REFERENCE.rotate(call.k, call.cos, call.sin), call.slots, None)
+    REFERENCE.write_cache(v_cache, call.v, call.slots, None)
     q = REFERENCE.rotate(call.q, call.cos, call.sin)
     for found, expected in zip(call.run(namespace), (q, k_cache, v_cache), strict=True):
         assert torch.equal(found, expected)
@@ -120,14 +120,16 @@ def test_a_strided_cache() -> None:
     caches = both[:, 0], both[:, 1]
     call.k_cache, call.v_cache = (cache.clone() for cache in caches)
     _, *expected = call.run(REFERENCE)
-    OURS.rotate_and_write(call.q, call.k, call.v, call.cos, call.sin, *caches, call.slots)
+    rows = (call.q, call.k, call.v, call.cos, call.sin)
+    OURS.rotate_and_write(*rows, *caches, call.slots, None, None)
     assert torch.equal(caches[0], expected[0])
     assert torch.equal(caches[1], expected[1])
 
 
 def test_schema_and_fakes() -> None:
     call = make_call(3)
-    arguments = (call.q, call.k, call.v, call.cos, call.sin, call.k_cache, call.v_cache, call.slots)
+    rows = (call.q, call.k, call.v, call.cos, call.sin)
+    arguments = (*rows, call.k_cache, call.v_cache, call.slots, None, None)
     for namespace in (OURS, REFERENCE):
         torch.library.opcheck(
             namespace.rotate_and_write.default, arguments,
@@ -155,7 +157,8 @@ def test_misfits_are_refused(field: str, change: Callable[..., Tensor], message:
     before = call.k_cache.clone(), call.v_cache.clone()
     with pytest.raises(RuntimeError, match=message):
         OURS.rotate_and_write(
-            call.q, call.k, call.v, call.cos, call.sin, call.k_cache, call.v_cache, call.slots
+            *(call.q, call.k, call.v, call.cos, call.sin, call.k_cache, call.v_cache, call.slots),
+            *(None, None),
         )
     assert torch.equal(call.k_cache, before[0])
     assert torch.equal(call.v_cache, before[1])

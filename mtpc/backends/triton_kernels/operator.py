@@ -47,7 +47,8 @@ class Operator:
 
     Attributes:
         function: the plan, of the arguments that the reference has, by its names. Arguments that
-            have a default there may be left out here: then the operator does not take them.
+            have a default there may be left out here: then the operator does not take them. Nor
+            does it take a tensor for those that are annotated `None`.
         limit: what it cannot take.
         any_element: whether it takes floating point of any dtype, not of `ELEMENTS` only.
     """
@@ -91,12 +92,16 @@ class Operator:
     def refuses(self, node: fx.Node) -> str | None:
         """Why it cannot take a call; None where it can."""
         tensors = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
+        call = arguments_of(node)
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.annotation == "None" and call.get(name) is not None:
+                return f"it takes no {name}"
         for tensor in () if self.any_element else tensors:
             if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:
                 return (
                     f"{dtype_name(tensor.dtype)}; it takes {', '.join(map(dtype_name, ELEMENTS))}"
                 )
-        return self.limit(arguments_of(node))
+        return self.limit(call)
 
 
 def operator(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from inspect import Parameter
 from typing import Any
 
+from torch import Tensor
 from torch.library import custom_op, triton_op
 
 from mtpc.backends.triton_kernels.launch import run
@@ -35,7 +36,10 @@ def _register(operator: Operator) -> None:
     taken = operator.signature.parameters
     parameters = [*taken.values(), _CONFIGS]
     function = with_signature(launch, operator.signature.replace(parameters=parameters))
-    written = tuple(name for name in written_by(operator.reference) if name in taken)
+    # None of ours writes a tensor that may be None.
+    written = tuple(
+        name for name in written_by(operator.reference) if taken[name].annotation is Tensor
+    )
     triton_op(f"mtpc_triton::{operator.name}", function, mutates_args=written)
     loaded = custom_op(f"mtpc_loaded::{operator.name}", function, mutates_args=written)
     loaded.register_fake(fake)

@@ -129,12 +129,12 @@ class SparseLatentAttention(nn.Module):
         latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
         key = rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
-        ops.write_cache(state.latent, rows, context.slot_mapping)
+        ops.write_cache(state.latent, rows, context.slot_mapping, None)
         if self.indexer is None:
             return
         key = self.indexer.k_norm(self.indexer.wk(hidden))[:, None]
         rows = self.rotate_index(key, cos, sin)[:, 0]
-        ops.write_cache(state.index, rows, context.slot_mapping)
+        ops.write_cache(state.index, rows, context.slot_mapping, None)
 
     def _choose(
         self,

@@ -71,7 +71,7 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
 @operator()
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, k_scale: None, v_scale: None,
 ) -> Plan:  # fmt: skip
     """One launch.
 

@@ -29,7 +29,7 @@ def write_cache_kernel(  # type: ignore[no-untyped-def]
 
 
 @operator()
-def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> Plan:
+def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: None) -> Plan:
     """One launch.
 
     Raises:
