@@ -60,12 +60,13 @@ def check_family(row: Row, machine: Machine, directory: Path) -> Row:
 
 
 def check_shape(row: Row, machine: Machine, directory: Path) -> Row:
-    """Compile the first layers of a measured shape, random weights, and compare each step."""
+    """Compile the first layers of a measured shape, random weights, and compare each step; of one
+    request, whose few rows have kernels of their own."""
     if not directory.is_dir():
         loaded, _ = build(row.shape, machine.device, LAYERS, accepting=False)
         save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
         del loaded
-    ours, steps, backend = compile_beside(directory, machine, 3)
+    ours, steps, backend = compile_beside(directory, machine, 3, batch_buckets=(1,))
     ours.generate(PROMPTS, NEW_TOKENS)
     return _fill(row, steps.found.faults(steps.experts), steps, backend)
 
@@ -139,10 +140,8 @@ def compile_beside(
 def _compile(
     directory: Path, backend: Any, *, spec_tokens: int, dtype: str, **more: Any
 ) -> tuple[SpecModel, Probed]:
-    options = CompileOptions(
-        spec_tokens=spec_tokens, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
-        **more,
-    )  # fmt: skip
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 16, "prefill_chunk": 8}
+    options = CompileOptions(spec_tokens=spec_tokens, **sizes | more)  # fmt: skip
     loaded = place(load(directory, dtype, spec_tokens > 0), backend.device)
     program = StepCompiler(loaded, options, backend).compile()
     return SpecModel(loaded.served(), options, program), backend

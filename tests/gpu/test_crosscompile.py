@@ -265,4 +265,6 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ],
         ["acc_ptr", "stats_ptr"],
         ["out_ptr"],
+        ["out_ptr"],
+        ["out_ptr", "total_ptr"],
     ]
