@@ -66,7 +66,7 @@ def _norm_of(x: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The sum with a norm whose norm a linear reads alone; None if it reads something else."""
     if not is_call(x, GETITEM) or x.args[1] != 1 or x.users.keys() != {reader}:
         return None
-    norm = x.args[0]
+    norm: Any = x.args[0]
     return norm if is_call(norm, _ADD_NORM) and operands(norm, _ADD_NORM, 5)[0] else None
 
 
