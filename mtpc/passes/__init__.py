@@ -15,6 +15,7 @@ from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
@@ -58,6 +59,7 @@ def full_pipeline(
         FuseElementwise(),
         FuseDraftEntry(),
         FuseHeadMax(),
+        LowerChoices(),
         FuseLinearChains(),
         SkipIdleRows(),
     )
