@@ -336,6 +336,14 @@ def _accept(new: Inputs) -> Iterator[Arguments]:
     yield *choices, *lengths, *limits, third, third & False
 
 
+def _topk(new: Inputs) -> Iterator[Arguments]:
+    """Rows with ties, and one with what is no number; groups of a router's scores."""
+    x = (4 * new.normal(7, 250)).round() / 4
+    x[3, 40::60] = torch.nan
+    yield x, 8
+    yield new.uniform(5, 8, 32), 2
+
+
 def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(5, 4, 4), 20, 1e-6
 
@@ -363,6 +371,7 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
+    "topk": (_topk, ALL),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
     "slot_attention": (_slot_attention, ALL),
 }

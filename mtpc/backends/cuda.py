@@ -32,6 +32,7 @@ from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.store.entries import EntryStore
@@ -51,6 +52,7 @@ ENABLES = (
     FuseElementwise.name,
     FuseDraftEntry.name,
     FuseSkinnyLinears.name,
+    LowerChoices.name,
 )
 """Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""
 

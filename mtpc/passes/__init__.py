@@ -16,6 +16,7 @@ from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
@@ -60,6 +61,7 @@ def full_pipeline(
         FuseDraftEntry(),
         FuseHeadMax(),
         FuseSkinnyLinears(),
+        LowerChoices(),
         FuseLinearChains(),
         SkipIdleRows(),
     )

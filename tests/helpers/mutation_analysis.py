@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture, slotted, skinny,
+        grouped_mixture, slotted, skinny, routed,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -64,6 +64,7 @@ class Step(nn.Module):
             ops.slot_attention(*slotted),
             ops.skinny_linear(*skinny, None),
             *ops.norm_linear(skinny[0], skinny[0], *added[2:], False, skinny[1], None, True),
+            *ops.topk(*routed),
         )
 
 
@@ -144,6 +145,7 @@ def main() -> None:
                 *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
             (new(2, 80), new(96, 80)),
+            (new(8, 4, 8, dtype=torch.float32), 2),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

@@ -236,6 +236,16 @@ def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
+def _route(
+    tokens: int, experts: int, groups: int, count: int, dtype: torch.dtype = FP32
+) -> list[Launch]:
+    """A choice in each group of experts, and one among all."""
+    return [
+        *plan("topk", _fake(tokens, groups, experts // groups, dtype=dtype), 2)[0],
+        *plan("topk", _fake(tokens, experts, dtype=dtype), count)[0],
+    ]
+
+
 def _sample(
     tokens: int,
     vocab: int,
@@ -337,6 +347,8 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),
     "acceptance, 64 x 1 rows": lambda: _accept(64, 1),
     "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),
+    "DeepSeek-V3's router, 4 rows": lambda: _route(4, 256, 8, 8),
+    "the widest router, prompt of 512, float16": lambda: _route(512, 1024, 1, 16, FP16),
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "choice among GLM-4.5's tokens, 1 x 5 rows, float16": lambda: _sample(
         5, 151_552, dtype=FP16, rows_each=5
