@@ -266,4 +266,6 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["acc_ptr", "stats_ptr"],
         ["out_ptr"],
         ["places_ptr", "values_ptr"],
+        ["firsts_ptr", "peaks_ptr"],
+        ["places_ptr", "values_ptr"],
     ]
