@@ -344,6 +344,14 @@ def _topk(new: Inputs) -> Iterator[Arguments]:
     yield new.uniform(5, 8, 32), 2
 
 
+def _row_max(new: Inputs) -> Iterator[Arguments]:
+    """Rows with ties, and one with what is no number; part of a wider row."""
+    x = (4 * new.normal(5, 20_000)).round() / 4
+    x[3, 9_000::5_000] = torch.nan
+    yield (x,)
+    yield (new.normal(3, 9_000)[:, 500:],)
+
+
 def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(5, 4, 4), 20, 1e-6
 
@@ -372,6 +380,7 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
     "topk": (_topk, ALL),
+    "row_max": (_row_max, ALL),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
     "slot_attention": (_slot_attention, ALL),
 }

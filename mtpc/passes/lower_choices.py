@@ -1,4 +1,4 @@
-"""lower-choices: how routers choose experts, by an operator with a GPU kernel of its own."""
+"""lower-choices: how routers and greedy heads choose, by operators with kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.ops.largest import TOPK_COUNT, TOPK_WIDTH
-from mtpc.passes.base import Policy, emit, is_call
+from mtpc.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
+from mtpc.passes.base import GETITEM, Policy, emit, is_call
+from mtpc.passes.patterns import operands
 
 aten = torch.ops.aten
 
@@ -21,14 +22,21 @@ class LowerChoices:
 
     A router's `topk` becomes `mtpc::topk`: ATen's kernels for it are made for long rows, and take
     several launches. Of equal numbers ATen may choose any, and the operator chooses the first.
-    Wider rows, and longer choices, stay ATen's. On by default on GPUs.
+    Wider rows, and longer choices, stay ATen's.
+
+    The largest of a row of logits becomes `mtpc::row_max`, which has many programs for a row.
+    Inductor has one, and for short rows it stays Inductor's. On by default on GPUs.
     """
 
     name: ClassVar[str] = "lower-choices"
     policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
-        return sum(_lower_topk(graph.graph, node) for node in list(graph.graph.nodes))
+        return sum(
+            lower(graph.graph, node)
+            for node in list(graph.graph.nodes)
+            for lower in (_lower_topk, _lower_max)
+        )
 
 
 def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
@@ -41,7 +49,25 @@ def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if x.meta["val"].shape[-1] > TOPK_WIDTH or not 0 < count <= TOPK_COUNT:
         return False
-    _exchange(graph, node, torch.ops.mtpc.topk.default, (x, count))
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(emit(graph, torch.ops.mtpc.topk.default, (x, count), node))
+    graph.erase_node(node)
+    return True
+
+
+def _lower_max(graph: fx.Graph, node: fx.Node) -> bool:
+    """Exchange the largest of wide rows, or its place; returns whether it did."""
+    if not is_call(node, aten.max.dim, aten.argmax.default):
+        return False
+    x, dim = operands(node, node.target, 2)
+    if x is None or not _chooses_in_rows(x, dim) or x.meta["val"].shape[-1] < LEAST_ROW_MAX:
+        return False
+    with graph.inserting_before(node):
+        both = emit(graph, torch.ops.mtpc.row_max.default, (x,), node)
+        if node.target is aten.argmax.default:
+            both = emit(graph, GETITEM, (both, 1), node)
+    node.replace_all_uses_with(both)
+    graph.erase_node(node)
     return True
 
 
@@ -50,9 +76,3 @@ def _chooses_in_rows(x: fx.Node, dim: Any) -> bool:
     value: Tensor = x.meta["val"]
     is_last = value.dim() > 0 and dim in (-1, value.dim() - 1)
     return is_last and value.is_floating_point() and value.dtype.itemsize in (2, 4)
-
-
-def _exchange(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        node.replace_all_uses_with(emit(graph, target, args, node))
-    graph.erase_node(node)

@@ -268,4 +268,6 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["out_ptr"],
         ["out_ptr", "total_ptr"],
         ["places_ptr", "values_ptr"],
+        ["firsts_ptr", "peaks_ptr"],
+        ["places_ptr", "values_ptr"],
     ]

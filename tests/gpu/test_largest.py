@@ -76,6 +76,37 @@ def test_topk_is_one_launch_of_a_warp_a_row() -> None:
     assert (launch.grid, launch.threads) == ((32, 1, 1), 32)
 
 
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("width", [1, 1000, 1024, 1025, 9001, 70_000])
+def test_row_max_is_its_reference(width: int, dtype: torch.dtype) -> None:
+    """The first of equals, within a block and of several blocks; NaN above all."""
+    far = torch.zeros(3, width, dtype=dtype)
+    far[0, -1] = far[1, width // 2 :] = 1
+    far[2, width // 2] = torch.nan
+    for x in (
+        random(4, width, dtype=dtype),
+        (2 * random(4, width)).round().to(dtype),
+        _odd_rows(6, width, dtype),
+        far,
+        torch.full((2, width), torch.nan, dtype=dtype),
+        torch.full((2, width), -torch.inf, dtype=dtype),
+    ):
+        values, places = found = OURS.row_max(x)
+        _equal(found, REFERENCE.row_max(x))
+        _equal([values], [x.gather(-1, places[:, None])[:, 0]])
+
+
+def test_row_max_of_rows_that_are_not_adjacent_and_of_one() -> None:
+    x = random(2, 3, 5000)
+    for rows in (x, x[..., 900:3000], x.transpose(0, 1), x[0, :, ::3], x[0, 0], x[:, :0]):
+        _equal(OURS.row_max(rows), REFERENCE.row_max(rows))
+
+
+def test_row_max_has_a_program_for_each_block_and_one_for_each_row() -> None:
+    launches, _ = plan("row_max", random(2, 2, 102_400))
+    assert [launch.grid for launch in launches] == [(4, 100, 1), (4, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("width", "count", "reason"),
     [(1024, 16, None), (1025, 16, "16 of 1025; it takes up to 16 of 1024"),
@@ -96,3 +127,4 @@ def test_schemas_and_fakes() -> None:
     for namespace in (OURS, torch.ops.mtpc_loaded):
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(namespace.topk.default, (random(3, 2, 64), 4), test_utils=tests)
+        torch.library.opcheck(namespace.row_max.default, (random(3, 2, 64),), test_utils=tests)

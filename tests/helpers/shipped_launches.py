@@ -349,6 +349,10 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),
     "DeepSeek-V3's router, 4 rows": lambda: _route(4, 256, 8, 8),
     "the widest router, prompt of 512, float16": lambda: _route(512, 1024, 1, 16, FP16),
+    "the largest of GLM-4.5's logits, 5 rows": lambda: plan("row_max", _fake(5, 151_552))[0],
+    "the largest of float32 logits, 64 rows": lambda: plan("row_max", _fake(64, 8192, dtype=FP32))[
+        0
+    ],
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "choice among GLM-4.5's tokens, 1 x 5 rows, float16": lambda: _sample(
         5, 151_552, dtype=FP16, rows_each=5

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.batches import bf16
 from helpers.small_graphs import check_pass, small_graph
+from helpers.tiny import make_checkpoint
 from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor
 
@@ -43,6 +44,7 @@ def test_of_equal_numbers_the_first_comes_first() -> None:
 def test_schemas_and_fakes() -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(OPS.topk.default, (bf16(3, 2, 8), 2), test_utils=tests)
+    torch.library.opcheck(OPS.row_max.default, (bf16(3, 2, 8),), test_utils=tests)
 
 
 # ---- The pass --------------------------------------------------------------------------------
@@ -88,6 +90,44 @@ def test_other_choices_stay(
     assert graph.text() == text
 
 
+def _max(x: Tensor, out: Tensor) -> None:
+    best, places = x.max(-1)
+    out.copy_(torch.where(torch.isfinite(best), places, -1))
+
+
+def _argmax(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("body", "before", "after"),
+    [
+        (_max, "max[] getitem[3] getitem[3]", "row_max[] getitem[3] getitem[3]"),
+        (_argmax, "argmax[3]", "row_max[] getitem[3]"),
+    ],
+)
+def test_a_heads_choice_becomes_an_operator(
+    body: Callable[..., None], before: str, after: str
+) -> None:
+    x = bf16(3, 8192)
+    x[1, 7000] = torch.nan
+    rest = " isfinite[3] where[3] copy_[3]" if body is _max else " copy_[3]"
+    check_pass(_graph(body, x, (3,)), LowerChoices(), before + rest, after + rest, rewrites=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((3, 8191), dict(dim=-1)), ((8192, 3), dict(dim=0)), ((3, 8192), dict(dim=-1, keepdim=True)),
+     ((1, 8192), dict())],
+)  # fmt: skip
+def test_other_maxima_stay(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(x.argmax(**options))
+
+    x = bf16(*shape)
+    assert LowerChoices().apply(_graph(body, x, tuple(x.argmax(**options).shape))) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_numbers_without_a_kernel_stay(dtype: torch.dtype) -> None:
     def body(x: Tensor, out: Tensor) -> None:
@@ -108,6 +148,15 @@ def test_no_choice_of_a_router_is_left(family: str, checkpoint: Callable[..., Pa
     ]
     assert len(chosen[0]) == len(chosen[1]) > 0
     assert not [n for n in after.graph.nodes if n.target is torch.ops.aten.topk.default]
+
+
+def test_no_choice_of_a_head_is_left(tmp_path: Path) -> None:
+    """The target's and the draft's; of as many tokens as make it worth it."""
+    directory = make_checkpoint("mimo", tmp_path, vocab_size=8192)
+    graph = rewritten(directory, backend=EagerBackend(), enabled_passes=ENABLED)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("mtpc.row_max.default") == 2
+    assert not {"aten.max.dim", "aten.argmax.default"} & {*names}
 
 
 @pytest.mark.slow
