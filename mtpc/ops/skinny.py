@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from mtpc.ops.fused import add_rms_norm, silu_and_mul
 
-MOST_ROWS = 4
-"""Of a call. With more, tensor cores are faster."""
+MOST_ROWS, MOST_NORM_ROWS = 4, 2
+"""Of a call, and of one with a norm. With more, tensor cores are faster."""
 WIDTH_MULTIPLE = 8
 """Of inputs: kernels read 16 bytes at once."""
 

@@ -10,7 +10,7 @@ from torch import fx
 
 import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
+from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
 from mtpc.passes.patterns import is_narrow, operands
 
@@ -25,8 +25,9 @@ class FuseSkinnyLinears:
     """Replace linears of a few bfloat16 rows by `mtpc::skinny_linear`, and those that alone read a
     residual sum's norm by `mtpc::norm_linear`, with the SwiGLU that alone reads their result.
 
-    It looks for the norms and activations that fuse-elementwise emits. For backends with such
-    kernels (cuda).
+    Of three or four rows it takes only linears with no more features than inputs, those that a
+    library cuts along the inputs: what is fastest was measured on an H100. It looks for the norms
+    and activations that fuse-elementwise emits. For backends with such kernels (cuda).
     """
 
     name: ClassVar[str] = "fuse-skinny-linears"
@@ -36,9 +37,10 @@ class FuseSkinnyLinears:
         rewrites = 0
         for node in list(graph.graph.nodes):
             x, weight, bias = operands(node, aten.linear.default, 3)
-            if x is None or not _is_skinny(x, weight):
+            rows = _rows_of(x, weight)
+            if rows is None:
                 continue
-            norm = _norm_of(x, node)
+            norm = _norm_of(x, node) if rows <= MOST_NORM_ROWS else None
             if norm is None:
                 with graph.graph.inserting_before(node):
                     args = (x, weight, *([] if bias is None else [bias]))
@@ -53,13 +55,14 @@ class FuseSkinnyLinears:
         return rewrites
 
 
-def _is_skinny(x: Any, weight: Any) -> bool:
-    """Whether a linear is one for such a kernel."""
+def _rows_of(x: Any, weight: Any) -> int | None:
+    """Rows of a linear for such a kernel; None of any other."""
     if not is_narrow(x) or weight.op != "get_attr":
-        return False
-    value = x.meta["val"]
-    rows, width = value.numel() // value.shape[-1], value.shape[-1]
-    return 0 < rows <= MOST_ROWS and width % WIDTH_MULTIPLE == 0
+        return None
+    features, width = weight.meta["val"].shape
+    rows = x.meta["val"].numel() // width
+    most = MOST_ROWS if features <= width else MOST_NORM_ROWS
+    return rows if 0 < rows <= most and width % WIDTH_MULTIPLE == 0 else None
 
 
 def _norm_of(x: fx.Node, reader: fx.Node) -> fx.Node | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import bf16
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from benchmarks.gpu.machine import NullMachine
@@ -97,24 +98,41 @@ def test_schemas_and_fakes() -> None:
 # ---- The pass --------------------------------------------------------------------------------
 
 
-def calls(directory: Path, key: StepKey) -> list[str]:
-    options = CompileOptions(
-        spec_tokens=key.spec_tokens, batch_buckets=(key.bucket.num_reqs,), max_len=64
-    )
+def rewritten(directory: Path, key: StepKey) -> list[fx.Node]:
+    """Calls of a step."""
+    sizes = {"batch_buckets": (key.bucket.num_reqs,), "max_len": 64}
+    options = CompileOptions(spec_tokens=key.spec_tokens, **sizes)  # type: ignore[arg-type]
     compiler = StepCompiler(load(directory, "bfloat16", True), options, NullMachine().backend())
     graph = compiler.rewritten(key).graph
-    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [node for node in graph.nodes if node.op == "call_function"]
 
 
-def test_each_linear_of_few_rows_is_one(checkpoint: Callable[..., Path]) -> None:
-    found = calls(checkpoint("mimo", "random"), StepKey.decode(1, 3))
-    assert "aten.linear.default" not in found
-    # Of three layers, one of them the draft's, which runs three times.
-    assert found.count("mtpc.norm_linear.default") > found.count("mtpc.add_rms_norm.default")
-    assert "mtpc.silu_and_mul.default" not in found
+def names(nodes: list[fx.Node]) -> Counter[str]:
+    return Counter(str(node.target).removesuffix(".default") for node in nodes)
+
+
+def test_each_linear_of_one_or_two_rows_is_one(checkpoint: Callable[..., Path]) -> None:
+    found = names(rewritten(checkpoint("mimo", "random"), StepKey.decode(1, 1)))
+    assert not found["aten.linear"] + found["mtpc.silu_and_mul"]
+    assert found["mtpc.norm_linear"]
+    assert found["mtpc.skinny_linear"]
+
+
+def test_of_four_rows_those_with_many_features_stay(checkpoint: Callable[..., Path]) -> None:
+    """The target's; a draft has one row."""
+    nodes = rewritten(checkpoint("mimo", "random"), StepKey.decode(1, 3))
+    left = [node for node in nodes if node.target is torch.ops.aten.linear.default]
+    assert left
+    for node in left:
+        features, width = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        assert features > width
+        assert len(node.meta["val"].flatten(0, -2)) == 4
+    found = names(nodes)
+    assert found["mtpc.skinny_linear"]
+    assert found["mtpc.norm_linear"]
 
 
 def test_linears_of_more_rows_stay(checkpoint: Callable[..., Path]) -> None:
-    found = calls(checkpoint("mimo", "random"), StepKey.decode(MOST_ROWS + 1, 0))
-    assert "aten.linear.default" in found
-    assert not [name for name in found if "skinny" in name or "norm_linear" in name]
+    found = names(rewritten(checkpoint("mimo", "random"), StepKey.decode(MOST_ROWS + 1, 0)))
+    assert found["aten.linear"]
+    assert not found["mtpc.skinny_linear"] + found["mtpc.norm_linear"]
