@@ -1,6 +1,8 @@
 """The rows of benchmarks.gpu's CSV files as a record, made on the machine that measured them.
 
-python -m benchmarks.gpu_record gpu.csv more.csv --out benchmarks/results/h100/gpu.json
+    python -m benchmarks.gpu_record first.csv second.csv --out benchmarks/results/h100/gpu.json
+
+The stem of a file's name is the run that its rows are of.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from benchmarks.harness.results import Record, Table, add_result_files, publish
 
 _WORDS = {"part", "device", "shape", "engine", "note"}
 _CHECKS = ("ops", "gate", "sampling", "aot")
-COLUMNS = ("part", "shape", "of", "K", "batch", "ms a step", "ms on the device", "host us",
+COLUMNS = ("run", "part", "shape", "of", "K", "batch", "ms a step", "ms on the device", "host us",
            "kernels", "tokens/s", "accepted", "of bandwidth", "note")  # fmt: skip
 
 
@@ -40,7 +42,8 @@ def read(path: Path) -> Iterable[dict[str, Any]]:
     """Rows of a file, numbers as such; what is empty is left out."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            yield {name: _value(name, text) for name, text in row.items() if text}
+            found = {name: _value(name, text) for name, text in row.items() if text}
+            yield {"run": path.stem, **found}
 
 
 def _value(name: str, text: str) -> str | float | bool:
@@ -50,10 +53,10 @@ def _value(name: str, text: str) -> str | float | bool:
 
 
 def table(record: Record) -> Table:
-    """The timed rows and the checks of steps; operators and a profile's kernels are counted."""
+    """The timed rows; checks are counted, and a profile's kernels are in the record alone."""
     rows = record["rows"]
-    shown = [_cells(row) for row in rows if row["part"] not in ("ops", "kernel")]
-    notes = [f"{part}: {_passed(rows, part)}" for part in _CHECKS]
+    shown = [_cells(row) for row in rows if row["part"] in ("time", "speed", "profile")]
+    notes = [*record.get("notes", ()), *(f"{part}: {_passed(rows, part)}" for part in _CHECKS)]
     notes += [
         "of bandwidth: bytes of the weights that a step reads (of a kernel alone: of all that it "
         "must read), over the time on the device, against the bandwidth of a copy just before.",
@@ -63,22 +66,22 @@ def table(record: Record) -> Table:
 
 
 def _passed(rows: Iterable[Mapping[str, Any]], part: str) -> str:
-    found = Counter(row.get("passed") for row in rows if row["part"] == part)
-    return f"{found[True]} of {found.total()} cases passed"
+    checks = [row for row in rows if row["part"] == part]
+    passed = Counter(bool(row["passed"]) for row in checks)
+    names = ", ".join(sorted({row["shape"] for row in checks}))
+    return f"{passed[True]} of {len(checks)} cases passed: {names}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     def show(name: str, form: str, scale: float = 1) -> str:
         return format(scale * row[name], form) if name in row else ""
 
-    note = "FAILED" if row.get("passed") is False else "passed" if "passed" in row else ""
-    if row["part"] == "time":
-        note = row.get("note", "")
     return [
-        row["part"], row["shape"], row["engine"], show("spec_tokens", ".0f"), show("batch", ".0f"),
+        row["run"], row["part"], row["shape"], row["engine"], show("spec_tokens", ".0f"), show("batch", ".0f"),
         show("ms_step", ".3f"), show("ms_device", ".4f"), show("host_us", ".0f"),
         show("kernels", ".0f"), show("tokens_per_s", ".0f"), show("acceptance", ".0%"),
-        show("of_bandwidth", ".0%"), note,
+        show("of_bandwidth", ".0%"),
+        row.get("note", ""),
     ]  # fmt: skip
 
 
