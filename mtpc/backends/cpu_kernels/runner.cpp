@@ -101,8 +101,9 @@ class Tape : public torch::CustomClassHolder {
   explicit Tape(int64_t arena_bytes)
       : arena_(at::empty({arena_bytes}, at::TensorOptions(at::kByte))) {}
 
-  /// Memory of a tensor from outside; returns the number of the storage.
-  int64_t bound(at::Tensor tensor) {
+  /// Memory of a tensor from outside, and whether calls may write it; returns the number of the
+  /// storage.
+  int64_t bound(at::Tensor tensor, bool is_writable) {
     TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided, "tapes take tensors of the CPU");
     const int64_t size = tensor.element_size();
     int64_t extent = tensor.numel() > 0;
@@ -110,14 +111,14 @@ class Tape : public torch::CustomClassHolder {
       extent += (tensor.size(dim) - 1) * tensor.stride(dim);
     }
     return add({tensor.storage(), tensor.storage_offset() * size, extent * size,
-                tensor.scalar_type(), /*is_returned=*/false});
+                tensor.scalar_type(), /*is_returned=*/false, is_writable});
   }
 
   /// A part of the arena.
   int64_t planned(int64_t offset, int64_t bytes) {
     TORCH_CHECK(offset >= 0 && bytes >= 0 && offset <= arena_.numel() - bytes && offset % 64 == 0,
                 "a tape's memory from byte ", offset, " is outside its arena");
-    return add({arena_.storage(), offset, bytes, {}, false});
+    return add({arena_.storage(), offset, bytes, {}, false, true});
   }
 
   /// Memory that a call returns.
@@ -125,7 +126,7 @@ class Tape : public torch::CustomClassHolder {
     TORCH_CHECK(bytes >= 0, "a tape's storage has ", bytes, " bytes");
     auto impl = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, at::kCPU), nullptr, false);
-    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true});
+    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true, true});
   }
 
   /// Memory with numbers that never change: integers, or the bits of doubles.
@@ -136,7 +137,7 @@ class Tape : public torch::CustomClassHolder {
     at::Tensor held = at::empty({count(values)}, at::TensorOptions(at::kLong));
     std::copy(values.begin(), values.end(), held.mutable_data_ptr<int64_t>());
     if (at::isFloatingType(type)) held = held.view(at::kDouble);
-    return bound(held.to(type));
+    return bound(held.to(type), /*is_writable=*/false);
   }
 
   /// A tensor, or a view, in a storage; returns its number.
@@ -207,7 +208,7 @@ class Tape : public torch::CustomClassHolder {
     map.arithmetic = static_cast<Arithmetic>(arithmetic);
     const int64_t wanted = map.function < Function::kAdd ? 1 : map.function < Function::kWhere ? 2 : 3;
     TORCH_CHECK(count(operands) == 1 + 2 * wanted, "a tape's function has other operands");
-    const at::Tensor& out = slot(operands[0]);
+    const at::Tensor& out = written(operands[0]);
     set_shape(map, out.sizes());
     point(call, &map.operands[0], operands[0], out.strides());
     for (int64_t k = 0; k < wanted; ++k) {
@@ -233,7 +234,7 @@ class Tape : public torch::CustomClassHolder {
     Fold& fold = *call.instruction;
     fold.folding = static_cast<Folding>(folding);
     fold.arithmetic = static_cast<Arithmetic>(arithmetic);
-    const at::Tensor &out = slot(result), &in = slot(from);
+    const at::Tensor &out = written(result), &in = slot(from);
     TORCH_CHECK(dim >= 0 && dim < in.dim() && in.size(dim) > 0, "a tape folds no dimension");
     Numbers wanted = in.sizes().vec();
     if (fold.folding != Folding::kScan) wanted[dim] = 1;
@@ -253,6 +254,7 @@ class Tape : public torch::CustomClassHolder {
                           find_function<void(const MoveRows&)>("mtpc_move_rows")};
     MoveRows& move = *call.instruction;
     const at::Tensor &to = slot(rows), &from = slot(table);
+    written(into_table ? table : rows);
     const int64_t n = count(indices);
     TORCH_CHECK(n > 0 && n <= kMostIndices && n <= from.dim() && to.dtype() == from.dtype(),
                 "a tape moves no rows");
@@ -301,7 +303,7 @@ class Tape : public torch::CustomClassHolder {
     int64_t offset, bytes;
     /// What a bound tensor's elements are.
     std::optional<at::ScalarType> dtype;
-    bool is_returned;
+    bool is_returned, is_writable;
   };
 
   template <class T>
@@ -335,6 +337,14 @@ class Tape : public torch::CustomClassHolder {
   const at::Tensor& slot(int64_t number) const {
     TORCH_CHECK(number >= 0 && number < count(tensors_), "a tape has no tensor ", number);
     return tensors_[number];
+  }
+
+  /// A tensor that a call writes.
+  const at::Tensor& written(int64_t number) const {
+    const at::Tensor& tensor = slot(number);
+    TORCH_CHECK(storages_[storage_of_[number]].is_writable, "a call writes tensor ", number,
+                ", which lies in a weight or in numbers that never change");
+    return tensor;
   }
 
   static void check_kind(int64_t function, int64_t count, int64_t arithmetic) {
@@ -388,7 +398,8 @@ class Tape : public torch::CustomClassHolder {
     torch::jit::Stack stack;
     size_t at = 0;
     for (const c10::Argument& argument : schema.arguments()) {
-      stack.push_back(read_value(code, at, texts, argument.type()));
+      const bool writes = argument.alias_info() && argument.alias_info()->isWrite();
+      stack.push_back(read_value(code, at, texts, argument.type(), writes));
     }
     TORCH_CHECK(at == code.size(), "a tape's call of ", schema.name(), " has more arguments");
     schema.checkAndNormalizeInputs(stack);
@@ -401,13 +412,13 @@ class Tape : public torch::CustomClassHolder {
   }
 
   IValue read_value(const Numbers& code, size_t& at, const std::vector<std::string>& texts,
-                    const c10::TypePtr& type) const {
+                    const c10::TypePtr& type, bool writes) const {
     const int64_t tag = next(code, at);
     if (tag == kNothing) return {};
     const int64_t value = next(code, at);
     switch (tag) {
       case kTensor:
-        return slot(value);
+        return writes ? written(value) : slot(value);
       case kInteger:
         return value;
       case kReal:
@@ -419,18 +430,18 @@ class Tape : public torch::CustomClassHolder {
         return texts[value];
       default:
         TORCH_CHECK(tag == kList && value >= 0, "a tape's argument is of kind ", tag);
-        return read_list(code, at, value, texts, type);
+        return read_list(code, at, value, texts, type, writes);
     }
   }
 
   IValue read_list(const Numbers& code, size_t& at, int64_t length,
-                   const std::vector<std::string>& texts, c10::TypePtr type) const {
+                   const std::vector<std::string>& texts, c10::TypePtr type, bool writes) const {
     if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     const auto list = type->cast<c10::ListType>();
     TORCH_CHECK(list, "a tape gives a list in the place of ", type->str());
     c10::impl::GenericList made(list->getElementType());
     for (int64_t i = 0; i < length; ++i) {
-      made.push_back(read_value(code, at, texts, list->getElementType()));
+      made.push_back(read_value(code, at, texts, list->getElementType(), writes));
     }
     return made;
   }
