@@ -265,6 +265,39 @@ def test_a_result_lies_in_no_weight(way: str, place: str) -> None:
     assert torch.equal(given["weight"], before)
 
 
+_NEG: Entry = ("aten", "aten::neg", "", [TENSOR, 1], [], [2])
+_COPY: Entry = ("map", FUNCTIONS.index("copy"), FLOATS, [0, 1, 3])
+_READS: Entry = ("aten", "aten::copy_", "", [TENSOR, 0, TENSOR, 3, BOOLEAN, 0], [], [])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "calls", "said"),
+    [
+        (32, [_NEG, _COPY, _READS], None),
+        (32, [_COPY, _NEG], "no call has returned"),
+        (32, [_READS, _NEG], "no call has returned"),
+        (32, [_NEG, ("release", [2]), _COPY], "no call has returned"),
+        (36, [_NEG, _COPY], "a call returned Float"),
+        (28, [_NEG, _COPY], "ends at byte 32"),
+    ],
+)
+def test_returned_memory_is_there_and_no_smaller(
+    nbytes: int, calls: list[Entry], said: str | None
+) -> None:
+    """What a call is to return is read behind that call alone, and only as far as it goes."""
+    given = {"batch.out": torch.zeros(2, 4), "x": numbers(2, 4)}
+    memory: list[Entry] = [("bound", "batch.out"), ("bound", "x"), ("returned", nbytes)]
+    tensors = [("tensor", storage, 6, [2, 4], [4, 1], 0) for storage in (0, 1, 2)]
+    to_its_end = ("tensor", 2, 6, [2, 4], [4, 1], max(nbytes - 32, 0) // 4)
+    text = write_tape(0, [*memory, *tensors, to_its_end, *calls])
+    if said is None:
+        open_tape(text, given.__getitem__)()
+        assert torch.equal(given["batch.out"], -given["x"])
+    else:
+        with pytest.raises((BackendError, RuntimeError), match=said):
+            open_tape(text, given.__getitem__)()
+
+
 @pytest.fixture(scope="module")
 def graph() -> StepGraph:
     def body(out: Tensor, x: Tensor, packed: Tensor) -> None:

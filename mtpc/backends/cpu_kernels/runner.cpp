@@ -126,7 +126,7 @@ class Tape : public torch::CustomClassHolder {
     TORCH_CHECK(bytes >= 0, "a tape's storage has ", bytes, " bytes");
     auto impl = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, at::kCPU), nullptr, false);
-    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true, true});
+    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true, true, /*is_there=*/false});
   }
 
   /// Memory with numbers that never change: integers, or the bits of doubles.
@@ -286,6 +286,7 @@ class Tape : public torch::CustomClassHolder {
     for (const int64_t each : storages) {
       TORCH_CHECK(each >= 0 && each < count(storages_) && storages_[each].is_returned,
                   "a tape frees storage ", each);
+      storages_[each].is_there = false;
     }
     calls_.push_back(Release{std::move(storages)});
   }
@@ -304,6 +305,8 @@ class Tape : public torch::CustomClassHolder {
     /// What a bound tensor's elements are.
     std::optional<at::ScalarType> dtype;
     bool is_returned, is_writable;
+    /// Whether the calls so far have returned it, and not released it.
+    bool is_there = true;
   };
 
   template <class T>
@@ -339,9 +342,17 @@ class Tape : public torch::CustomClassHolder {
     return tensors_[number];
   }
 
+  /// A tensor that a call reads or writes.
+  const at::Tensor& used(int64_t number) const {
+    const at::Tensor& tensor = slot(number);
+    TORCH_CHECK(storages_[storage_of_[number]].is_there, "a call uses tensor ", number,
+                ", whose memory no call has returned");
+    return tensor;
+  }
+
   /// A tensor that a call writes.
   const at::Tensor& written(int64_t number) const {
-    const at::Tensor& tensor = slot(number);
+    const at::Tensor& tensor = used(number);
     TORCH_CHECK(storages_[storage_of_[number]].is_writable, "a call writes tensor ", number,
                 ", which lies in a weight or in numbers that never change");
     return tensor;
@@ -363,7 +374,7 @@ class Tape : public torch::CustomClassHolder {
   /// An operand that is a tensor.
   template <class Instruction>
   void point(Moving<Instruction>& call, Operand* operand, int64_t number, at::IntArrayRef strides) {
-    const at::Tensor& tensor = slot(number);
+    const at::Tensor& tensor = used(number);
     const Memory& memory = storages_[storage_of_[number]];
     const int64_t bytes = tensor.storage_offset() * tensor.element_size();
     operand->dtype = static_cast<int64_t>(tensor.scalar_type());
@@ -418,7 +429,7 @@ class Tape : public torch::CustomClassHolder {
     const int64_t value = next(code, at);
     switch (tag) {
       case kTensor:
-        return writes ? written(value) : slot(value);
+        return writes ? written(value) : used(value);
       case kInteger:
         return value;
       case kReal:
@@ -478,12 +489,14 @@ class Tape : public torch::CustomClassHolder {
 
   /// Tensors that take a call's results; -1 where one is not used, or where the call returns what it
   /// was given.
-  Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) const {
+  Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) {
     TORCH_CHECK(count(results) <= count(schema.returns()), "a tape takes ", results.size(),
                 " results of ", schema.name());
     for (const int64_t number : results) {
-      TORCH_CHECK(number == kNone || storages_[storage_of_[check(number)]].is_returned,
-                  "a tape's result has no memory to be returned");
+      if (number == kNone) continue;
+      Memory& memory = storages_[storage_of_[check(number)]];
+      TORCH_CHECK(memory.is_returned, "a tape's result has no memory to be returned");
+      memory.is_there = true;
     }
     return results;
   }
@@ -518,7 +531,6 @@ class Tape : public torch::CustomClassHolder {
   void run_call(Moving<Instruction>& call) {
     for (const Pointer& each : call.pointers) {
       char* data = static_cast<char*>(storages_[each.storage].storage.mutable_data());
-      TORCH_CHECK(data, "a tape reads memory that no call has returned");
       each.operand->data = data + each.bytes;
     }
     call.function(*call.instruction);
@@ -542,12 +554,14 @@ class Tape : public torch::CustomClassHolder {
   /// Takes over a result's memory, where it is what the tape says.
   void adopt(int64_t number, const at::Tensor& made) {
     const at::Tensor& wanted = tensors_[number];
+    const Memory& taken = storages_[storage_of_[number]];
     TORCH_CHECK(made.sizes() == wanted.sizes() && made.scalar_type() == wanted.scalar_type() &&
-                    same_places(made, wanted) && made.storage().use_count() == 1,
+                    same_places(made, wanted) && made.storage().use_count() == 1 &&
+                    static_cast<int64_t>(made.storage().nbytes()) >= taken.bytes,
                 "a call returned ", made.scalar_type(), made.sizes(), made.strides(),
                 " where the tape has ", wanted.scalar_type(), wanted.sizes(), wanted.strides());
     const c10::Storage memory = made.storage();
-    storages_[storage_of_[number]].storage.set_data_ptr_noswap(
+    taken.storage.set_data_ptr_noswap(
         const_cast<c10::Storage&>(memory).set_data_ptr(at::DataPtr(nullptr, at::kCPU)));
   }
 
