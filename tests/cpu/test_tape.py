@@ -277,7 +277,7 @@ _READS: Entry = ("aten", "aten::copy_", "", [TENSOR, 0, TENSOR, 3, BOOLEAN, 0], 
         (32, [_COPY, _NEG], "no call has returned"),
         (32, [_READS, _NEG], "no call has returned"),
         (32, [_NEG, ("release", [2]), _COPY], "no call has returned"),
-        (36, [_NEG, _COPY], "a call returned Float"),
+        (36, [_NEG, _COPY], r"returned Float.* in 32 bytes where .* in 36"),
         (28, [_NEG, _COPY], "ends at byte 32"),
     ],
 )

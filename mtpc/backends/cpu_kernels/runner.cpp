@@ -346,7 +346,7 @@ class Tape : public torch::CustomClassHolder {
   const at::Tensor& used(int64_t number) const {
     const at::Tensor& tensor = slot(number);
     TORCH_CHECK(storages_[storage_of_[number]].is_there, "a call uses tensor ", number,
-                ", whose memory no call has returned");
+                ", whose memory no call has returned, or one has released");
     return tensor;
   }
 
@@ -558,8 +558,9 @@ class Tape : public torch::CustomClassHolder {
     TORCH_CHECK(made.sizes() == wanted.sizes() && made.scalar_type() == wanted.scalar_type() &&
                     same_places(made, wanted) && made.storage().use_count() == 1 &&
                     static_cast<int64_t>(made.storage().nbytes()) >= taken.bytes,
-                "a call returned ", made.scalar_type(), made.sizes(), made.strides(),
-                " where the tape has ", wanted.scalar_type(), wanted.sizes(), wanted.strides());
+                "a call returned ", made.scalar_type(), made.sizes(), made.strides(), " in ",
+                made.storage().nbytes(), " bytes where the tape has ", wanted.scalar_type(),
+                wanted.sizes(), wanted.strides(), " in ", taken.bytes);
     const c10::Storage memory = made.storage();
     taken.storage.set_data_ptr_noswap(
         const_cast<c10::Storage&>(memory).set_data_ptr(at::DataPtr(nullptr, at::kCPU)));
