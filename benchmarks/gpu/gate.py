@@ -60,12 +60,13 @@ def check_family(row: Row, machine: Machine, directory: Path) -> Row:
 
 
 def check_shape(row: Row, machine: Machine, directory: Path) -> Row:
-    """Compile the first layers of a measured shape, random weights, and compare each step."""
+    """Compile the first layers of a measured shape, random weights, and compare each step; of one
+    request, whose few rows have kernels of their own."""
     if not directory.is_dir():
         loaded, _ = build(row.shape, machine.device, LAYERS, accepting=False)
         save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
         del loaded
-    ours, steps, backend = compile_beside(directory, machine, 3)
+    ours, steps, backend = compile_beside(directory, machine, 3, batch_buckets=(1,))
     ours.generate(PROMPTS, NEW_TOKENS)
     return _fill(row, steps.found.faults(steps.experts), steps, backend)
 
@@ -140,10 +141,9 @@ def compile_beside(
 def _compile(
     directory: Path, backend: Any, *, spec_tokens: int, dtype: str, **more: Any
 ) -> tuple[SpecModel, Probed]:
-    options = CompileOptions(
-        spec_tokens=spec_tokens, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
-        **tiny.drafter(directory), **more,
-    )  # fmt: skip
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 16, "prefill_chunk": 8}
+    given: dict[str, Any] = {**sizes, **tiny.drafter(directory), **more}
+    options = CompileOptions(spec_tokens=spec_tokens, **given)
     loaded = load(directory, dtype, spec_tokens > 0, draft=options.drafter)
     loaded = place(loaded, backend.device)
     for layer in loaded.mtp_layers[:1]:

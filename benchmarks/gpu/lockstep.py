@@ -23,7 +23,7 @@ from mtpc.capture.graph import StepGraph, get_tensor, set_tensor
 from mtpc.layout import RUNNING, StepKey
 from mtpc.program.program import Program
 
-_CHOOSE = ("aten.max.dim", "aten.argmax.default", "sample.default")
+_CHOOSE = ("aten.max.dim", "aten.argmax.default", "row_max.default", "sample.default")
 _FLOOR = 2.0**-9
 """Half a unit in the last place of bfloat16: an error below it is none."""
 _TIMES = 2.0

@@ -151,6 +151,23 @@ def _silu_and_mul(new: Inputs) -> Iterator[Arguments]:
     yield (new.normal(7, 2 * 1500),)
 
 
+def _skinny_linear(new: Inputs) -> Iterator[Arguments]:
+    """As many features as no block holds, and more inputs than one step of a program's loop."""
+    for rows in (1, 3):
+        yield new.normal(rows, 1160), new.normal(37, 1160) / 34, new.normal(37)
+        yield new.normal(rows, 1160), new.normal(37, 1160) / 34, None
+
+
+def _norm_linear(new: Inputs) -> Iterator[Arguments]:
+    """By a weight, with a bias; by 1 + weight; gated."""
+    for rows in (1, 4):
+        x, added, norm = new.normal(rows, 1160), new.normal(rows, 1160), new.normal(1160)
+        weight = new.normal(38, 1160) / 34
+        yield x, added, norm, 1e-5, False, weight, new.normal(38), False
+        yield x, added, norm, 1e-5, True, weight, None, False
+        yield x, added, norm, 1e-5, False, weight, None, True
+
+
 def _experts(new: Inputs) -> Iterator[Arguments]:
     for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
         weights = (new.normal(8, 256, 256) / 16, new.normal(8, 256, 128) / 11)
@@ -319,6 +336,22 @@ def _accept(new: Inputs) -> Iterator[Arguments]:
     yield *choices, *lengths, *limits, third, third & False
 
 
+def _topk(new: Inputs) -> Iterator[Arguments]:
+    """Rows with ties, and one with what is no number; groups of a router's scores."""
+    x = (4 * new.normal(7, 250)).round() / 4
+    x[3, 40::60] = torch.nan
+    yield x, 8
+    yield new.uniform(5, 8, 32), 2
+
+
+def _row_max(new: Inputs) -> Iterator[Arguments]:
+    """Rows with ties, and one with what is no number; part of a wider row."""
+    x = (4 * new.normal(5, 20_000)).round() / 4
+    x[3, 9_000::5_000] = torch.nan
+    yield (x,)
+    yield (new.normal(3, 9_000)[:, 500:],)
+
+
 def _sinkhorn(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(5, 4, 4), 20, 1e-6
 
@@ -331,6 +364,8 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "add_rms_norm": (_add_rms_norm, HALVES),
     "draft_entry": (_draft_entry, HALVES),
     "silu_and_mul": (_silu_and_mul, HALVES),
+    "skinny_linear": (_skinny_linear, HALVES),
+    "norm_linear": (_norm_linear, HALVES),
     "paged_attention": (_paged_attention, ALL),
     "latent_attention": (_latent_attention, ALL),
     "choose_slots": (_choose_slots, ALL),
@@ -344,6 +379,8 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
+    "topk": (_topk, ALL),
+    "row_max": (_row_max, ALL),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
     "slot_attention": (_slot_attention, ALL),
 }

@@ -68,7 +68,7 @@ def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "grouped_experts"})]
+    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "grouped_experts", "topk"})]
 )
 def test_int8_drafts_are_the_same(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]
@@ -80,7 +80,7 @@ def test_int8_drafts_are_the_same(
 
 @pytest.mark.parametrize(
     ("family", "of_layers"),
-    [("mimo", set()), pytest.param("glm4_moe", {"experts", "grouped_experts"}, marks=SLOW)],
+    [("mimo", set()), pytest.param("glm4_moe", {"experts", "grouped_experts", "topk"}, marks=SLOW)],
 )
 def test_steps_on_codes_emit_the_same_tokens(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]

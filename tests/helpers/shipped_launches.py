@@ -140,6 +140,18 @@ def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> 
     ]
 
 
+def _skinny(
+    rows: int, width: int, features: int, gated: bool = False, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """A linear with a bias; one behind a residual sum's norm, with SwiGLU behind it or not."""
+    x, weight = _fake(rows, width, dtype=dtype), _fake(features, width, dtype=dtype)
+    norm = _fake(width, dtype=dtype)
+    return [
+        *plan("skinny_linear", x, weight, _fake(features, dtype=dtype))[0],
+        *plan("norm_linear", x, x, norm, 1e-6, False, weight, None, gated)[0],
+    ]
+
+
 def _choose(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
     """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
     query = _fake(reqs * rows, 64, 128, dtype=dtype)
@@ -222,6 +234,16 @@ def _grouped_experts(
 
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
+
+
+def _route(
+    tokens: int, experts: int, groups: int, count: int, dtype: torch.dtype = FP32
+) -> list[Launch]:
+    """A choice in each group of experts, and one among all."""
+    return [
+        *plan("topk", _fake(tokens, groups, experts // groups, dtype=dtype), 2)[0],
+        *plan("topk", _fake(tokens, experts, dtype=dtype), count)[0],
+    ]
 
 
 def _sample(
@@ -325,6 +347,12 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),
     "acceptance, 64 x 1 rows": lambda: _accept(64, 1),
     "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),
+    "DeepSeek-V3's router, 4 rows": lambda: _route(4, 256, 8, 8),
+    "the widest router, prompt of 512, float16": lambda: _route(512, 1024, 1, 16, FP16),
+    "the largest of GLM-4.5's logits, 5 rows": lambda: plan("row_max", _fake(5, 151_552))[0],
+    "the largest of float32 logits, 64 rows": lambda: plan("row_max", _fake(64, 8192, dtype=FP32))[
+        0
+    ],
     "four streams, 16 rows": lambda: _sinkhorn(16, 4),
     "choice among GLM-4.5's tokens, 1 x 5 rows, float16": lambda: _sample(
         5, 151_552, dtype=FP16, rows_each=5
@@ -339,6 +367,11 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "the widest norms, float32": lambda: _norms(1, 16_384, dtype=torch.float32),
     "GLM-4.5's norm of heads, prompt of 512": lambda: _norm_of_parts(512, 14_336, 96, 128),
     "DeepSeek-V3's norm of latents, 4 rows": lambda: _norm_of_parts(4, 576, 512),
+    "a joint projection of the 8B shape, 1 row": lambda: _skinny(1, 4096, 6144),
+    "gate and up of the 8B shape, 4 rows": lambda: _skinny(4, 4096, 2 * 13_696, True),
+    "a down projection of the 8B shape, 2 rows, float16": lambda: _skinny(
+        2, 13_696, 4096, dtype=FP16
+    ),
     "GLM-4.5's activation and rotary of half a head, 4 rows": lambda: _elementwise(
         4, 12_288, 96, (128, 64)
     ),

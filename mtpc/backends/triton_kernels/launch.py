@@ -74,7 +74,8 @@ class Launch:
         grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
         arguments: tensors and integers by parameter name.
         constants: `tl.constexpr` parameters.
-        threads: in a program; as many warps on NVIDIA are half as many wavefronts on AMD.
+        threads: in a program; as many warps on NVIDIA are half as many wavefronts on AMD, one at
+            the least.
         num_stages: depth of software pipelining.
         choice: how else it may be run.
     """
@@ -102,7 +103,7 @@ def run(launches: Iterable[Launch]) -> None:
     """Launch in order on the current stream; under tracing, leave the kernels in the graph."""
     for launch in launches:
         options: dict[str, Any] = dict(
-            num_warps=launch.threads // warp_size(), num_stages=launch.num_stages
+            num_warps=max(1, launch.threads // warp_size()), num_stages=launch.num_stages
         )
         kernel = launch.kernel
         if not any(map(_is_traced, launch.arguments.values())):

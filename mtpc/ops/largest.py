@@ -1,0 +1,59 @@
+"""The largest numbers of each row: how routers choose experts, and greedy heads a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOPK_WIDTH, TOPK_COUNT = 1024, 16
+"""The widest rows of `topk`, and the most that it finds: it looks for one after the other."""
+LEAST_ROW_MAX = 8192
+"""The narrowest rows for which `row_max` is meant: it has several programs for each."""
+
+
+@torch.library.custom_op("mtpc::topk", mutates_args=())
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest numbers of each row, the largest first.
+
+    `torch.topk` of the last dimension, but the choice among equal numbers is defined: of equals the
+    first is chosen first. -0.0 and 0.0 are equal. As in torch, not a number is larger than any
+    number.
+
+    Args:
+        x: [..., N], floating point.
+        count: 1 to N.
+
+    Returns:
+        The numbers, of x's dtype, and their places in the row, int64; [..., count] both.
+    """
+    values, places = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count].contiguous(), places[..., :count].contiguous()
+
+
+@topk.register_fake
+def _(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("mtpc::row_max", mutates_args=())
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row, and where it is: the greedy choice from logits.
+
+    `Tensor.max` of the last dimension. Of equal numbers the first is the largest, and not a number
+    is larger than any number.
+
+    Args:
+        x: [..., N], floating point, N at least 1.
+
+    Returns:
+        The numbers, of x's dtype, and their places in the row, int64; [...] both.
+    """
+    values, places = x.max(-1)
+    return values, places
+
+
+@row_max.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    shape = x.shape[:-1]
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
