@@ -77,11 +77,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         return format(scale * row[name], form) if name in row else ""
 
     return [
-        row["run"], row["part"], row["shape"], row["engine"], show("spec_tokens", ".0f"), show("batch", ".0f"),
-        show("ms_step", ".3f"), show("ms_device", ".4f"), show("host_us", ".0f"),
-        show("kernels", ".0f"), show("tokens_per_s", ".0f"), show("acceptance", ".0%"),
-        show("of_bandwidth", ".0%"),
-        row.get("note", ""),
+        row["run"], row["part"], row["shape"], row["engine"], show("spec_tokens", ".0f"),
+        show("batch", ".0f"), show("ms_step", ".3f"), show("ms_device", ".4f"),
+        show("host_us", ".0f"), show("kernels", ".0f"), show("tokens_per_s", ".0f"),
+        show("acceptance", ".0%"), show("of_bandwidth", ".0%"), row.get("note", ""),
     ]  # fmt: skip
 
 
