@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture, slotted, routed, headed,
+        grouped_mixture, slotted, routed, limited, headed,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -63,6 +63,7 @@ class Step(nn.Module):
             *ops.accept(*accepted),
             ops.slot_attention(*slotted),
             *ops.topk(*routed),
+            *ops.group_topk(*limited),
             *ops.row_max(headed),
         )
 
@@ -144,6 +145,7 @@ def main() -> None:
                 *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
             (new(8, 4, 8, dtype=torch.float32), 2),
+            (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
