@@ -10,6 +10,7 @@ step's tokens are compared with the program's own logits, exactly.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,8 @@ _WILD_SHARE = 0.02
 
 
 def rows_of_head(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(hidden rows, logits) of a node that chooses tokens; None of any other."""
+    """(hidden rows, logits) of a node that chooses tokens; None of any other. Hidden rows that no
+    node has, because the head norms them itself, become a node."""
     if not any(str(node.target).endswith(name) for name in _CHOOSE):
         return None
     logits = node.args[0]
@@ -47,7 +49,21 @@ def rows_of_head(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if not inputs:
             return None
         head = inputs[0]
-    return head.all_input_nodes[0], logits
+    return _normed(head) or head.all_input_nodes[0], logits
+
+
+def _normed(head: fx.Node) -> fx.Node | None:
+    """What a linear reads of the norm that it computes itself; None if it computes none."""
+    if "norm_linear" not in str(head.target):
+        return None
+    x, added, *norm = head.args[:5]
+    with head.graph.inserting_before(head):
+        both = head.graph.call_function(torch.ops.mtpc.add_rms_norm.default, (x, added, *norm))
+        hidden = head.graph.call_function(operator.getitem, (both, 1))
+    value = x.meta["val"]  # type: ignore[union-attr]
+    both.meta = {"val": (value, value), "piece": "step"}
+    hidden.meta = {"val": value, "piece": "step"}
+    return hidden
 
 
 class Probed:
@@ -95,7 +111,8 @@ class Probed:
 
 
 def _heads(graph: StepGraph) -> list[tuple[fx.Node, fx.Node]]:
-    found = (rows_of_head(node) for node in graph.graph.nodes if node.op == "call_function")
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    found = map(rows_of_head, nodes)
     return list(dict.fromkeys(pair for pair in found if pair is not None))
 
 

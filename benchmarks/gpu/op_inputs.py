@@ -344,6 +344,14 @@ def _topk(new: Inputs) -> Iterator[Arguments]:
     yield new.uniform(5, 8, 32), 2
 
 
+def _group_topk(new: Inputs) -> Iterator[Arguments]:
+    """Scores that differ, and scores of which many are equal; one is no number."""
+    yield new.uniform(5, 256), 8, 8, 4
+    x = (4 * new.normal(7, 160)).round() / 4
+    x[3, 40] = torch.nan
+    yield x, 6, 8, 3
+
+
 def _row_max(new: Inputs) -> Iterator[Arguments]:
     """Rows with ties, and one with what is no number; part of a wider row."""
     x = (4 * new.normal(5, 20_000)).round() / 4
@@ -380,6 +388,7 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "write_logprobs": (_write_logprobs, (torch.float32,)),
     "accept": (_accept, (torch.int64,)),
     "topk": (_topk, ALL),
+    "group_topk": (_group_topk, (torch.float32,)),
     "row_max": (_row_max, ALL),
     "sinkhorn": (_sinkhorn, (torch.float32,)),
     "slot_attention": (_slot_attention, ALL),

@@ -26,7 +26,7 @@ _BY_SLOT = ("floats_ptr", "ints_ptr", "bias_ids_ptr", "bias_values_ptr", "allowe
 _EDGE_PASSES = 52
 """Times that the logits near the edges of top-k and top-p are read: two bisections."""
 _PRODUCTS = tuple(f"aten.{n}" for n in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul"))
-_RESULTS = ("out_ptr", "total_ptr")
+_RESULTS = ("out_ptr", "total_ptr", "values_ptr", "places_ptr")
 
 
 @dataclass(frozen=True)

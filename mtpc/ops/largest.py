@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 TOPK_WIDTH, TOPK_COUNT = 1024, 16
-"""The widest rows of `topk`, and the most that it finds: it looks for one after the other."""
+"""The widest rows for which `topk` and `group_topk` are meant, and the most that they find: they
+look for one after the other."""
 LEAST_ROW_MAX = 8192
 """The narrowest rows for which `row_max` is meant: it has several programs for each."""
 
@@ -32,6 +33,35 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @topk.register_fake
 def _(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("mtpc::group_topk", mutates_args=())
+def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
+    """`topk` among the best groups of each row: how DeepSeek-V3 limits a choice of experts
+    (arXiv:2412.19437, section 2.1.2).
+
+    A group is as good as the sum of its two largest numbers. All numbers of the other groups count
+    as -inf.
+
+    Args:
+        x: [..., N], float32.
+        count: 1 to N.
+        groups: divides N into groups of at least two, side by side.
+        kept: 1 to `groups`.
+
+    Returns:
+        As `topk`.
+    """
+    totals = topk(x.unflatten(-1, (groups, -1)), 2)[0].sum(-1)
+    is_kept = torch.zeros_like(totals).scatter(-1, topk(totals, kept)[1], 1.0) != 0
+    is_kept = is_kept.repeat_interleave(x.shape[-1] // groups, -1)
+    return topk(x.masked_fill(~is_kept, -torch.inf), count)
+
+
+@group_topk.register_fake
+def _(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], count)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
-from mtpc.passes.base import GETITEM, Policy, emit, is_call
-from mtpc.passes.patterns import operands
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, sweep
+from mtpc.passes.patterns import cast, operands
 
 aten = torch.ops.aten
 
@@ -22,7 +23,9 @@ class LowerChoices:
 
     A router's `topk` becomes `mtpc::topk`: ATen's kernels for it are made for long rows, and take
     several launches. Of equal numbers ATen may choose any, and the operator chooses the first.
-    Wider rows, and longer choices, stay ATen's.
+    Wider rows, and longer choices, stay ATen's. A choice within the best groups of experts
+    (DeepSeek-V3's, three of `topk` and a mask) becomes `mtpc::group_topk`; where all groups are the
+    best, one `topk` is left.
 
     The largest of a row of logits becomes `mtpc::row_max`, which has many programs for a row.
     Inductor has one, and for short rows it stays Inductor's. On by default on GPUs.
@@ -32,22 +35,95 @@ class LowerChoices:
     policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
-        return sum(
+        effects = analyse(graph.graph)
+        grouped = sum(_lower_groups(graph.graph, node, effects) for node in list(graph.graph.nodes))
+        if grouped:
+            sweep(graph)
+        return grouped + sum(
             lower(graph.graph, node)
             for node in list(graph.graph.nodes)
             for lower in (_lower_topk, _lower_max)
         )
 
 
+def _lower_groups(graph: fx.Graph, node: fx.Node, effects: Effects) -> bool:
+    """Exchange a topk of what a choice of groups has left; returns whether it did."""
+    masked, count = _match_topk(node)
+    x, totals, kept, fill = _match_mask(masked)
+    if x is None or not _are_totals(totals, x):
+        return False
+    # Numbers are read where they are chosen from, after the groups are chosen.
+    if effects.roots[x] & frozenset[Any]().union(*effects.writes.values()):
+        return False
+    groups = totals.meta["val"].shape[-1]
+    if kept == groups:  # The mask hides nothing.
+        node.replace_input_with(masked, x)
+        return True
+    if fill != float("-inf") or x.meta["val"].dtype != torch.float32:
+        return False
+    args = (x, count, groups, kept)
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(emit(graph, torch.ops.mtpc.group_topk.default, args, node))
+    return True
+
+
+def _match_topk(node: Any) -> tuple[Any, int]:
+    """(numbers, count) of a topk of narrow rows; (None, 0) of any other node."""
+    given = arguments(node) if is_call(node, aten.topk.default) else {}
+    x, count = given.get("self"), given.get("k", 0)
+    fits = (
+        x is not None
+        and given["largest"]
+        and _chooses_in_rows(x, given["dim"])
+        and x.meta["val"].shape[-1] <= TOPK_WIDTH
+        and 0 < count <= TOPK_COUNT
+    )
+    return (x, count) if fits else (None, 0)
+
+
+def _match_mask(node: Any) -> tuple[Any, Any, int, Any]:
+    """(x, totals, kept, fill) of numbers x [T, N] of which those are filled whose group is not
+    among the `kept` with the largest totals [T, groups]."""
+    none = (None, None, 0, None)
+    x, hidden, fill = operands(node, aten.masked_fill.Scalar, 3)
+    (shown,) = operands(hidden, aten.bitwise_not.default, 1)
+    repeated, _ = operands(cast(shown), aten.reshape.default, 2)
+    column, _ = operands(repeated, aten.expand.default, 2)
+    marks, last = operands(column, aten.unsqueeze.default, 2)
+    zeros, dim, places, one = operands(marks, aten.scatter_.value, 4)
+    if not is_call(zeros, aten.zeros_like.default) or list(zeros.users) != [marks]:
+        return none
+    if not is_call(places, GETITEM) or places.args[1] != 1:
+        return none
+    totals, kept = _match_topk(places.args[0])
+    value, shape = x.meta["val"], tuple(zeros.meta["val"].shape)
+    is_mask = (
+        totals is not None
+        and len(shape) == value.dim() == 2
+        and tuple(totals.meta["val"].shape) == shape
+        and (dim % 2, last, one) == (1, -1, 1)
+        and tuple(repeated.meta["val"].shape) == (*shape, value.shape[1] // shape[1])
+        and tuple(cast(shown).meta["val"].shape) == tuple(value.shape)
+        and shown.meta["val"].dtype == torch.bool
+    )
+    return (x, totals, kept, fill) if is_mask else none
+
+
+def _are_totals(totals: fx.Node, x: fx.Node) -> bool:
+    """Whether totals [T, groups] are the sums of the two largest numbers of each group of x."""
+    pairs, over = operands(totals, aten.sum.dim_IntList, 2)
+    if over != [-1] or not is_call(pairs, GETITEM) or pairs.args[1] != 0:
+        return False
+    grouped, count = _match_topk(pairs.args[0])
+    source, _ = operands(grouped, aten.view.default, 2)
+    shape = tuple(totals.meta["val"].shape)
+    return source is x and count == 2 and tuple(grouped.meta["val"].shape[:2]) == shape
+
+
 def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
     """Exchange a topk of narrow rows; returns whether it did."""
-    if not is_call(node, aten.topk.default):
-        return False
-    given = arguments(node)
-    x, count = given["self"], given["k"]
-    if not (given["largest"] and _chooses_in_rows(x, given["dim"])):
-        return False
-    if x.meta["val"].shape[-1] > TOPK_WIDTH or not 0 < count <= TOPK_COUNT:
+    x, count = _match_topk(node)
+    if x is None:
         return False
     with graph.inserting_before(node):
         node.replace_all_uses_with(emit(graph, torch.ops.mtpc.topk.default, (x, count), node))

@@ -71,9 +71,33 @@ def test_topk_of_groups_and_of_rows_that_are_not_adjacent() -> None:
     _equal(OURS.topk(x[:, :0], 3), REFERENCE.topk(x[:, :0], 3))
 
 
+@pytest.mark.parametrize(
+    ("width", "groups", "kept", "count"),
+    [(256, 8, 4, 8), (160, 8, 3, 6), (4, 2, 1, 2), (30, 5, 2, 6), (36, 3, 3, 8), (16, 8, 1, 5),
+     (1024, 16, 4, 16)],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")
+def test_group_topk_is_its_reference(width: int, groups: int, kept: int, count: int) -> None:
+    """The last but one has fewer numbers in its group than it chooses: others follow, at -inf."""
+    for x in (
+        random(5, width),
+        (2 * random(5, width)).round(),
+        _odd_rows(9, width, torch.float32),
+        torch.full((2, width), torch.nan),
+        torch.full((2, width), -torch.inf),
+        random(5, 2 * width)[:, :width],
+    ):
+        _, places = found = OURS.group_topk(x, count, groups, kept)
+        _equal(found, REFERENCE.group_topk(x, count, groups, kept))
+        assert all(len(set(row)) == count for row in places.tolist())
+    _equal(OURS.group_topk(x[:0], 2, 2, 1), REFERENCE.group_topk(x[:0], 2, 2, 1))
+
+
 def test_topk_is_one_launch_of_a_warp_a_row() -> None:
     (launch,), _ = plan("topk", random(4, 8, 32), 2)
     assert (launch.grid, launch.threads) == ((32, 1, 1), 32)
+    (launch,), _ = plan("group_topk", random(4, 256), 8, 8, 4)
+    assert (launch.grid, launch.threads) == ((4, 1, 1), 32)
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
@@ -122,9 +146,27 @@ def test_what_does_not_fit_stays_with_the_reference(
     assert refuses(call, None) == reason  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("x", "groups", "reason"),
+    [(random(2, 1024), 8, None), (random(2, 32).half(), 8, "other numbers than float32"),
+     (random(2, 1020), 34,
+      "34 groups of 30; rounded to powers of two, it takes up to 1024")],
+)  # fmt: skip
+def test_groups_that_do_not_fit_stay_with_the_reference(
+    x: Tensor, groups: int, reason: str | None
+) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = x
+    call = graph.call_function(torch.ops.mtpc.group_topk.default, (node, 8, groups, 4))
+    assert refuses(call, None) == reason  # type: ignore[arg-type]
+
+
 def test_schemas_and_fakes() -> None:
     """Of both namespaces: what Inductor sees into, and what it does not."""
     for namespace in (OURS, torch.ops.mtpc_loaded):
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(namespace.topk.default, (random(3, 2, 64), 4), test_utils=tests)
+        groups = (random(3, 64), 4, 8, 2)
+        torch.library.opcheck(namespace.group_topk.default, groups, test_utils=tests)
         torch.library.opcheck(namespace.row_max.default, (random(3, 2, 64),), test_utils=tests)

@@ -123,7 +123,7 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     store = tmp_path / "store"
     _child("build", store, target, tmp_path / "elsewhere")
     found = _child("load", store, target, tmp_path / "here")
-    assert len(found) == 38
+    assert len(found) == 42
     assert all(reason is None for _, reason, _ in found)
     assert all(was_there for _, _, was_there in found), found
     for code in store.glob("entries/*/triton.json"):
@@ -147,7 +147,7 @@ def test_code_that_was_built_and_launches_have_the_same_options(
     rows = torch.zeros(2, 2, 16)
     for namespace in ("mtpc_triton", "mtpc_loaded"):
         op = getattr(torch.ops, namespace).write_cache
-        op(torch.zeros(3, 4, 2, 16), rows, torch.zeros(2, dtype=torch.int64))
+        op(torch.zeros(3, 4, 2, 16), rows, torch.zeros(2, dtype=torch.int64), None)
     built = write_for(TARGETS["cuda:90"]).triton_options()
     assert built["enable_fp_fusion"] is True
     for options in seen:

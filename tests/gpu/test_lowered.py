@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,30 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(
     assert five.generated <= two.generated + 2
     layer = {"mtpc.rotate_and_write.default": 1, "mtpc.paged_attention.default": 1, **linears}
     assert five.called - two.called == {name: 3 * count for name, count in layer.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
+def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> None:
+    """One for each mixture and each head, and fewer kernels that Inductor generates beside them."""
+    directory = make_checkpoint(family, tmp_path, vocab_size=8192)
+    loaded = load(directory, "bfloat16", True)
+    found, before = (
+        lowered(
+            StepCompiler(
+                loaded,
+                replace(OPTIONS, disabled_passes=disabled),
+                NullMachine().backend(),
+                new_buffer=Layout.reserve,
+            ).rewritten(StepKey.decode(1, 1))
+        )
+        for disabled in ((), ("lower-choices",))
+    )
+    router = "mtpc.topk.default" if family == "glm4_moe" else "mtpc.group_topk.default"
+    assert found.called - before.called == {router: 2, "mtpc.row_max.default": 2}
+    assert before.called - found.called == {"aten.topk.default": 2 * 3}
+    assert found.generated < before.generated
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[.
     Layers repeat calls of the same sizes: kernels run once for each.
     """
     loaded = load(checkpoint(family), "float32", True)
-    compiler = StepCompiler(loaded, OPTIONS, EagerBackend())
+    options = replace(OPTIONS, enabled_passes=("lower-choices",))
+    compiler = StepCompiler(loaded, options, EagerBackend())
     seen, sizes = set[str](), set[Any]()
     for key in (StepKey.decode(2, 2), compiler.keys[-1]):
         graph = compiler.rewritten(key)

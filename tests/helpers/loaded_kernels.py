@@ -80,7 +80,7 @@ def launches() -> list[Launch]:
     rings = (new(3, 12, 64), slots, *masks)
     turned = (new(8, 4, 64), new(8, 2, 64), new(8, 2, 64))
     made = [
-        plan("write_cache", kv, new(8, 2, 64), slots),
+        plan("write_cache", kv, new(8, 2, 64), slots, None),
         plan("paged_attention", new(8, 4, 64), kv, kv, *indices, 0.1),
         plan("paged_attention", new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
         plan("latent_attention", new(8, 4, 80), latent, *indices, 0.1, 64),
@@ -104,6 +104,7 @@ def launches() -> list[Launch]:
         plan("slot_attention", new(8, 4, 64), new(8, 64), *rings, new(4), 0.1, 8),
         plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
         plan("topk", new(8, 4, 8, dtype=float32), 2),
+        plan("group_topk", new(8, 48, dtype=float32), 3, 4, 2),
         plan("row_max", new(8, 9000)[:, :8500]),
     ]
     return [launch for plan, _ in made for launch in plan]

@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture, slotted, skinny, routed, headed,
+        grouped_mixture, slotted, skinny, routed, limited, headed,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -65,6 +65,7 @@ class Step(nn.Module):
             ops.skinny_linear(*skinny, None),
             *ops.norm_linear(skinny[0], skinny[0], *added[2:], False, skinny[1], None, True),
             *ops.topk(*routed),
+            *ops.group_topk(*limited),
             *ops.row_max(headed),
         )
 
@@ -147,6 +148,7 @@ def main() -> None:
             ),
             (new(2, 80), new(96, 80)),
             (new(8, 4, 8, dtype=torch.float32), 2),
+            (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)

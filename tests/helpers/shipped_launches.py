@@ -236,16 +236,6 @@ def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
 
-def _route(
-    tokens: int, experts: int, groups: int, count: int, dtype: torch.dtype = FP32
-) -> list[Launch]:
-    """A choice in each group of experts, and one among all."""
-    return [
-        *plan("topk", _fake(tokens, groups, experts // groups, dtype=dtype), 2)[0],
-        *plan("topk", _fake(tokens, experts, dtype=dtype), count)[0],
-    ]
-
-
 def _sample(
     tokens: int,
     vocab: int,
@@ -347,8 +337,16 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "acceptance, 1 x 5 rows": lambda: _accept(1, 5),
     "acceptance, 64 x 1 rows": lambda: _accept(64, 1),
     "acceptance beside prompts, 4 x 4 rows": lambda: _accept(4, 4, True),
-    "DeepSeek-V3's router, 4 rows": lambda: _route(4, 256, 8, 8),
-    "the widest router, prompt of 512, float16": lambda: _route(512, 1024, 1, 16, FP16),
+    "DeepSeek-V3's router, 4 rows": lambda: plan("group_topk", _fake(4, 256, dtype=FP32), 8, 8, 4)[
+        0
+    ],
+    "the widest router in groups, 64 rows": lambda: plan(
+        "group_topk", _fake(64, 1024, dtype=FP32), 16, 8, 4
+    )[0],
+    "GLM-4.5-Air's router, 5 rows": lambda: plan("topk", _fake(5, 128, dtype=FP32), 8)[0],
+    "the widest router, prompt of 512, float16": lambda: plan(
+        "topk", _fake(512, 1024, dtype=FP16), 16
+    )[0],
     "the largest of GLM-4.5's logits, 5 rows": lambda: plan("row_max", _fake(5, 151_552))[0],
     "the largest of float32 logits, 64 rows": lambda: plan("row_max", _fake(64, 8192, dtype=FP32))[
         0

@@ -29,14 +29,14 @@ def compile_on(
 
 FAMILIES = {
     "glm4_moe": {"paged_attention", "experts", "topk"},
-    "deepseek_v3": {"latent_attention", "experts", "topk"},
+    "deepseek_v3": {"latent_attention", "experts", "group_topk"},
     "qwen3_next": {"paged_attention", "experts", "topk", "gated_delta_rule"},
     "qwen3_5": {"paged_attention", "gated_delta_rule"},
     "mimo_v2": {"paged_attention", "experts", "topk"},
     "step3p5": {"paged_attention", "experts", "topk"},
     "step3p7": {"paged_attention", "experts", "topk"},
     "deepseek_v4": {"experts", "topk", "sinkhorn", "choose_slots", "slot_attention"},
-    "deepseek_v32": {"latent_attention", "experts", "topk", "choose_slots"},
+    "deepseek_v32": {"latent_attention", "experts", "group_topk", "choose_slots"},
 }
 """What the steps of a family call of ours, beside what each step calls."""
 EACH_STEP = {"write_cache", "accept"}

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import bf16
-from helpers.small_graphs import check_pass, small_graph
+from helpers.small_graphs import check_pass, operations, small_graph
 from helpers.tiny import make_checkpoint
 from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor
 
 from mtpc.backends.eager import EagerBackend
+from mtpc.passes import Verifier, run_pipeline
+from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.lower_choices import LowerChoices
 
 OPS = torch.ops.mtpc
@@ -41,9 +43,20 @@ def test_of_equal_numbers_the_first_comes_first() -> None:
     torch.testing.assert_close(values, x.gather(1, places), rtol=0, atol=0, equal_nan=True)
 
 
+def test_experts_are_chosen_within_the_best_groups() -> None:
+    """As transformers' DeepSeek-V3 does; of numbers that differ, so that it is defined."""
+    x = torch.randn(20, 32)
+    values, places = OPS.group_topk(x, 4, 8, 2)
+    _routed(x, 8, 2, 4, found := torch.zeros(20, 4, dtype=torch.int64))
+    assert torch.equal(places, found)
+    assert torch.equal(values, x.gather(1, places))
+    assert not torch.equal(places, x.topk(4).indices)
+
+
 def test_schemas_and_fakes() -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(OPS.topk.default, (bf16(3, 2, 8), 2), test_utils=tests)
+    torch.library.opcheck(OPS.group_topk.default, (torch.randn(3, 8), 2, 4, 2), test_utils=tests)
     torch.library.opcheck(OPS.row_max.default, (bf16(3, 2, 8),), test_utils=tests)
 
 
@@ -88,6 +101,61 @@ def test_other_choices_stay(
     text = graph.text()
     assert LowerChoices().apply(graph) == 0
     assert graph.text() == text
+
+
+def _routed(
+    x: Tensor, groups: int, kept: int, count: int, out: Tensor, of: int = 2,
+    fill: float = -torch.inf, written: bool = False,
+) -> None:  # fmt: skip
+    """A router's choice as transformers writes it."""
+    totals = x.view(-1, groups, x.shape[1] // groups).topk(of, dim=-1)[0].sum(dim=-1)
+    chosen = torch.topk(totals, k=kept, dim=-1, sorted=False)[1]
+    mask = torch.zeros_like(totals)
+    mask.scatter_(1, chosen, 1)
+    mask = mask.unsqueeze(-1).expand(-1, groups, x.shape[1] // groups).reshape(-1, x.shape[1])
+    if written:
+        x.neg_()
+    left = x.masked_fill(~mask.bool(), fill)
+    out.copy_(torch.topk(left, k=count, dim=-1, sorted=True)[1])
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "after"), [(4, 2, "group_topk[]"), (4, 4, "topk[]"), (1, 1, "topk[]")]
+)
+def test_a_choice_within_groups_becomes_one_operator(groups: int, kept: int, after: str) -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        _routed(x, groups, kept, 3, out)
+
+    x = torch.randn(5, 16)
+    graph = _graph(body, x, (5, 3))
+    run_pipeline(graph, (Canonicalise(),), Verifier(propagate=True))
+    before = " ".join(operations(graph))
+    rest = " getitem[5,3] copy_[5,3]"
+    rewrites = 1 + (kept == groups)
+    check_pass(graph, LowerChoices(), before, after + rest, rewrites)
+
+
+@pytest.mark.parametrize("options", [dict(of=3), dict(fill=0.0)])
+def test_other_choices_within_groups_stay(options: dict[str, Any]) -> None:
+    """Each topk is an operator of its own then."""
+
+    def body(x: Tensor, out: Tensor) -> None:
+        _routed(x, 4, 2, 3, out, **options)
+
+    graph = _graph(body, torch.randn(5, 16), (5, 3))
+    run_pipeline(graph, (Canonicalise(),), Verifier(propagate=True))
+    assert LowerChoices().apply(graph) == 3
+    assert "group_topk" not in graph.text()
+
+
+def test_numbers_that_are_written_in_between_keep_their_mask() -> None:
+    def body(x: Tensor, out: Tensor) -> None:
+        _routed(x.clone(), 4, 2, 3, out, written=True)
+
+    graph = _graph(body, torch.randn(5, 16), (5, 3))
+    run_pipeline(graph, (Canonicalise(),), Verifier(propagate=True))
+    assert LowerChoices().apply(graph) == 3
+    assert "group_topk" not in graph.text()
 
 
 def _max(x: Tensor, out: Tensor) -> None:
@@ -142,12 +210,12 @@ def test_no_choice_of_a_router_is_left(family: str, checkpoint: Callable[..., Pa
     before, after = (
         rewritten(directory, backend=backend, enabled_passes=enabled) for enabled in ((), ENABLED)
     )
-    chosen = [
-        [n for n in graph.graph.nodes if n.target is op]
-        for graph, op in ((before, torch.ops.aten.topk.default), (after, OPS.topk.default))
-    ]
-    assert len(chosen[0]) == len(chosen[1]) > 0
-    assert not [n for n in after.graph.nodes if n.target is torch.ops.aten.topk.default]
+    names = [[str(node.target) for node in graph.graph.nodes] for graph in (before, after)]
+    chosen = "mtpc.group_topk.default" if family == "deepseek_v3" else "mtpc.topk.default"
+    routers = names[0].count("mtpc.experts.default")
+    assert names[0].count("aten.topk.default") == 3 * routers > 0
+    assert names[1].count(chosen) == routers
+    assert not {"aten.topk.default", "aten.scatter_.value"} & {*names[1]}
 
 
 def test_no_choice_of_a_head_is_left(tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ def order_of(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def number_of(order):  # type: ignore[no-untyped-def]
+    """A float32 number of this order."""
+    return (order ^ ((order >> 31) & _NAN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def first_largest(order, place, END: tl.constexpr):  # type: ignore[no-untyped-def]
     """The greatest of `order`, and the least place, below END, that has it."""
     best = tl.max(order, 0)

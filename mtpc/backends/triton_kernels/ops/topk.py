@@ -15,7 +15,7 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
 from mtpc.ops.largest import TOPK_COUNT, TOPK_WIDTH
 
-_WARP = 32
+WARP = 32
 """Threads: a warp's parts of a row are compared without its waiting for another."""
 
 
@@ -29,21 +29,30 @@ def topk_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, N_PAD)
     x = tl.load(x_ptr + row * x_row + i, mask=i < N, other=0.0)
     order = tl.where(i < N, order_of(x), LEAST)
+    store_largest(x, order, i, values_ptr + row * COUNT, places_ptr + row * COUNT, N, COUNT)
+
+
+@triton.jit
+def store_largest(  # type: ignore[no-untyped-def]
+    x, order, i, values_ptr, places_ptr, N: tl.constexpr, COUNT: tl.constexpr
+):
+    """The largest of a row, whose numbers below N are in places i, values and places [COUNT]."""
     for k in tl.static_range(COUNT):
-        _, place = first_largest(order, i, N_PAD)
-        tl.store(places_ptr + row * COUNT + k, place.to(tl.int64))
-        tl.store(values_ptr + row * COUNT + k + 0 * i, x, mask=i == place)
+        _, place = first_largest(order, i, N)
+        tl.store(places_ptr + k, place.to(tl.int64))
+        tl.store(values_ptr + k + 0 * i, x, mask=i == place)
         order = tl.where(i == place, LEAST, order)
 
 
-def _limit(call: Mapping[str, Any]) -> str | None:
+def topk_limit(call: Mapping[str, Any]) -> str | None:
+    """Why a row is too wide, or a choice too long; None where neither is."""
     width, count = call["x"].shape[-1], call["count"]
     if width > TOPK_WIDTH or count > TOPK_COUNT:
         return f"{count} of {width}; it takes up to {TOPK_COUNT} of {TOPK_WIDTH}"
     return None
 
 
-@operator(limit=_limit)
+@operator(limit=topk_limit)
 def topk(x: Tensor, count: int) -> Plan:
     """One launch."""
     shape, width = (*x.shape[:-1], count), x.shape[-1]
@@ -52,6 +61,6 @@ def topk(x: Tensor, count: int) -> Plan:
         return [], (values, places)
     rows = flat_rows(x)
     arguments = dict(x_ptr=rows, values_ptr=values, places_ptr=places, x_row=rows.stride(0))
-    constants = dict(N=width, N_PAD=power_of_two(width, 2 * _WARP), COUNT=count)
+    constants = dict(N=width, N_PAD=power_of_two(width, 2 * WARP), COUNT=count)
     grid = (rows.shape[0], 1, 1)
-    return [Launch(topk_kernel, grid, arguments, constants, threads=_WARP)], (values, places)
+    return [Launch(topk_kernel, grid, arguments, constants, threads=WARP)], (values, places)
