@@ -218,8 +218,8 @@ LINES = {
     # compilers that end with their caller; what aiter's attention takes beside ours.
     # One family of operators on codes: the older int8 operators are gone.
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
-    # the delta rule and attention to slots (`triton_kernels/`).
-    "backends": 9050,
+    # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows.
+    "backends": 9400,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -248,7 +248,7 @@ LINES = {
     "integrations": 3550,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
-    "layout": 1050,
+    "layout": 1060,
     # What a model object must be; own heads and embeddings, MiMo-V2's released config; models of
     # headers (`header_weights.py`), and which layers repeat (`layer_pattern.py`). Faults of MTP
     # tensors (`mtp_faults.py`), and MTP tensors put back (`graft.py`). GLM-4.7-Flash, GLM-5, ERNIE,
@@ -265,10 +265,10 @@ LINES = {
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
     # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`).
-    "ops": 2650,
+    "ops": 2800,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
-    "passes": 3200,
+    "passes": 3450,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are

@@ -7,7 +7,8 @@
 Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: every step of
 a family's tiny model, and of two layers of each shape, in bfloat16, is as near to float32 as
 PyTorch's own bfloat16 is, from the same state. `sampling`: the same by seeds. `aot`: code objects
-built for this device, loaded. `speed`: bfloat16, weights that accept all drafts, by shape, batch
+built for this device, loaded. `kernels`: ours alone at real sizes, beside the time of their bytes
+and PyTorch's. `speed`: bfloat16, weights that accept all drafts, by shape, batch
 and K, against transformers, its `use_mtp`, and our own pieces: compiled and launched one by one, or
 captured as a graph each, as servers do. `profile`: kernels per iteration and its time, with the
 default passes, without the optional ones, and with norms and the draft's entry fused by us instead
@@ -26,6 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -43,6 +45,7 @@ from benchmarks.gpu.gate import (
     check_sampling,
     check_shape,
 )
+from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
 from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
@@ -55,8 +58,8 @@ from benchmarks.harness.results import Table
 from benchmarks.harness.sampling import Tell
 from mtpc.errors import MtpcError
 
-PARTS = ("ops", "gate", "sampling", "aot", "speed", "profile")
-TIMED = {"speed", "profile"}
+PARTS = ("ops", "gate", "sampling", "aot", "kernels", "speed", "profile")
+TIMED = {"kernels", "speed", "profile"}
 CHECKS_SHARE = 0.5
 """Of the deadline, while there is anything to measure after the checks."""
 CACHES = {
@@ -175,6 +178,9 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
 
 def _measure(session: Session, args: argparse.Namespace) -> None:
     """All that is timed, then the profiles: torch's profiler slows down what comes after it."""
+    no_kernels = "kernels" not in args.parts or session.machine.is_dry
+    for row, fill in () if no_kernels else kernel_times(session.machine):
+        session.attempt("kernels", [row], partial(map, fill))
     todo: list[Task] = []
     if "speed" in args.parts:
         todo += tasks(args.shapes, args.spec_tokens, args.batches)

@@ -28,7 +28,7 @@ from mtpc.program.compiler import StepCompiler
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
-from helpers import trained
+from helpers import tiny, trained
 
 FAMILIES = tuple(family.name for family in mtpc.models.FAMILIES)
 PROMPTS = [[7] * 9, [2, 2, 2, 3, 4, 5], [41, 8], [17, 90, 33, 12, 5]]
@@ -60,12 +60,13 @@ def check_family(row: Row, machine: Machine, directory: Path) -> Row:
 
 
 def check_shape(row: Row, machine: Machine, directory: Path) -> Row:
-    """Compile the first layers of a measured shape, random weights, and compare each step."""
+    """Compile the first layers of a measured shape, random weights, and compare each step; of one
+    request, whose few rows have kernels of their own."""
     if not directory.is_dir():
         loaded, _ = build(row.shape, machine.device, LAYERS, accepting=False)
         save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
         del loaded
-    ours, steps, backend = compile_beside(directory, machine, 3)
+    ours, steps, backend = compile_beside(directory, machine, 3, batch_buckets=(1,))
     ours.generate(PROMPTS, NEW_TOKENS)
     return _fill(row, steps.found.faults(steps.experts), steps, backend)
 
@@ -92,11 +93,12 @@ def _fill(row: Row, faults: list[str], steps: Lockstep, backend: CudaBackend) ->
 
 
 def make_checkpoint(name: str, directory: Path) -> None:
-    """A family's tiny model, trained for seconds, in bfloat16; unless it is there."""
+    """A family's tiny model, trained for seconds, and its drafter where it has one, in bfloat16;
+    unless it is there."""
     if directory.is_dir():
         return
     trained.make_trained_checkpoint(name, directory)
-    for path in directory.glob("*.safetensors"):
+    for path in directory.rglob("*.safetensors"):
         narrow = {
             key: tensor.bfloat16() if tensor.is_floating_point() else tensor
             for key, tensor in load_file(path).items()
@@ -139,10 +141,13 @@ def compile_beside(
 def _compile(
     directory: Path, backend: Any, *, spec_tokens: int, dtype: str, **more: Any
 ) -> tuple[SpecModel, Probed]:
-    options = CompileOptions(
-        spec_tokens=spec_tokens, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
-        **more,
-    )  # fmt: skip
-    loaded = place(load(directory, dtype, spec_tokens > 0), backend.device)
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 16, "prefill_chunk": 8}
+    given: dict[str, Any] = {**sizes, **tiny.drafter(directory), **more}
+    options = CompileOptions(spec_tokens=spec_tokens, **given)
+    loaded = load(directory, dtype, spec_tokens > 0, draft=options.drafter)
+    loaded = place(loaded, backend.device)
+    for layer in loaded.mtp_layers[:1]:
+        vocabulary = loaded.parts.draft_vocabulary(layer)
+        backend.whole_logits = vocabulary.logits if vocabulary else backend.whole_logits
     program = StepCompiler(loaded, options, backend).compile()
     return SpecModel(loaded.served(), options, program), backend

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend
@@ -59,10 +59,12 @@ class Probed:
     Attributes:
         seen: (hidden rows, logits) of each head of a step, in order, by the step's name.
         experts: whether some step has experts.
+        whole_logits: a draft's logits of the vocabulary that it has [R, V_d] -> of all tokens.
     """
 
     def __init__(self, backend: CudaBackend):
         self._backend, self.experts = backend, False
+        self.whole_logits: nn.Module = nn.Identity()
         self.seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -248,7 +250,8 @@ class Lockstep:
             if not len(at):
                 return
             self._add([head[index] for head in heads], at)
-            logits, chosen = heads[0][index][1][at], three[0]["state.token_ids"][slots[at], index]
+            logits = self._backends[0].whole_logits(heads[0][index][1][at])
+            chosen = three[0]["state.token_ids"][slots[at], index]
             if self._greedy and not _is_largest(logits, chosen).all():
                 self.found.wrong.append(f"draft {index} is not its logits' largest")
             live[at] = _agree(three, "state.token_ids", slots[at], index)

@@ -151,6 +151,23 @@ def _silu_and_mul(new: Inputs) -> Iterator[Arguments]:
     yield (new.normal(7, 2 * 1500),)
 
 
+def _skinny_linear(new: Inputs) -> Iterator[Arguments]:
+    """As many features as no block holds, and more inputs than one step of a program's loop."""
+    for rows in (1, 3):
+        yield new.normal(rows, 1160), new.normal(37, 1160) / 34, new.normal(37)
+        yield new.normal(rows, 1160), new.normal(37, 1160) / 34, None
+
+
+def _norm_linear(new: Inputs) -> Iterator[Arguments]:
+    """By a weight, with a bias; by 1 + weight; gated."""
+    for rows in (1, 4):
+        x, added, norm = new.normal(rows, 1160), new.normal(rows, 1160), new.normal(1160)
+        weight = new.normal(38, 1160) / 34
+        yield x, added, norm, 1e-5, False, weight, new.normal(38), False
+        yield x, added, norm, 1e-5, True, weight, None, False
+        yield x, added, norm, 1e-5, False, weight, None, True
+
+
 def _experts(new: Inputs) -> Iterator[Arguments]:
     for tokens, limit in ((1, ()), (5, ()), (5, (1.0, True))):
         weights = (new.normal(8, 256, 256) / 16, new.normal(8, 256, 128) / 11)
@@ -355,6 +372,8 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "add_rms_norm": (_add_rms_norm, HALVES),
     "draft_entry": (_draft_entry, HALVES),
     "silu_and_mul": (_silu_and_mul, HALVES),
+    "skinny_linear": (_skinny_linear, HALVES),
+    "norm_linear": (_norm_linear, HALVES),
     "paged_attention": (_paged_attention, ALL),
     "latent_attention": (_latent_attention, ALL),
     "choose_slots": (_choose_slots, ALL),

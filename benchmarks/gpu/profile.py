@@ -22,8 +22,11 @@ from mtpc.backends.base import Run
 SKIPPED, PROFILED = 2, 5
 """Decode steps."""
 GAPS = 3
-_PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk_|aten\.(add)?mm|aten\.linear")
-"""Matrix products of the libraries: NVIDIA's, AMD's Tensile (Cijk), ATen's on the null device."""
+_PRODUCT = re.compile(
+    r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk_|aten\.(add)?mm|aten\.linear|skinny|norm_linear"
+)
+"""Matrix products of the libraries: NVIDIA's, AMD's Tensile (Cijk), ATen's on the null device; and
+ours of few rows."""
 _EXPERTS = re.compile(r"experts?_|mtpc\.experts")
 
 

@@ -30,6 +30,7 @@ from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
@@ -50,6 +51,7 @@ ENABLES = (
     FuseCacheWrite.name,
     FuseElementwise.name,
     FuseDraftEntry.name,
+    FuseSkinnyLinears.name,
     LowerChoices.name,
 )
 """Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""

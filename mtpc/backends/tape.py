@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtpc.backends.base import Run
 from mtpc.backends.placing import Live, place_live, pool_bytes
+from mtpc.capture.graph import is_buffer_name
 from mtpc.errors import BackendError, CacheError
 from mtpc.layout.open_sizes import NO_SIZES, size_of
 
@@ -59,11 +60,12 @@ def open_tape(
 
     Args:
         text: of the tape's file.
-        tensor_of: name -> tensor.
+        tensor_of: name -> tensor. The tape may write buffers (`is_buffer_name`), and no weight.
         sizes: numbers for the sizes that the tape leaves open.
 
     Raises:
-        BackendError: the text is no tape of this version, or a tensor does not fit it.
+        BackendError: the text is no tape of this version, a tensor does not fit it, or it writes a
+            weight.
     """
     entry: Any = None
     try:
@@ -75,7 +77,7 @@ def open_tape(
             if method not in _METHODS:
                 raise ValueError(f"{method!r} is none of {', '.join(_METHODS)}")
             if method == "bound":
-                arguments = [tensor_of(*arguments)]
+                arguments = [tensor_of(*arguments), is_buffer_name(*arguments)]
             getattr(tape, method)(*arguments)
     except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, CacheError) as error:
         raise BackendError(

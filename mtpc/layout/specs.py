@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -139,7 +140,7 @@ class Layout(Mapping[str, BufferSpec]):
             count *= size
         return count * self[name].dtype.itemsize
 
-    @property
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """Names of the buffers that a host reads after a step."""
         return tuple(name for name, spec in self.items() if spec.is_result)

@@ -14,6 +14,7 @@ from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
@@ -59,6 +60,7 @@ def full_pipeline(
         FuseElementwise(),
         FuseDraftEntry(),
         FuseHeadMax(),
+        FuseSkinnyLinears(),
         LowerChoices(),
         FuseLinearChains(),
         SkipIdleRows(),

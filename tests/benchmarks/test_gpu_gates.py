@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from benchmarks.gpu.gate import COMPARED, check_shape
+from benchmarks.gpu.gate import COMPARED, check_family, check_shape
 from benchmarks.gpu.lockstep import Errors, Found, row_errors
 from benchmarks.gpu.machine import NullMachine
 from benchmarks.gpu.rows import Row
@@ -57,7 +57,7 @@ def _unwritten(graph: fx.Graph) -> None:
     with graph.inserting_before(node):
         slots = graph.call_function(torch.ops.aten.full_like.default, (node.args[7], -1))
     slots.meta = dict(node.args[7].meta)
-    node.args = (*node.args[:7], slots)
+    node.args = (*node.args[:7], slots, *node.args[8:])
 
 
 @pytest.mark.slow
@@ -78,6 +78,18 @@ def test_a_fault_is_seen(plant: Plant, said: str, tmp_path: Path) -> None:
     assert row.passed is (not said), row.note
     assert said in row.note
     assert "of 0 choices" not in row.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "said"), [(lambda graph: None, ""), (_wrong_draft, "is not its logits' largest")]
+)
+def test_a_drafter_of_its_own_is_compared(plant: Plant, said: str, tmp_path: Path) -> None:
+    """Of a family without MTP layers; its head has rows for some tokens only."""
+    row = Row("gate", "null device", "llama", COMPARED, 3, 2)
+    check_family(row, _Faulty(plant), tmp_path / "model")
+    assert row.passed is (not said), row.note
+    assert said in row.note
 
 
 def _rows(*errors: float) -> tuple[Tensor, Tensor]:

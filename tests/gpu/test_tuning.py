@@ -116,7 +116,7 @@ def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.M
     lengths = [(37, 4), (1, 1), (0, 3), (130, 3)]
     batch = make_batch(lengths, dtype=torch.float16, dims=(48, 40))
     close(batch.paged(ops), batch.paged(REFERENCE))
-    latent = make_batch(lengths, dtype=torch.float16, heads=(6, 1), dims=(80, 80))
+    latent = make_batch(lengths, dtype=torch.float16, heads=(70, 1), dims=(80, 80))
     close(latent.latent(ops, 48), latent.latent(REFERENCE, 48))
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)

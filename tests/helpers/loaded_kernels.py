@@ -96,6 +96,8 @@ def launches() -> list[Launch]:
         plan("add_rms_norm", new(1, 80), new(1, 80), new(80), 1e-6, True),
         plan("draft_entry", new(8, 64), new(64), new(8, 96)[:, 32:], new(64), 1e-6),
         plan("silu_and_mul", new(8, 128)),
+        plan("skinny_linear", new(1, 64), new(8, 64), None),
+        plan("norm_linear", new(1, 64), new(1, 64), new(64), 1e-6, False, new(16, 64), None, True),
         plan("rotate", new(8, 4, 64), new(8, 48), new(8, 48)),
         plan("rotate_and_write", *turned, new(8, 24), new(8, 24), kv, kv, slots, None, None),
         plan("choose_slots", new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),

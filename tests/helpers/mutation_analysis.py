@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture, slotted, routed, limited, headed,
+        grouped_mixture, slotted, skinny, routed, limited, headed,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -62,6 +62,8 @@ class Step(nn.Module):
             ops.rotate(turned[0], *turned[3:5]),
             *ops.accept(*accepted),
             ops.slot_attention(*slotted),
+            ops.skinny_linear(*skinny, None),
+            *ops.norm_linear(skinny[0], skinny[0], *added[2:], False, skinny[1], None, True),
             *ops.topk(*routed),
             *ops.group_topk(*limited),
             *ops.row_max(headed),
@@ -144,6 +146,7 @@ def main() -> None:
                 *(new(8, width, dtype=torch.bool) for width in (12, 8)),
                 *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
+            (new(2, 80), new(96, 80)),
             (new(8, 4, 8, dtype=torch.float32), 2),
             (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),

@@ -140,6 +140,18 @@ def _elementwise(tokens: int, width: int, heads: int, dims: tuple[int, int]) -> 
     ]
 
 
+def _skinny(
+    rows: int, width: int, features: int, gated: bool = False, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """A linear with a bias; one behind a residual sum's norm, with SwiGLU behind it or not."""
+    x, weight = _fake(rows, width, dtype=dtype), _fake(features, width, dtype=dtype)
+    norm = _fake(width, dtype=dtype)
+    return [
+        *plan("skinny_linear", x, weight, _fake(features, dtype=dtype))[0],
+        *plan("norm_linear", x, x, norm, 1e-6, False, weight, None, gated)[0],
+    ]
+
+
 def _choose(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
     """DeepSeek-V3.2: 64 heads of 128, 2,048 of up to 32,768 positions."""
     query = _fake(reqs * rows, 64, 128, dtype=dtype)
@@ -353,6 +365,11 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "the widest norms, float32": lambda: _norms(1, 16_384, dtype=torch.float32),
     "GLM-4.5's norm of heads, prompt of 512": lambda: _norm_of_parts(512, 14_336, 96, 128),
     "DeepSeek-V3's norm of latents, 4 rows": lambda: _norm_of_parts(4, 576, 512),
+    "a joint projection of the 8B shape, 1 row": lambda: _skinny(1, 4096, 6144),
+    "gate and up of the 8B shape, 4 rows": lambda: _skinny(4, 4096, 2 * 13_696, True),
+    "a down projection of the 8B shape, 2 rows, float16": lambda: _skinny(
+        2, 13_696, 4096, dtype=FP16
+    ),
     "GLM-4.5's activation and rotary of half a head, 4 rows": lambda: _elementwise(
         4, 12_288, 96, (128, 64)
     ),

@@ -101,8 +101,9 @@ class Tape : public torch::CustomClassHolder {
   explicit Tape(int64_t arena_bytes)
       : arena_(at::empty({arena_bytes}, at::TensorOptions(at::kByte))) {}
 
-  /// Memory of a tensor from outside; returns the number of the storage.
-  int64_t bound(at::Tensor tensor) {
+  /// Memory of a tensor from outside, and whether calls may write it; returns the number of the
+  /// storage.
+  int64_t bound(at::Tensor tensor, bool is_writable) {
     TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided, "tapes take tensors of the CPU");
     const int64_t size = tensor.element_size();
     int64_t extent = tensor.numel() > 0;
@@ -110,14 +111,14 @@ class Tape : public torch::CustomClassHolder {
       extent += (tensor.size(dim) - 1) * tensor.stride(dim);
     }
     return add({tensor.storage(), tensor.storage_offset() * size, extent * size,
-                tensor.scalar_type(), /*is_returned=*/false});
+                tensor.scalar_type(), /*is_returned=*/false, is_writable});
   }
 
   /// A part of the arena.
   int64_t planned(int64_t offset, int64_t bytes) {
     TORCH_CHECK(offset >= 0 && bytes >= 0 && offset <= arena_.numel() - bytes && offset % 64 == 0,
                 "a tape's memory from byte ", offset, " is outside its arena");
-    return add({arena_.storage(), offset, bytes, {}, false});
+    return add({arena_.storage(), offset, bytes, {}, false, true});
   }
 
   /// Memory that a call returns.
@@ -125,7 +126,7 @@ class Tape : public torch::CustomClassHolder {
     TORCH_CHECK(bytes >= 0, "a tape's storage has ", bytes, " bytes");
     auto impl = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, at::kCPU), nullptr, false);
-    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true});
+    return add({c10::Storage(std::move(impl)), 0, bytes, {}, true, true, /*is_there=*/false});
   }
 
   /// Memory with numbers that never change: integers, or the bits of doubles.
@@ -136,7 +137,7 @@ class Tape : public torch::CustomClassHolder {
     at::Tensor held = at::empty({count(values)}, at::TensorOptions(at::kLong));
     std::copy(values.begin(), values.end(), held.mutable_data_ptr<int64_t>());
     if (at::isFloatingType(type)) held = held.view(at::kDouble);
-    return bound(held.to(type));
+    return bound(held.to(type), /*is_writable=*/false);
   }
 
   /// A tensor, or a view, in a storage; returns its number.
@@ -207,7 +208,7 @@ class Tape : public torch::CustomClassHolder {
     map.arithmetic = static_cast<Arithmetic>(arithmetic);
     const int64_t wanted = map.function < Function::kAdd ? 1 : map.function < Function::kWhere ? 2 : 3;
     TORCH_CHECK(count(operands) == 1 + 2 * wanted, "a tape's function has other operands");
-    const at::Tensor& out = slot(operands[0]);
+    const at::Tensor& out = written(operands[0]);
     set_shape(map, out.sizes());
     point(call, &map.operands[0], operands[0], out.strides());
     for (int64_t k = 0; k < wanted; ++k) {
@@ -233,7 +234,7 @@ class Tape : public torch::CustomClassHolder {
     Fold& fold = *call.instruction;
     fold.folding = static_cast<Folding>(folding);
     fold.arithmetic = static_cast<Arithmetic>(arithmetic);
-    const at::Tensor &out = slot(result), &in = slot(from);
+    const at::Tensor &out = written(result), &in = slot(from);
     TORCH_CHECK(dim >= 0 && dim < in.dim() && in.size(dim) > 0, "a tape folds no dimension");
     Numbers wanted = in.sizes().vec();
     if (fold.folding != Folding::kScan) wanted[dim] = 1;
@@ -253,6 +254,7 @@ class Tape : public torch::CustomClassHolder {
                           find_function<void(const MoveRows&)>("mtpc_move_rows")};
     MoveRows& move = *call.instruction;
     const at::Tensor &to = slot(rows), &from = slot(table);
+    written(into_table ? table : rows);
     const int64_t n = count(indices);
     TORCH_CHECK(n > 0 && n <= kMostIndices && n <= from.dim() && to.dtype() == from.dtype(),
                 "a tape moves no rows");
@@ -284,6 +286,7 @@ class Tape : public torch::CustomClassHolder {
     for (const int64_t each : storages) {
       TORCH_CHECK(each >= 0 && each < count(storages_) && storages_[each].is_returned,
                   "a tape frees storage ", each);
+      storages_[each].is_there = false;
     }
     calls_.push_back(Release{std::move(storages)});
   }
@@ -301,7 +304,9 @@ class Tape : public torch::CustomClassHolder {
     int64_t offset, bytes;
     /// What a bound tensor's elements are.
     std::optional<at::ScalarType> dtype;
-    bool is_returned;
+    bool is_returned, is_writable;
+    /// Whether the calls so far have returned it, and not released it.
+    bool is_there = true;
   };
 
   template <class T>
@@ -337,6 +342,22 @@ class Tape : public torch::CustomClassHolder {
     return tensors_[number];
   }
 
+  /// A tensor that a call reads or writes.
+  const at::Tensor& used(int64_t number) const {
+    const at::Tensor& tensor = slot(number);
+    TORCH_CHECK(storages_[storage_of_[number]].is_there, "a call uses tensor ", number,
+                ", whose memory no call has returned, or one has released");
+    return tensor;
+  }
+
+  /// A tensor that a call writes.
+  const at::Tensor& written(int64_t number) const {
+    const at::Tensor& tensor = used(number);
+    TORCH_CHECK(storages_[storage_of_[number]].is_writable, "a call writes tensor ", number,
+                ", which lies in a weight or in numbers that never change");
+    return tensor;
+  }
+
   static void check_kind(int64_t function, int64_t count, int64_t arithmetic) {
     TORCH_CHECK(function >= 0 && function < count && arithmetic >= 0 && arithmetic <= 2,
                 "a tape has function ", function, " of arithmetic ", arithmetic);
@@ -353,7 +374,7 @@ class Tape : public torch::CustomClassHolder {
   /// An operand that is a tensor.
   template <class Instruction>
   void point(Moving<Instruction>& call, Operand* operand, int64_t number, at::IntArrayRef strides) {
-    const at::Tensor& tensor = slot(number);
+    const at::Tensor& tensor = used(number);
     const Memory& memory = storages_[storage_of_[number]];
     const int64_t bytes = tensor.storage_offset() * tensor.element_size();
     operand->dtype = static_cast<int64_t>(tensor.scalar_type());
@@ -388,7 +409,8 @@ class Tape : public torch::CustomClassHolder {
     torch::jit::Stack stack;
     size_t at = 0;
     for (const c10::Argument& argument : schema.arguments()) {
-      stack.push_back(read_value(code, at, texts, argument.type()));
+      const bool writes = argument.alias_info() && argument.alias_info()->isWrite();
+      stack.push_back(read_value(code, at, texts, argument.type(), writes));
     }
     TORCH_CHECK(at == code.size(), "a tape's call of ", schema.name(), " has more arguments");
     schema.checkAndNormalizeInputs(stack);
@@ -401,13 +423,13 @@ class Tape : public torch::CustomClassHolder {
   }
 
   IValue read_value(const Numbers& code, size_t& at, const std::vector<std::string>& texts,
-                    const c10::TypePtr& type) const {
+                    const c10::TypePtr& type, bool writes) const {
     const int64_t tag = next(code, at);
     if (tag == kNothing) return {};
     const int64_t value = next(code, at);
     switch (tag) {
       case kTensor:
-        return slot(value);
+        return writes ? written(value) : used(value);
       case kInteger:
         return value;
       case kReal:
@@ -419,18 +441,18 @@ class Tape : public torch::CustomClassHolder {
         return texts[value];
       default:
         TORCH_CHECK(tag == kList && value >= 0, "a tape's argument is of kind ", tag);
-        return read_list(code, at, value, texts, type);
+        return read_list(code, at, value, texts, type, writes);
     }
   }
 
   IValue read_list(const Numbers& code, size_t& at, int64_t length,
-                   const std::vector<std::string>& texts, c10::TypePtr type) const {
+                   const std::vector<std::string>& texts, c10::TypePtr type, bool writes) const {
     if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     const auto list = type->cast<c10::ListType>();
     TORCH_CHECK(list, "a tape gives a list in the place of ", type->str());
     c10::impl::GenericList made(list->getElementType());
     for (int64_t i = 0; i < length; ++i) {
-      made.push_back(read_value(code, at, texts, list->getElementType()));
+      made.push_back(read_value(code, at, texts, list->getElementType(), writes));
     }
     return made;
   }
@@ -467,12 +489,14 @@ class Tape : public torch::CustomClassHolder {
 
   /// Tensors that take a call's results; -1 where one is not used, or where the call returns what it
   /// was given.
-  Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) const {
+  Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) {
     TORCH_CHECK(count(results) <= count(schema.returns()), "a tape takes ", results.size(),
                 " results of ", schema.name());
     for (const int64_t number : results) {
-      TORCH_CHECK(number == kNone || storages_[storage_of_[check(number)]].is_returned,
-                  "a tape's result has no memory to be returned");
+      if (number == kNone) continue;
+      Memory& memory = storages_[storage_of_[check(number)]];
+      TORCH_CHECK(memory.is_returned, "a tape's result has no memory to be returned");
+      memory.is_there = true;
     }
     return results;
   }
@@ -507,7 +531,6 @@ class Tape : public torch::CustomClassHolder {
   void run_call(Moving<Instruction>& call) {
     for (const Pointer& each : call.pointers) {
       char* data = static_cast<char*>(storages_[each.storage].storage.mutable_data());
-      TORCH_CHECK(data, "a tape reads memory that no call has returned");
       each.operand->data = data + each.bytes;
     }
     call.function(*call.instruction);
@@ -531,12 +554,15 @@ class Tape : public torch::CustomClassHolder {
   /// Takes over a result's memory, where it is what the tape says.
   void adopt(int64_t number, const at::Tensor& made) {
     const at::Tensor& wanted = tensors_[number];
+    const Memory& taken = storages_[storage_of_[number]];
     TORCH_CHECK(made.sizes() == wanted.sizes() && made.scalar_type() == wanted.scalar_type() &&
-                    same_places(made, wanted) && made.storage().use_count() == 1,
-                "a call returned ", made.scalar_type(), made.sizes(), made.strides(),
-                " where the tape has ", wanted.scalar_type(), wanted.sizes(), wanted.strides());
+                    same_places(made, wanted) && made.storage().use_count() == 1 &&
+                    static_cast<int64_t>(made.storage().nbytes()) >= taken.bytes,
+                "a call returned ", made.scalar_type(), made.sizes(), made.strides(), " in ",
+                made.storage().nbytes(), " bytes where the tape has ", wanted.scalar_type(),
+                wanted.sizes(), wanted.strides(), " in ", taken.bytes);
     const c10::Storage memory = made.storage();
-    storages_[storage_of_[number]].storage.set_data_ptr_noswap(
+    taken.storage.set_data_ptr_noswap(
         const_cast<c10::Storage&>(memory).set_data_ptr(at::DataPtr(nullptr, at::kCPU)));
   }
 

@@ -1,7 +1,7 @@
 """Timing one launch on a device, on arguments like those that a step has in the middle of a text.
 
 Weights are the model's own; everything else is made anew, so that nothing of a request is read or
-written. This never ran on hardware; what the arguments are is tested in Triton's interpreter.
+written. What the arguments are is tested in Triton's interpreter.
 """
 
 from __future__ import annotations

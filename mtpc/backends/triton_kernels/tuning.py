@@ -5,8 +5,7 @@
 A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes. The process
 that measures holds the row's lock, so that processes that start together choose alike. It measures
 while a step is bound to kernels, before the step is lowered or captured. The timer is an argument.
-Without a device nothing is measured, and every launch runs by default. This has never run on
-hardware.
+Without a device nothing is measured, and every launch runs by default.
 """
 
 from __future__ import annotations

@@ -25,11 +25,15 @@ from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operato
 from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
 
 _TILE = 16
-"""Rows times heads that a program holds. With a rank of 512, twice as many spill on NVIDIA (each
-warp holds all queries), four times as many on gfx942. Every tile reads the latents again. They
-should come from L2: check this first on a device."""
+"""Rows times heads that a program holds. Every tile reads the latents again, and multiplies by
+small instructions: on an H100, 128 heads take ten times as long as their bytes."""
 
-_CHOICE = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
+_WIDE = 4
+"""So many times the heads are one instruction of Hopper's (wgmma). On gfx942 that spills."""
+_FEW_HEADS = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
+_MANY_HEADS = Choice(
+    (*_FEW_HEADS.changes, Change(factors={"TILE_HEADS": _WIDE})), {"TILE_HEADS": (1, "HEADS")}
+)
 
 
 @triton.jit
@@ -122,5 +126,6 @@ def latent_attention(
         R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(latent_attention_kernel, q, cache),
     )  # fmt: skip
     grid = (tiles, head_blocks, splits)
-    attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
+    attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=choice)
     return [attend, combine_launch(acc, stats, (seq_lens, starts), out, None)], out

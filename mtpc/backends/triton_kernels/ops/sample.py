@@ -152,10 +152,14 @@ def draw_token_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
     seed = tl.load(ints_ptr + slot * NUM_INTS + _SEED)
     kept = (x >= tl.load(cuts_ptr + row)) & (token < vocab)
+    at = row * BLOCKS + block
+    if tl.max(kept.to(tl.int32), 0) == 0:  # Noise is the dearest part, and most blocks keep none.
+        tl.store(bests_ptr + at, float("-inf"))
+        return
     x = tl.where(kept, x + _noise(seed, position, token), float("-inf"))
-    tl.store(bests_ptr + row * BLOCKS + block, tl.max(x, 0))
+    tl.store(bests_ptr + at, tl.max(x, 0))
     best = block * BLOCK + tl.argmax(x, 0, tie_break_left=True)
-    tl.store(tokens_ptr + row * BLOCKS + block, best.to(tl.int32))
+    tl.store(tokens_ptr + at, best.to(tl.int32))
 
 
 @triton.jit

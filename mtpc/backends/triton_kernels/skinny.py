@@ -1,0 +1,121 @@
+"""Linear layers of a few rows: a program has a few rows of the weight, and reads each once.
+
+No tensor cores: with so few rows the arithmetic is hidden behind the weight's bytes. What a program
+reads of the inputs is in the device's cache, so each program computes the norm anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
+
+_THREADS = 128
+_TILES = {1: (4, 1024, 3), 2: (4, 1024, 3), 4: (4, 512, 4)}
+"""Features of a program, inputs and stages of its loop, by rows: the fastest of a dozen on an H100,
+at the sizes of a 0.5B and an 8B model. A gated program has half as many features."""
+
+
+@triton.jit
+def skinny_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, added_ptr, norm_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr, x_row, added_row,
+    ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+    EPSILON: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x, added [ROWS, K] of any distance between rows; weight [N, K], of gate and up if GATED;
+    total [ROWS, K]; out [ROWS, N]. K is a multiple of 8."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS_PAD)[:, None, None]
+    at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :, None] * K
+    sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)
+    up_sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((ROWS_PAD, 1, BLOCK_K), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        i = start + tl.arange(0, BLOCK_K)[None, None]
+        mask = (row < ROWS) & (i < K)
+        weight = tl.load(at + i, mask=i < K, other=0.0)
+        if GATED:
+            up_weight = tl.load(at + N * K + i, mask=i < K, other=0.0)
+        x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
+        if HAS_NORM:
+            added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
+            # The norm is that of the sum as it is kept: rounded.
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+            if tl.program_id(0) == 0:
+                tl.store(total_ptr + row * K + i, x, mask=mask)
+        wide = x.to(tl.float32)
+        if HAS_NORM:
+            squares += wide * wide
+            scale = tl.load(norm_ptr + i, mask=i < K, other=0.0).to(tl.float32)
+            wide *= 1.0 + scale if PLUS_ONE else scale
+        sums += weight.to(tl.float32) * wide
+        if GATED:
+            up_sums += up_weight.to(tl.float32) * wide
+    out = tl.sum(sums, 2)
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(squares, 2) / K + EPSILON)
+        out *= inverse
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None]
+    if GATED:
+        up = tl.sum(up_sums, 2)
+        if HAS_NORM:
+            up *= inverse
+        out = out / (1 + tl.exp(-out)) * up
+    target = tl.arange(0, ROWS_PAD)[:, None]
+    mask = (target < ROWS) & (n < N)[None]
+    tl.store(out_ptr + target * N + n[None], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def skinny_limit(call: Mapping[str, Any]) -> str | None:
+    """Why a call is none for this kernel; None where it is."""
+    x, weight = call["x"], call["weight"]
+    rows, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    if rows > MOST_ROWS:
+        return f"{rows} rows; it takes up to {MOST_ROWS}"
+    if width % WIDTH_MULTIPLE or not weight.is_contiguous():
+        return (
+            f"a weight {tuple(weight.shape)} by {tuple(weight.stride())}; it takes adjacent rows "
+            f"of a multiple of {WIDTH_MULTIPLE}"
+        )
+    return None
+
+
+def skinny_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool = False,
+    norm: tuple[Tensor, Tensor, Tensor, float, bool] | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of the kernel.
+
+    Args:
+        x: [rows, K].
+        weight: [N, K], or [2N, K] if gated.
+        bias: [N] or None.
+        out: [rows, N], gets the result.
+        gated: whether silu(gate) * up follows.
+        norm: what is added to x, the norm's weight, where the sum goes, epsilon and `plus_one`.
+    """
+    (rows, width), features = x.shape, weight.shape[0] // (2 if gated else 1)
+    added, scale, total, epsilon, plus_one = norm or (x, x, x, 0.0, False)
+    padded = power_of_two(rows)
+    block_n, block_k, stages = _TILES[padded]
+    block_n, block_k = block_n // (2 if gated else 1), min(block_k, power_of_two(width))
+    constants = dict(
+        ROWS=rows, ROWS_PAD=padded, N=features, K=width, BLOCK_N=block_n, BLOCK_K=block_k,
+        HAS_NORM=norm is not None, PLUS_ONE=plus_one, EPSILON=float(epsilon),
+        HAS_BIAS=bias is not None, GATED=gated, STAGES=stages,
+    )  # fmt: skip
+    arguments = dict(
+        x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
+        bias_ptr=weight if bias is None else bias, total_ptr=total, out_ptr=out,
+        x_row=x.stride(0), added_row=added.stride(0),
+    )  # fmt: skip
+    grid = (-(-features // block_n), 1, 1)
+    return Launch(skinny_kernel, grid, arguments, constants, threads=_THREADS)

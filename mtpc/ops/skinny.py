@@ -1,0 +1,81 @@
+"""Linear layers of a few rows, alone and with the norm and the activation around them.
+
+With a handful of rows a linear layer is bound by the bytes of its weight. A kernel made for that
+case reads them at the memory's speed, and does the norm before and the activation behind on the
+way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.ops.fused import add_rms_norm, silu_and_mul
+
+MOST_ROWS, MOST_NORM_ROWS = 4, 2
+"""Of a call, and of one with a norm. With more, tensor cores are faster."""
+WIDTH_MULTIPLE = 8
+"""Of inputs: kernels read 16 bytes at once."""
+
+
+@torch.library.custom_op("mtpc::skinny_linear", mutates_args=())
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, for few rows.
+
+    Args:
+        x: bfloat16 [..., K].
+        weight: [N, K], of x's dtype.
+        bias: [N], likewise, or None.
+
+    Returns:
+        [..., N].
+    """
+    return F.linear(x, weight, bias)
+
+
+@skinny_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("mtpc::norm_linear", mutates_args=())
+def norm_linear(
+    x: Tensor,
+    added: Tensor,
+    norm_weight: Tensor,
+    epsilon: float,
+    plus_one: bool,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm`, the linear that reads the norm and, if gated, `silu_and_mul`, for few rows.
+
+    A kernel may keep what this reference rounds in between, so that its result is the more precise.
+
+    Args:
+        x: bfloat16 [..., K].
+        added: as x.
+        norm_weight: [K], as in `rms_norm`.
+        epsilon: as there.
+        plus_one: as there.
+        weight: [N, K], of x's dtype; if gated [2N, K], the gate's rows first.
+        bias: [N], likewise, or None; never if gated.
+        gated: whether silu(gate) * up follows.
+
+    Returns:
+        x + added, and [..., N].
+    """
+    total, normed = add_rms_norm(x, added, norm_weight, epsilon, plus_one)
+    out = F.linear(normed, weight, bias)
+    return total, silu_and_mul(out) if gated else out
+
+
+@norm_linear.register_fake
+def _(
+    x: Tensor, added: Tensor, norm_weight: Tensor, epsilon: float, plus_one: bool, weight: Tensor,
+    bias: Tensor | None = None, gated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    features = weight.shape[0] // (2 if gated else 1)
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], features))
