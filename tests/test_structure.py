@@ -218,8 +218,8 @@ LINES = {
     # compilers that end with their caller; what aiter's attention takes beside ours.
     # One family of operators on codes: the older int8 operators are gone.
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
-    # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows.
-    "backends": 9400,
+    # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
+    "backends": 9500,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
