@@ -1,0 +1,87 @@
+"""A GPU's record as a picture: steps beside the time of their weights, attention by length.
+
+python -m benchmarks.plot_gpu benchmarks/results/h100/gpu.json benchmarks/results/h100/gpu.png
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import command
+from benchmarks.harness.results import Record
+
+SHADES = {"second": "#8fb2bf", "third": "#1f6f8b"}
+LABELS = {"second": "first kernels", "third": "kernels for few rows"}
+LIMIT = "#2b2b2b"
+
+Row = Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw."""
+    args = command.new_plot_parser("plot_gpu", __doc__, "gpu_record").parse_args(argv)
+    mpl.rcParams["font.size"] = 9
+    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
+    return 0
+
+
+def _figure(record: Record) -> Figure:
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    steps, attention = figure.subplots(1, 2)
+    _draw_steps(record["rows"], steps)
+    _draw_attention(record["rows"], attention)
+    machine, versions = record["machine"], record["versions"]
+    figure.suptitle(f"{machine['gpu']}, torch {versions['torch']}, commit {versions['commit']}")
+    return figure
+
+
+def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
+    """The least time on the device of each shape's plain step, by run."""
+    plain = [r for r in rows if r["part"] in ("speed", "profile") and r["spec_tokens"] == 0]
+    shapes = list(dict.fromkeys(row["shape"] for row in plain))
+    for number, (run, colour) in enumerate(SHADES.items()):
+        for place, shape in enumerate(shapes):
+            of_case = [r for r in plain if (r["shape"], r["run"]) == (shape, run)]
+            if of_case:
+                best = min(of_case, key=lambda row: float(row["ms_device"]))
+                at = place + 0.4 * number - 0.2
+                label = LABELS[run] if place == 0 else None
+                axes.bar(at, best["ms_device"], 0.38, color=colour, label=label)
+                floor = best["step_bytes"] / (1e6 * best["copy_gb_s"])
+                axes.hlines(floor, at - 0.19, at + 0.19, color=LIMIT)
+    axes.set_xticks(range(len(shapes)), shapes)
+    axes.set_ylabel("ms on the device (line: its weights' bytes)")
+    axes.set_title("A decode step of one request, K = 0")
+    axes.legend()
+
+
+def _draw_attention(rows: Sequence[Row], axes: Axes) -> None:
+    """Shares of the copy's bandwidth, by length."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        sizes = re.search(r"batch (\d+), (\d+) tokens", row["shape"])
+        if row["part"] == "time" and sizes:
+            rows_each = int(row["batch"]) // int(sizes[1])
+            name = f"{row['engine']}, {sizes[1]} x {rows_each} rows"
+            lines.setdefault(name, []).append((int(sizes[2]), 100 * row["of_bandwidth"]))
+    for name, points in lines.items():
+        style = "--" if name.startswith("latent") else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("% of the copy bandwidth")
+    axes.set_title("Attention alone")
+    axes.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
