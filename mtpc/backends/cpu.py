@@ -18,12 +18,14 @@ from mtpc.backends.tape import write_tape
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import StepMode
+from mtpc.errors import OptionError
 from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass, Policy
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.skip_idle_rows import SkipIdleRows
@@ -33,12 +35,22 @@ from mtpc.store.scratch import Scratch
 
 @dataclass(frozen=True)
 class UseCpuKernels:
-    """legalise-cpu: replace the reference ops by the C++ kernels."""
+    """legalise-cpu: replace the reference ops by the C++ kernels.
+
+    Raises:
+        OptionError: a pass ran that chooses operators by the number of rows. With those a row of a
+            batch would be rounded otherwise than alone.
+    """
 
     name: ClassVar[str] = "legalise-cpu"
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
+        if any(record.name == FuseSkinnyLinears.name for record in graph.history):
+            raise OptionError(
+                f"pass {FuseSkinnyLinears.name!r} is for GPUs: on a CPU no kernel takes what it "
+                "makes, and text would depend on K; leave it out of enabled_passes"
+            )
         table = kernel_table()
         rewrites = 0
         for node in graph.graph.nodes:

@@ -20,8 +20,9 @@ from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS, poison
 from helpers.warm_starts import BATCH
 
+import mtpc
 from mtpc.backends.package import TAPE, Package, open_package
-from mtpc.errors import BackendError
+from mtpc.errors import BackendError, OptionError
 from mtpc.layout import StepKey
 
 Tensors = Callable[[str], torch.Tensor]
@@ -200,3 +201,10 @@ def test_a_replay_lets_go_of_the_interpreters_lock(cpu_built: Callable[..., CpuB
         sys.setswitchinterval(before)
         other.join()
     assert seen
+
+
+def test_a_pass_that_counts_rows_is_refused(checkpoint: Callable[..., Path]) -> None:
+    """A row's bits would depend on how many there are: drafts could change the text."""
+    options = {"spec_tokens": 1, "batch_buckets": (1,), "enabled_passes": ("fuse-skinny-linears",)}
+    with pytest.raises(OptionError, match="fuse-skinny-linears' is for GPUs"):
+        mtpc.compile(checkpoint("mimo", "random"), backend="cpu", **options, **TINY)

@@ -40,14 +40,14 @@ from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
+from mtpc.passes import fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary
 from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.triton
 
 NORMS = {"rms_norm", "add_rms_norm", "draft_entry"}
-FUSED = ("fuse-elementwise", "fuse-draft-entry")
+FUSED = ("fuse-elementwise", "fuse-draft-entry", "fuse-skinny-linears")
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
@@ -109,7 +109,7 @@ def test_fused_norms_emit_the_same_tokens(
 ) -> None:
     """The passes take bfloat16, which the interpreter rounds wrongly: here they are told to take
     float16."""
-    for module in (fuse_cache_write, fuse_elementwise, rotary):
+    for module in (fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary):
         monkeypatch.setattr(module, "is_narrow", _is_float16)
     options = replace(OPTIONS, enabled_passes=FUSED)
     expected = FAMILIES.get(family, {"paged_attention"}) | NORMS | {"rotate_and_write"}
