@@ -117,8 +117,8 @@ def test_fused_norms_emit_the_same_tokens(
     checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Norms, and linears of few rows. The passes take bfloat16, which the interpreter rounds wrongly: here they are told to take
-    float16."""
+    """Norms, and linears of few rows. The passes take bfloat16, which the interpreter rounds
+    wrongly: here they are told to take float16."""
     for module in (fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary):
         monkeypatch.setattr(module, "is_narrow", _is_float16)
     options = replace(OPTIONS, enabled_passes=FUSED)
