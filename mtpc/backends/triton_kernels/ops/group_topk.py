@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
+from mtpc.backends.triton_kernels.launch import power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.topk import WARP, store_largest, topk_limit
+from mtpc.backends.triton_kernels.ops.topk import choice_plan, store_largest, topk_limit
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, number_of, order_of
 from mtpc.ops.largest import TOPK_WIDTH
 
@@ -58,15 +58,5 @@ def _limit(call: Mapping[str, Any]) -> str | None:
 @operator(limit=_limit)
 def group_topk(x: Tensor, count: int, groups: int, kept: int) -> Plan:
     """One launch."""
-    shape, width = (*x.shape[:-1], count), x.shape[-1]
-    values, places = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-    if values.numel() == 0:
-        return [], (values, places)
-    rows = flat_rows(x)
-    arguments = dict(x_ptr=rows, values_ptr=values, places_ptr=places, x_row=rows.stride(0))
-    constants = dict(
-        N=width, GROUPS=groups, GROUPS_PAD=power_of_two(groups),
-        SIZE_PAD=power_of_two(width // groups), KEPT=kept, COUNT=count,
-    )  # fmt: skip
-    grid = (rows.shape[0], 1, 1)
-    return [Launch(group_topk_kernel, grid, arguments, constants, threads=WARP)], (values, places)
+    pads = dict(GROUPS_PAD=power_of_two(groups), SIZE_PAD=power_of_two(x.shape[-1] // groups))
+    return choice_plan(group_topk_kernel, x, count, dict(GROUPS=groups, KEPT=kept) | pads)

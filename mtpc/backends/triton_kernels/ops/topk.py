@@ -52,15 +52,27 @@ def topk_limit(call: Mapping[str, Any]) -> str | None:
     return None
 
 
-@operator(limit=topk_limit)
-def topk(x: Tensor, count: int) -> Plan:
-    """One launch."""
+def choice_plan(kernel: Any, x: Tensor, count: int, constants: dict[str, int]) -> Plan:
+    """One launch of a kernel of this file's kind, a program for each row of x [..., N].
+
+    Args:
+        kernel: takes x, values, places and the distance between rows.
+        x: what is chosen from.
+        count: how many are chosen.
+        constants: what the kernel takes beside N and COUNT.
+    """
     shape, width = (*x.shape[:-1], count), x.shape[-1]
     values, places = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
     if values.numel() == 0:
         return [], (values, places)
     rows = flat_rows(x)
     arguments = dict(x_ptr=rows, values_ptr=values, places_ptr=places, x_row=rows.stride(0))
-    constants = dict(N=width, N_PAD=power_of_two(width, 2 * WARP), COUNT=count)
+    constants = dict(N=width, COUNT=count) | constants
     grid = (rows.shape[0], 1, 1)
-    return [Launch(topk_kernel, grid, arguments, constants, threads=WARP)], (values, places)
+    return [Launch(kernel, grid, arguments, constants, threads=WARP)], (values, places)
+
+
+@operator(limit=topk_limit)
+def topk(x: Tensor, count: int) -> Plan:
+    """One launch."""
+    return choice_plan(topk_kernel, x, count, dict(N_PAD=power_of_two(x.shape[-1], 2 * WARP)))
