@@ -11,7 +11,7 @@ from torch import fx
 import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, refresh_values, sweep
 from mtpc.passes.patterns import is_narrow, operands
 
 aten = torch.ops.aten
@@ -43,8 +43,8 @@ class FuseSkinnyLinears:
             norm = _norm_of(x, node) if rows <= MOST_NORM_ROWS else None
             if norm is None:
                 with graph.graph.inserting_before(node):
-                    args = (x, weight, *([] if bias is None else [bias]))
-                    new = emit(graph.graph, torch.ops.mtpc.skinny_linear.default, args, node)
+                    given = {"x": x, "weight": weight, "bias": bias}
+                    new = emit_named(graph.graph, torch.ops.mtpc.skinny_linear.default, given, node)
                 node.replace_all_uses_with(new)
             else:
                 _fuse_norm(graph.graph, node, norm)
