@@ -60,6 +60,7 @@ LATENT: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+SPARSE: dict[str, Any] = {**LATENT, "index_head_dim": 128}
 CHANGES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
@@ -68,9 +69,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "exaone_moe": HEADS,
     "longcat_flash": {**LATENT, "head_dim": 64},
-    "deepseek_v32": LATENT,
+    "deepseek_v32": SPARSE,
     "deepseek_v4": {},
-    "glm_moe_dsa": LATENT,
+    "glm_moe_dsa": SPARSE,
     "mimo_v2": {},
     "nemotron_h": HEADS,
     "qwen3_next": RECURRENT,
@@ -94,7 +95,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 its recurrent kernel takes heads of 128, and its unscaled rotary embedding is wrong for DeepSeek's
 heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neither the router
 (sigmoid without groups: routed experts are zero here, and only the shared one counts) nor, with
-MTP, lists of layer types (it cuts off what they say of MTP layers)."""
+MTP, lists of layer types (it cuts off what they say of MTP layers). An indexer's heads hold at
+least the rotary part."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
