@@ -194,7 +194,7 @@ def test_restarts_change_no_text_and_no_draft(
 def test_restarts_at_length(
     family: str, spec_tokens: int, compiled: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """1,000 schedules with the kernels of the cpu backend."""
+    """100 schedules with the kernels of the cpu backend."""
     spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))
     check_reuse(Conversations(spec, tmp_path), 100)
 

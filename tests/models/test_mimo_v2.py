@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.released.mimo_v2 import released_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,32 +23,6 @@ CHUNKS = 2
 """As many as key/value heads of a full layer, of which the tiny model here has two."""
 WIDTHS = {"q_proj": 4 * 24, "k_proj": 2 * 24, "v_proj": 2 * 16}
 """Rows of a full layer's projections; a sliding layer has twice the keys and values."""
-
-
-def released(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """config.json of MiMo-V2.5 as it was released: other names, and some that are redundant."""
-    slides = [kind == "sliding_attention" for kind in config.pop("layer_types")]
-    sparse = [kind == "sparse" for kind in config.pop("mlp_layer_types")]
-    rope = config.pop("rope_parameters")
-    config |= {
-        "architectures": ["MiMoV2ForCausalLM"],
-        "model_type": "mimo_v2",
-        "hybrid_layer_pattern": [int(flag) for flag in slides],
-        "moe_layer_freq": [int(flag) for flag in sparse],
-        "layernorm_epsilon": config.pop("rms_norm_eps"),
-        "rope_theta": rope["full_attention"]["rope_theta"],
-        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
-        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
-        "swa_num_attention_heads": config["num_attention_heads"],
-        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
-        "swa_head_dim": config["head_dim"],
-        "swa_v_head_dim": config["v_head_dim"],
-        "sliding_window_size": config["sliding_window"] - 1,
-        "routed_scaling_factor": None,
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-    }
-    return {**config, **changes}
 
 
 def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +46,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         other.mkdir()
         config = json.loads((plain / "config.json").read_text())
         layout = {"attention_projection_layout": "fused_qkv"} if fused else {}
-        text = json.dumps(released(config, **layout, **changes))
+        text = json.dumps(released_config(config, **layout, **changes))
         (other / "config.json").write_text(text)
         tensors = load_file(plain / "model.safetensors")
         tensors = fuse(tensors) if fused else tensors

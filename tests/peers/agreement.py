@@ -160,7 +160,7 @@ def ask(command: Sequence[str], environment: Mapping[str, str]) -> list[dict[str
 def last_error(log: str, status: int) -> str:
     """What a server's process that failed said last: an exception, or the signal it ended by."""
     found = re.findall(
-        r"^(?:\[.*?\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: .+)$", log, re.M
+        r"^(?:\[.*?\]:? *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: .+)$", log, re.M
     )
     if found:
         return str(found[-1])

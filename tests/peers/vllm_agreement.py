@@ -37,6 +37,7 @@ from agreement import (
     run_mtpc,
 )
 from helpers import tiny, trained
+from helpers.released.mimo_v2 import released_config
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers import vllm_host
@@ -72,9 +73,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v32": SPARSE,
     "deepseek_v4": {},
     "glm_moe_dsa": SPARSE,
-    "mimo_v2": {},
+    "mimo_v2": {"num_key_value_heads": 2, "head_dim": 64, "v_head_dim": 32},
     "nemotron_h": HEADS,
-    "qwen3_next": RECURRENT,
+    "qwen3_next": {**RECURRENT, "layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5": RECURRENT,
     "qwen3_5_moe": RECURRENT,
     "step3p7": {},
@@ -97,6 +98,13 @@ heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neit
 (sigmoid without groups: routed experts are zero here, and only the shared one counts) nor, with
 MTP, lists of layer types (it cuts off what they say of MTP layers). An indexer's heads hold at
 least the rotary part."""
+ENTRIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"moe_layer_freq": 1},
+    **{name: {"full_attention_interval": 2} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    "exaone_moe": {"is_moe_layer": [False, True]},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-M", "layers_block_type": None},
+}
+"""What servers read of released config.json, and transformers does not write; None drops one."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 """Its recurrent kernel takes bfloat16 only. The others run in float32, where rounding moves no
 argmax."""
@@ -177,15 +185,26 @@ def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
     layers = tiny.build_mtp_layers(family, target)
     if family == "step3p5":
         target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
+    if family == "ernie4_5_moe":
+        for module in (target, *layers):
+            for name, parameter in module.named_parameters():
+                if name.endswith("e_score_correction_bias"):
+                    parameter.requires_grad_(False).zero_()
     trained.train(family, target, layers, TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
-    if family == "step3p5":
-        _as_released(directory, changes)
-
-
-def _as_released(directory: Path, changes: dict[str, Any]) -> None:
-    """Step-3.5's config under the names that vLLM reads."""
     path = directory / "config.json"
+    config = {**json.loads(path.read_text()), **ENTRIES.get(family, {})}
+    if family == "mimo_v2":
+        config = released_config(config, routed_scaling_factor=1.0)
+    path.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    if family == "step3p5":
+        _as_released(path, changes)
+
+
+def _as_released(path: Path, changes: dict[str, Any]) -> None:
+    """Step-3.5's config under the names that vLLM reads."""
     names = ("architectures", "model_type", "dtype")
     written = {name: value for name, value in json.loads(path.read_text()).items() if name in names}
     config = {**tiny.CONFIGS["step3p5"], **changes, **written, "use_head_wise_attn_gate": True}

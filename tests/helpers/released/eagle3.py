@@ -19,9 +19,15 @@ from torch.nn import functional as F
 
 
 def captured(model: Any, ids: Tensor, layers: Sequence[int]) -> Tensor:
-    """The residual stream of rows [B, L] as it enters some layers of the target: [B, L, n H]."""
-    out = model.get_decoder()(input_ids=ids, use_cache=False, output_hidden_states=True)
-    states = list(out.hidden_states)
+    """The residual stream of rows [B, L] as it enters some layers of the target: [B, L, n H].
+
+    What enters the final norm counts as one layer more. transformers hands that out normed.
+    """
+    decoder, last = model.get_decoder(), list[Tensor]()
+    hook = decoder.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
+    out = decoder(input_ids=ids, use_cache=False, output_hidden_states=True)
+    hook.remove()
+    states = [*out.hidden_states[:-1], *last]
     return torch.cat([states[layer] for layer in layers], -1)
 
 

@@ -15,6 +15,32 @@ from helpers.released.base import ReleasedMTP
 _SLIDING = "sliding_attention"
 
 
+def released_config(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """config.json of MiMo-V2.5 as it was released: other names, and some that are redundant."""
+    slides = [kind == "sliding_attention" for kind in config.pop("layer_types")]
+    sparse = [kind == "sparse" for kind in config.pop("mlp_layer_types")]
+    rope = config.pop("rope_parameters")
+    config |= {
+        "architectures": ["MiMoV2ForCausalLM"],
+        "model_type": "mimo_v2",
+        "hybrid_layer_pattern": [int(flag) for flag in slides],
+        "moe_layer_freq": [int(flag) for flag in sparse],
+        "layernorm_epsilon": config.pop("rms_norm_eps"),
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "sliding_window_size": config["sliding_window"] - 1,
+        "routed_scaling_factor": None,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    return {**config, **changes}
+
+
 class MimoV2(ReleasedMTP):
     """Every layer is fed the target's hidden state, from after its final norm."""
 
