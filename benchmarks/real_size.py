@@ -6,7 +6,7 @@
 Weights are random. For each K two processes run, one after the other. The first compiles kernels,
 and builds its steps in an empty cache; the second finds them. Before the second starts, the weights
 leave the page cache, so that it reads them from the disk. Reading the files alone is timed in the
-same way just before.
+same way just before, and so is writing once to as much new memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
@@ -32,18 +34,23 @@ from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.memory import LARGE
 from mtpc.models.families.mimo import MIMO
+from mtpc.weights import packing
 
 GIB = 2**30
 READ_BYTES = 1 << 24
 """Of a file at a time."""
+_PIECE_BYTES = 1 << 26
+"""Of new memory, about a large weight."""
 COLUMNS = (
-    "K", "start", "first token s", "reading s", "beyond reading s", "peak GiB", "ms/step", "GB/s",
-    "limit ms", "of the memory limit",
+    "K", "start", "first token s", "reading s", "new memory s", "beyond both", "peak GiB",
+    "ms/step", "GB/s", "limit ms", "of the memory limit",
 )  # fmt: skip
 NOTES = (
     "first token: from the start of the process; a prompt of 32 tokens.",
     "cold: with an empty cache, so that kernels are compiled, too.",
     "reading: all weight files are read once from the disk, just before a warm start.",
+    "new memory: as many bytes of new memory are written once by all threads, just before; packed"
+    " weights need as much. beyond both: beyond the longer of the two.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
     " before and after the process.",
@@ -53,6 +60,9 @@ NOTES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
+    if args.touch:
+        print(_write_new(args.touch))
+        return 0
     if args.child:
         print(json.dumps(_report(json.loads(args.child))))
         return 0
@@ -67,12 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for start in ("cold", "warm"):
                 reading = _read(directory) if start == "warm" else None
                 _forget(directory)
-                tell(f"K={k}, {start}; read in {reading}")
+                touching = _touch(directory) if start == "warm" else None
+                tell(f"K={k}, {start}; read in {reading}, touched in {touching}")
                 before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
                 row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
                 row["bandwidths"] = [before, BandwidthProbe().read()]
                 row["step_bytes"] = checkpoint.step_bytes(k)
-                rows.append({"k": k, "start": start, "reading_s": reading, **row})
+                rows.append(
+                    {"k": k, "start": start, "reading_s": reading, "touching_s": touching, **row}
+                )
                 tell(str(_cells(rows[-1])))
     publish("real_size", args, {"rows": rows}, table)
     return 0
@@ -85,7 +98,7 @@ def table(record: Record) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    reading, first = row["reading_s"], row["first_token_s"]
+    reading, touching, first = row["reading_s"], row["touching_s"], row["first_token_s"]
     ms, bandwidth = median(row["step_ms"]), median(row["bandwidths"])
     limit = 1e3 * row["step_bytes"] / bandwidth
     return [
@@ -93,7 +106,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["start"],
         f"{first:.1f}",
         "-" if reading is None else f"{reading:.1f}",
-        "-" if reading is None else f"{first - reading:.1f}",
+        "-" if touching is None else f"{touching:.1f}",
+        "-" if reading is None else f"{first - max(reading, touching):.1f}",
         f"{row['peak_bytes'] / GIB:.1f}",
         f"{ms:.1f}",
         f"{bandwidth / 1e9:.1f}",
@@ -118,6 +132,21 @@ def _read(directory: Path) -> float:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+    return time.perf_counter() - begin
+
+
+def _touch(directory: Path) -> float:
+    """Seconds until as many bytes as the weights have are new memory of a process of its own."""
+    nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    line = [sys.executable, "-m", "benchmarks.real_size", "--touch", str(nbytes)]
+    return float(subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def _write_new(nbytes: int) -> float:
+    """Seconds that torch's threads take to write once to so much new memory, in huge pages."""
+    begin, kept = time.perf_counter(), []
+    for start in range(0, nbytes, _PIECE_BYTES):
+        kept.append(packing.allocate((min(_PIECE_BYTES, nbytes - start),), torch.uint8).zero_())
     return time.perf_counter() - begin
 
 
@@ -165,6 +194,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
+    add("--touch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from mtpc.backends.package import open_package, signature_bytes
 from mtpc.capture.graph import WeightTable, is_buffer_name
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
+from mtpc.program.free_memory import free_bytes
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
@@ -22,6 +24,7 @@ from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
+from mtpc.weights.read_ahead import ReadAhead, Span
 from mtpc.weights.recipes import (
     Grouped,
     GroupedMaker,
@@ -37,6 +40,11 @@ from mtpc.weights.recipes import (
 
 _TELL_S = 0.5
 """While weights are read, a listener hears of it once in so many seconds."""
+_AHEAD_BYTES = 1 << 29
+"""Of weights that are read and not packed yet, as far as memory is free."""
+_IN_MAP_BYTES = 2 << 20
+"""A weight of this size that a step reads as it is stored stays in the file's memory map, which the
+system can drop."""
 _FIRST_ROWS = 16
 """Rows of two embeddings or heads that are compared first: other ones differ there."""
 
@@ -116,9 +124,11 @@ def bind_program(
     loading = _Loading(steps, weights, listener)
     binder = StepBinder(shared, weights, source, loading.added)
     bound = {}
-    for done, ((key, _), step) in enumerate(steps.items()):
-        loading.begins(key, done)
-        bound[key] = binder.bind(step)
+    room = loading.spare(shared)
+    with source.reading_ahead(steps, weights, room) if source else nullcontext():
+        for done, ((key, _), step) in enumerate(steps.items()):
+            loading.begins(key, done)
+            bound[key] = binder.bind(step)
     return Program(bound, shared)
 
 
@@ -135,6 +145,11 @@ class _Loading:
         }
         self._total, self._there, self._steps = sum(self._sizes.values()), 0, len(steps)
         self._told_s = 0.0
+
+    def spare(self, buffers: Mapping[str, Tensor]) -> int:
+        """Bytes that stay free beside all weights and these buffers, which are not filled yet."""
+        free = free_bytes() or 0
+        return max(0, free - self._total - sum(tensor.nbytes for tensor in buffers.values()))
 
     def begins(self, key: StepKey, done: int) -> None:
         """A step is bound from now on."""
@@ -176,6 +191,36 @@ class WeightSource:
         self._copies: dict[str, str] = {}
         self._shared: dict[Hashable, Tensor] = {}
 
+    @contextmanager
+    def reading_ahead(self, steps: Steps, weights: WeightTable, spare: int) -> Iterator[None]:
+        """Within it, a thread reads the next weights while one is packed.
+
+        Args:
+            steps: what will be bound, in this order.
+            weights: those that exist.
+            spare: bytes of memory that stay free.
+        """
+        nbytes, room = self._checkpoint.nbytes, spare // 2
+        # Of larger ones, the page cache would drop what it has before the next start.
+        direct = 2 * nbytes > (free_bytes() or 0)
+        wanted = self._wanted(steps, weights)
+        ahead = ReadAhead(wanted, min(_AHEAD_BYTES, room), room, direct)
+        with self._checkpoint.reading_ahead(ahead):
+            yield
+
+    def _wanted(self, steps: Steps, weights: WeightTable) -> Iterator[Span]:
+        """What is read from the files as a whole, in the order of use."""
+        for record in (step.record for step in steps.values()):
+            for name in record.package.tensors:
+                recipe = record.derived.get(name, name)
+                if is_buffer_name(name) or name in weights:
+                    continue
+                if all(part in record.stored for part in names(recipe)):
+                    stored = substitute(recipe, record.stored.__getitem__)
+                    early = take_early(stored, self._checkpoint.meta_tensor)
+                    for part in parts_read(early):
+                        yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
+
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
         recipe = record.derived.get(name, name)
@@ -213,10 +258,17 @@ class WeightSource:
                 else tensors[next(names(early))][slice(*view)]
             )
         # A copy needs its parts no longer. Of an embedding a step reads a few rows.
-        if not isinstance(recipe, str) or recipe in self._copies:
-            for name in dtypes:
-                self._checkpoint.release(name)
-        return made
+        for name in dtypes:
+            self._checkpoint.release(name)
+        return self._in_map(recipe, made) if isinstance(recipe, str) else made
+
+    def _in_map(self, name: str, read: Tensor) -> Tensor:
+        """A weight that steps read as it is stored: a large one in the memory map of its file."""
+        checkpoint = self._checkpoint
+        if read.nbytes < _IN_MAP_BYTES or not checkpoint.is_plain(name):
+            return read
+        in_map = checkpoint.tensor(name)
+        return in_map if in_map.dtype == read.dtype else read
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight that is stored in this form as its codes; any other is rounded to them."""

@@ -22,6 +22,7 @@ from mtpc.weights.formats import QuantisedWeight, find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 from mtpc.weights.json_file import GENERATION, check_ids, read_json
+from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import dtype_code
 
 _FIRST = 6
@@ -157,7 +158,7 @@ class Checkpoint(CheckpointFiles):
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored, in a private memory map of its file; using it reads the file.
+        """One tensor as stored; see `TensorFile.tensor`.
 
         A quantised weight is dequantised to a new tensor at each call, and a part of a fused one is
         copied.
@@ -199,6 +200,14 @@ class Checkpoint(CheckpointFiles):
         whole = self._whole(name)
         quantised = self._quantised.get(whole)
         return tuple(quantised.parts.values()) if quantised else (whole,)
+
+    def spans(self, name: str) -> list[Span]:
+        """Where in the files a weight is, with all that it is made of."""
+        return [self.stored[part].span for part in self.parts_of(name)]
+
+    def is_plain(self, name: str) -> bool:
+        """Whether `tensor` gives the memory of the file or a copy of that, and computes nothing."""
+        return name in self.stored and name not in self._quantised
 
     def whole(self, name: str) -> Tensor:
         """One tensor of the files; a quantised weight, by its own name, as its values."""

@@ -9,7 +9,8 @@ stored needs no more than this.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.file import find_gguf, open_gguf
 from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
+from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -136,8 +138,25 @@ class CheckpointFiles(ConfigFile):
         """Bytes of all files that hold its tensors."""
         return sum(path.stat().st_size for path in self.paths)
 
+    @property
+    def files(self) -> Iterable[TensorFile]:
+        """The files, opened."""
+        return self._files.values()
+
+    @contextmanager
+    def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:
+        """Within it, tensors come from what reads them ahead, as far as that has them."""
+        with ahead:
+            for file in self.files:
+                file.ahead = ahead
+            try:
+                yield
+            finally:
+                for file in self.files:
+                    file.ahead = None
+
     def read(self, name: str) -> Tensor:
-        """One tensor of the files, by its name there and as it is stored, in the memory map."""
+        """One tensor of the files, by its name there and as it is stored; see `TensorFile`."""
         return self._files[self.stored[name].path].tensor(name)
 
     def sample(self, name: str, nbytes: int) -> bytes:

@@ -6,6 +6,7 @@ key and the binding of weights see one checkpoint, whichever directory holds a t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 from mtpc.weights.hub import find_directory
+from mtpc.weights.read_ahead import Span
+from mtpc.weights.tensor_file import TensorFile
 
 DRAFT = "draft."
 """Prefix of the names of the drafter's tensors."""
@@ -129,6 +132,21 @@ class PairedCheckpoint(Checkpoint):
         """As `Checkpoint.meta_tensor`."""
         own = self._in_draft(name)
         return super().meta_tensor(name) if own is None else self.draft.meta_tensor(own)
+
+    @property
+    def files(self) -> Iterable[TensorFile]:
+        """As `CheckpointFiles.files`, of both."""
+        return (*super().files, *self.draft.files)
+
+    def spans(self, name: str) -> list[Span]:
+        """As `Checkpoint.spans`."""
+        own = self._in_draft(name)
+        return super().spans(name) if own is None else self.draft.spans(own)
+
+    def is_plain(self, name: str) -> bool:
+        """As `Checkpoint.is_plain`."""
+        own = self._in_draft(name)
+        return super().is_plain(name) if own is None else self.draft.is_plain(own)
 
     def release(self, name: str) -> None:
         """As `Checkpoint.release`."""

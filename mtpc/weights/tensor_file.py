@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.packing import NORESERVE
+from mtpc.weights.read_ahead import ReadAhead, Span
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -79,6 +80,11 @@ class StoredTensor:
         dtype = _DTYPES.get(self.dtype)
         return prod(self.shape) * (dtype.itemsize if dtype else 1)
 
+    @property
+    def span(self) -> Span:
+        """Where its values are."""
+        return Span(self.path, self.begin, self.nbytes)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
@@ -111,10 +117,13 @@ class TensorFile:
 
     Attributes:
         tensors: descriptions of the tensors by name.
+        ahead: reads tensors before they are asked for; None if nothing does.
 
     Raises:
         CheckpointError: the file is not a complete safetensors file, or cannot be mapped.
     """
+
+    ahead: ReadAhead | None = None
 
     def __init__(self, path: Path):
         self.path = path
@@ -158,17 +167,22 @@ class TensorFile:
         return dtype
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored, in the memory map; using it reads the file.
+        """One tensor as stored. It is in the memory map, where using it reads the file, or in
+        memory, if it was read ahead.
 
         Raises:
-            CheckpointError: torch does not have its dtype.
+            CheckpointError: torch does not have its dtype; or the file cannot be read.
         """
-        stored, dtype = self.tensors[name], self.dtype(name)
-        count = prod(stored.shape)
+        return self._values(self.tensors[name], self.dtype(name)).view(self.tensors[name].shape)
+
+    def _values(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        """All values of a tensor in a row, as numbers of a dtype."""
+        count = stored.nbytes // dtype.itemsize
         if count == 0:
-            return torch.empty(stored.shape, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.begin)
-        return flat.view(stored.shape)
+            return torch.empty(0, dtype=dtype)
+        read = self.ahead.take(stored.span) if self.ahead else None
+        memory, begin = read or (self._map, stored.begin)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
     def sample(self, name: str, nbytes: int) -> bytes:
         """Bytes from the middle of a tensor, as stored."""
@@ -178,6 +192,8 @@ class TensorFile:
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; using it again reads the file again."""
+        if self.ahead:
+            self.ahead.release(self.tensors[name].span)
         if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.
             return
         stored = self.tensors[name]

@@ -152,9 +152,7 @@ class GgufFile(TensorFile):
         assert isinstance(stored, GgufTensor)
         change = stored.change
         if stored.block.kind is not None:
-            raw = torch.frombuffer(
-                self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.begin
-            ).view(stored.shape[0], -1)
+            raw = self._values(stored, torch.uint8).view(stored.shape[0], -1)
             return raw if change.rows is None else raw[change.rows.order()]
         values = super().tensor(name)
         if change.values == "plus_one":

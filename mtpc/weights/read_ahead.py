@@ -1,0 +1,151 @@
+"""Reads tensors of files in the order of their use, while earlier ones are packed.
+
+A thread reads into memory of its own: a process that touches a new page of a memory map waits for
+the disk, and takes a fault for each 4 KB. Files that the page cache could not keep are read past
+it, with O_DIRECT; that also spares the copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mtpc.errors import CheckpointError
+
+_BLOCK_BYTES = 16 << 20
+"""Of one call of the system."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file.
+
+    Attributes:
+        path: the file.
+        begin: offset of the first byte.
+        nbytes: how many.
+    """
+
+    path: Path
+    begin: int
+    nbytes: int
+
+
+class ReadAhead:
+    """Spans of files, read by one thread in their order. A context manager, which ends the thread.
+
+    Args:
+        wanted: what will be taken, in about this order.
+        limit: bytes that may be in memory at once, but for one span, and for what the caller takes
+            before it releases any.
+        largest: bytes of the largest span to read.
+        direct: read past the page cache, where the file system can.
+    """
+
+    def __init__(self, wanted: Iterable[Span], limit: int, largest: int, direct: bool):
+        fit = (span for span in wanted if 0 < span.nbytes <= largest)
+        self._waiting = OrderedDict.fromkeys(fit)
+        self._limit, self._held = limit, 0
+        self._flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
+        self._read: dict[Span, Future[memoryview]] = {}
+        self._used: dict[int, list[mmap.mmap]] = {}
+        self._files: dict[Path, int] = {}
+        self._thread = ThreadPoolExecutor(1, "mtpc-read-ahead")
+
+    def __enter__(self) -> ReadAhead:
+        self._go_on()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._waiting.clear()
+        self._read.clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def take(self, span: Span) -> tuple[memoryview, int] | None:
+        """Memory with a span, and where it begins there; None of one that is not wanted, or again.
+
+        The memory serves another span when nothing refers to the view any more.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if span in self._waiting:
+            self._begin(span)
+        if span not in self._read:
+            return None
+        try:
+            return self._read[span].result(), span.begin % mmap.PAGESIZE
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {span.nbytes} bytes of {span.path} at {span.begin}: {error}; expected"
+                " the file that was opened: copy or download it again"
+            ) from None
+
+    def release(self, span: Span) -> None:
+        """A span is of no more use here. Tensors over its memory keep that."""
+        if self._read.pop(span, None) is not None:
+            self._held -= span.nbytes
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin as many as may be in memory."""
+        while self._waiting:
+            span = next(iter(self._waiting))
+            if self._held and self._held + span.nbytes > self._limit:
+                return
+            self._begin(span)
+
+    def _begin(self, span: Span) -> None:
+        del self._waiting[span]
+        self._held += span.nbytes
+        self._read[span] = self._thread.submit(self._fill, span)
+
+    def _fill(self, span: Span) -> memoryview:
+        """Memory with the pages of a file that a span is in. Runs in the thread."""
+        first = span.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        needed = span.begin + span.nbytes - first
+        size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Touching new memory takes longer than reading a file: layers repeat, and so do sizes.
+        used = self._used.setdefault(size, [])
+        memory = used.pop() if used else _new_pages(size)
+        file, view, done = self._open(span.path), memoryview(memory), 0
+        while done < needed:
+            count = os.preadv(file, [view[done : done + _BLOCK_BYTES]], first + done)
+            if count == 0:
+                raise OSError(f"it ends {needed - done} bytes too early")
+            done += count
+        if size <= self._limit:
+            weakref.finalize(view, used.append, memory)
+        return view
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, self._flags)
+            try:
+                os.preadv(self._files[path], [_new_pages(mmap.PAGESIZE)], 0)
+            except OSError:  # Not every file system reads past the page cache.
+                os.close(self._files[path])
+                self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+
+def _new_pages(nbytes: int) -> mmap.mmap:
+    """Memory of whole pages, huge ones if the system has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
