@@ -187,8 +187,11 @@ def table(record: Record) -> Table:
         tested = [words[outcomes.get(column)] for column in TESTS]
         cells.append([row["family"], *tested, *(_cell(row, server) for server in SERVERS)])
         for server, column in SERVERS.items():
-            if said := row.get(server, {}).get("refused"):
+            found = row.get(server, {})
+            if said := found.get("refused"):
                 refusals.append(f"{row['family']}, {column}, refused: {said}")
+            elif why := _drafts_differ(found):
+                refusals.append(f"{row['family']}, {column}: {why}")
         for part, commit in row.get("commits", {}).items():
             if commit != record["versions"]["commit"]:
                 others[commit].append(f"{row['family']} ({part})")
@@ -203,7 +206,14 @@ def _cell(row: dict[str, Any], server: str) -> str:
         return "-" if row["family"] in WITHOUT_PEERS else "not run"
     if "refused" in found:
         return "refused"
+    if _drafts_differ(found):
+        return f"text {'yes' if _agree(found) else 'no'}, drafts no"
     return f"{'yes' if _agree(found) else 'no'}: {_counts(found)}"
+
+
+def _drafts_differ(found: dict[str, Any]) -> str:
+    """Why a server drafts otherwise, where its texts alone were compared."""
+    return next((str(c["drafts_differ"]) for c in found.values() if "drafts_differ" in c), "")
 
 
 def _agree(found: dict[str, Any]) -> bool:

@@ -85,7 +85,8 @@ def command(args: argparse.Namespace) -> int:
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    verdict = _judge(samples, args.floor) if samples else Verdict(tuple(faults))
+    has_drafter = options.drafter is not None
+    verdict = _judge(samples, args.floor, has_drafter) if samples else Verdict(tuple(faults))
     if args.as_json:
         args.result = _as_json(samples, verdict)
     else:
@@ -162,12 +163,12 @@ def _differs(own: Any, end: Any) -> bool:
     return own is not None and own.weight.data_ptr() != end.weight.data_ptr()
 
 
-def _judge(samples: list[Sample], floor: float) -> Verdict:
+def _judge(samples: list[Sample], floor: float, has_drafter: bool) -> Verdict:
     """What the samples say; the first is that of the given rules."""
     first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
     highest = max(sample.by_position[0] for sample in samples)
     if highest < floor:
-        return Verdict((_foreign(highest, floor),))
+        return Verdict((_foreign(highest, floor, has_drafter),))
     if best.tokens_per_step < first.tokens_per_step + CLEARLY_MORE:
         return Verdict()
     return Verdict(better=rule_text(best.rules))
@@ -217,14 +218,19 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
         console.print(f"no other rule accepts clearly more than {name}")
 
 
-def _foreign(highest: float, floor: float) -> Fault:
+def _foreign(highest: float, floor: float, has_drafter: bool) -> Fault:
     """The fault of MTP layers that draft hardly any right token, however they are wired."""
     from mtpc.models.mtp_faults import Fault
 
+    remedy = (
+        "the drafter belongs to another model: give the one that was trained for this target"
+        if has_drafter
+        else "the MTP layers belong to another model: put those of this one's base back: mtpc "
+        "graft BASE CHECKPOINT OUT"
+    )
     return Fault(
         "other base",
         f"no wiring has more than {highest:.1%} of its first drafts accepted; expected at least "
         f"{floor:.0%} (--floor)",
-        "if the texts suit the model (-p), the MTP layers belong to another model: put those of "
-        "this one's base back: mtpc graft BASE CHECKPOINT OUT",
+        f"if the texts suit the model (-p), {remedy}",
     )

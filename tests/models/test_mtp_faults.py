@@ -146,11 +146,13 @@ def test_acceptance_under_the_floor(
 ) -> None:
     """The best wiring counts."""
     samples = [Sample((), 1.3, 1, 4, [rate, 0.9], [[1]]) for rate in rates]
-    verdict = _judge(samples, 0.25)
+    verdict = _judge(samples, 0.25, has_drafter=False)
     _print(samples, verdict, ())
     assert bool(verdict.faults or verdict.better) == bool(code)
     found = "other base: no wiring has more than 20.0% of its first drafts accepted"
     assert (found in capsys.readouterr().out) == bool(code)
+    (fault,) = _judge(samples, 0.3, has_drafter=True).faults
+    assert fault.remedy.endswith("give the one that was trained for this target")
 
 
 @pytest.mark.slow

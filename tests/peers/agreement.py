@@ -105,6 +105,7 @@ def compare(
     ours: list[Decoded],
     theirs: list[Decoded],
     rounding_decides: Callable[[list[int], list[int], list[int]], bool] = lambda *_: False,
+    drafts_differ: str = "",
 ) -> Counts:
     """How two programs' answers compare, prompt by prompt; prints those that differ.
 
@@ -113,14 +114,20 @@ def compare(
         ours: an answer to each.
         theirs: an answer to each.
         rounding_decides: whether a prompt's two texts differ by rounding alone.
+        drafts_differ: why the server drafts otherwise, if it does: then texts alone are compared.
 
     Returns:
         How many prompts are `equal`, `differ`, or differ where `rounding` decides; and of the equal
-        ones, how many drafts were `drafted`, and `accepted` by position.
+        ones, how many drafts were `drafted`, and `accepted` by position; and `drafts_differ`, if
+        it is given.
     """
     pairs = list(zip(work.prompts, ours, theirs, strict=True))
-    equal = [one for _, one, other in pairs if one == other]
-    unlike = [pair for pair in pairs if pair[1] != pair[2]]
+
+    def agree(one: Decoded, other: Decoded) -> bool:
+        return one == other or (bool(drafts_differ) and one.tokens == other.tokens)
+
+    equal = [one for _, one, other in pairs if agree(one, other)]
+    unlike = [pair for pair in pairs if not agree(pair[1], pair[2])]
     wrong = [
         pair for pair in unlike if not rounding_decides(pair[0], pair[1].tokens, pair[2].tokens)
     ]
@@ -132,6 +139,7 @@ def compare(
         "differ": len(wrong),
         "accepted": [sum(column) for column in zip(*(o.accepted for o in equal), strict=True)],
         "drafted": sum(one.drafted for one in equal),
+        **({"drafts_differ": drafts_differ} if drafts_differ else {}),
     }
 
 
