@@ -44,6 +44,7 @@ _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
 _STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
+_LONGCAT = "test_theorem.py::test_speculative_output_equals_plain_decoding[longcat_flash-3]"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
@@ -55,6 +56,7 @@ CACHES = "models/caches.py"
 HF = "models/hf.py"
 EAGLE3 = "models/eagle3.py"
 GEMMA4 = "models/families/gemma4.py"
+LONGCAT = "models/families/longcat_flash.py"
 ASSISTANT = "models/gemma4_assistant.py"
 SINGLE = "step/single_position.py"
 HEADS = "models/heads.py"
@@ -462,6 +464,42 @@ FAULTS = (
         "return torch.tanh(self.head(features) / self.cap) * self.cap",
         "return self.head(features)",
         "models/test_gemma4.py::test_logits_are_capped",
+    ),
+    # Layers with two attentions, and experts without weights.
+    Fault(
+        "longcat: the first zero expert adds nothing",
+        LONGCAT,
+        "expert_ids >= self.count",
+        "expert_ids > self.count",
+        _LONGCAT,
+    ),
+    Fault(
+        "longcat: zero experts add the row unweighted",
+        LONGCAT,
+        "self.count, expert_weights, 0)",
+        "self.count, 1.0, 0.0)",
+        _LONGCAT,
+    ),
+    Fault(
+        "longcat: the MTP layer has the target's first cache",
+        LONGCAT,
+        "whole = layer(config, index // 2)",
+        "whole = layer(config, 0)",
+        _LONGCAT,
+    ),
+    Fault(
+        "longcat: the MTP layer's feed-forward is fed what is not normed",
+        LONGCAT,
+        "self.mlp(self.post_attention_layernorm(hidden_states))",
+        "self.mlp(hidden_states)",
+        f"{_WIRING}[longcat_flash]",
+    ),
+    Fault(
+        "longcat: the MTP layer's norms are exchanged",
+        LONGCAT,
+        'embedding_norm="layers.0.enorm.m",\n        hidden_norm="layers.0.hnorm.m"',
+        'embedding_norm="layers.0.hnorm.m",\n        hidden_norm="layers.0.enorm.m"',
+        f"{_WIRING}[longcat_flash]",
     ),
     # Caches.
     Fault(
