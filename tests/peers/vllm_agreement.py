@@ -170,14 +170,16 @@ def _last_logits(directory: Path, ids: torch.Tensor, dtype: torch.dtype) -> torc
         return model.eval()(ids).logits[0, -1]
 
 
-def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
+def make_trained(
+    family: str, directory: Path, changes: dict[str, Any], steps: int | None = None
+) -> None:
     """A checkpoint trained for seconds, as vLLM reads it."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = tiny.build_target(family, **eager, **changes)
     layers = tiny.build_mtp_layers(family, target)
     if family == "step3p5":
         target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
-    trained.train(family, target, layers, TRAINING_STEPS.get(family, 18))
+    trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
     if family == "step3p5":
         _as_released(directory, changes)
