@@ -91,8 +91,9 @@ def compare(case: Case, host: Answers, ours: Answers, spec_tokens: list[int]) ->
         bad += bool(found)
         accepted, drafted = of(answer)
         print(f"{family} {kind} K={k}: {'; '.join(found) or 'agree'}")
-        if theirs["tokens"] != host[*case, 0]["tokens"]:
-            print("  note: with vLLM's own class the text is not that without drafts")
+        for whose, drafted_text in (("vLLM's own", theirs), ("mtpc's", answer)):
+            if drafted_text["tokens"] != host[*case, 0]["tokens"]:
+                print(f"  note: with {whose} class the text is not that without drafts")
         print(f"  accepted by position: mtpc {accepted}, vLLM {of(theirs)[0]}; ", end="")
         print(f"drafted: {drafted}, {of(theirs)[1]}; class: {answer['draft_class']}")
     return bad
