@@ -88,6 +88,23 @@ def test_hosts_layers_are_the_oracles(
     assert owned < hosted / 8  # Norms and routers.
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_a_compiled_draft_is_the_oracles(
+    family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
+) -> None:
+    """As vLLM's plugin has it compiled: for one row, and for any other number."""
+    reference = DraftOracle(oracle(family, "random"))
+    drafts = [TracedDraft(checkpoint(family, "random"), Causal, DOUBLE)]
+    drafts[0].load_weights(load_file(checkpoint(family, "random") / "model.safetensors").items())
+    drafts[0].graph.compile(dynamic=True)
+    for count in (3, 1, 11):
+        ids, features = TOKENS[1 : count + 1], reference.page.first(TOKENS[:count])
+        expected = reference.page.run(0, ids, features).detach()
+        ours = run(drafts, reference.oracle, ids, features)
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_sites_say_what_a_rank_computes(checkpoint: Callable[..., Path]) -> None:
     (draft, *_) = make(checkpoint("deepseek_v3", "random"), 2)
     found = {name: hosted.site for name, hosted in draft.hosted.items()}
