@@ -244,8 +244,8 @@ LINES = {
     "evaluation": 650,
     "host": 750,
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
-    # (`dynamo/`).
-    "integrations": 3550,
+    # (`dynamo/`). Linear layers and experts by the host (`layer_sites.py`, `layer_weights.py`).
+    "integrations": 4250,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
     "layout": 1060,

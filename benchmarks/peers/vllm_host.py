@@ -21,21 +21,24 @@ from typing import Any
 from benchmarks.harness.arrivals import Arrival, serve
 
 
-def environment(kept: Path, threads: int, python: Path) -> dict[str, str]:
+def environment(kept: Path, threads: int, python: Path, ranks: int = 1) -> dict[str, str]:
     """Variables that its process needs.
 
     Args:
         kept: a directory for its caches.
         threads: on as many processors, from the first on.
         python: its interpreter.
+        ranks: of tensor parallelism, among which the processors are divided.
     """
+    each = threads // ranks
+    places = [f"{rank * each}-{(rank + 1) * each - 1}" for rank in range(ranks)]
     return {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(each),
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
         "VLLM_CACHE_ROOT": str(kept / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(places),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

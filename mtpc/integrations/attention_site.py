@@ -7,6 +7,7 @@ module that the host makes for the site replaces this call in the graph.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
+from mtpc.integrations.layer_sites import LinearMark
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class AttentionSite:
     Attributes:
         index: index of the site in its draft, from 0.
         kind: the kind of attention.
-        num_heads: N, the number of query heads.
+        num_heads: N, the number of query heads. This and H_kv are a rank's.
         num_kv_heads: H_kv, the number of key and value heads; N for a latent, after expansion.
         head_dim: D.
         v_head_dim: D_v. It may be less than D; a host that supports only one width pads values.
@@ -41,7 +43,7 @@ class AttentionSite:
             draft's own parameter, which gets its weights later.
         expansion: maps latents [.., rank] to [.., N * (D - D_rope + D_v)]: for each head the
             unrotated part of its key, then its value. None for "multi_head". This is the draft's
-            own module, which gets its weights later.
+            own module, or the host's layer, which gets its weights later.
         latent_rank: width of a latent; 0 for "multi_head".
         rope_head_dim: D_rope; 0 for "multi_head".
     """
@@ -56,7 +58,7 @@ class AttentionSite:
     sliding_window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
-    expansion: nn.Linear | None = None
+    expansion: Any = None
     latent_rank: int = 0
     rope_head_dim: int = 0
 
@@ -129,9 +131,13 @@ class SiteRecorder:
         self.layers[layer_idx].write(first, second)
         return first, second
 
-    def sites(self) -> list[AttentionSite]:
-        """The sites of the last forward, with the traced module's own tensors."""
-        return [found.site(index) for index, found in enumerate(self._found)]
+    def sites(self, linears: Sequence[nn.Module] = ()) -> list[AttentionSite]:
+        """The sites of the last forward, with the traced module's own tensors.
+
+        Args:
+            linears: what replaces marks of linear layers, in the order of their sites.
+        """
+        return [found.site(index, linears) for index, found in enumerate(self._found)]
 
 
 @dataclass(frozen=True)
@@ -142,9 +148,11 @@ class _Found:
     numbers: dict[str, Any]
     sinks: str | None
 
-    def site(self, index: int) -> AttentionSite:
+    def site(self, index: int, linears: Sequence[nn.Module]) -> AttentionSite:
         sinks = None if self.sinks is None else getattr(self.module, self.sinks)
         expansion = self.module.kv_b_proj if self.numbers["kind"] == "latent" else None
+        if isinstance(expansion, LinearMark):
+            expansion = linears[expansion.site.index]
         return AttentionSite(index=index, sinks=sinks, expansion=expansion, **self.numbers)
 
 

@@ -2,13 +2,14 @@
 
 It depends on no particular host. A host's plugin gives it a config, a function that makes the
 host's attention module for each `AttentionSite`, the embedding, and the checkpoint's tensors. The
-draft owns the layer's weights and computes rotary embeddings itself. It has no global state: a
-process may have any number of drafts of any models.
+draft computes everything else itself, unless the host gives `HostLayers`, which compute the linear
+layers and the experts. It has no global state: a process may have any number of drafts of any
+models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.capture.trace import TRACE_TOKENS, export_piece
-from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, SiteRecorder
 from mtpc.integrations.draft_config import draft_config
+from mtpc.integrations.layer_sites import HostLayers, Marks, mark_layers
+from mtpc.integrations.layer_weights import Hosted, LayerWeights
 from mtpc.models.family import ModelFamily
 from mtpc.models.hf import (
     MTPLayer,
@@ -30,18 +33,8 @@ from mtpc.models.hf import (
     stand_in,
     use_seams,
 )
-from mtpc.models.mtp_layers import (
-    allocate,
-    build_mtp_layer,
-    check_tensors,
-    dtypes_of,
-    layer_tensors,
-)
+from mtpc.models.mtp_layers import allocate, build_mtp_layer, dtypes_of, stored_name
 from mtpc.passes.canonicalise import drop_identities
-from mtpc.weights.checkpoint import check_finite, listing
-
-_ENDS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
-"""Role -> how the name of the target's own tensor ends."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +74,8 @@ class TracedDraft(nn.Module):
         make_attention: makes the host's attention module for a site. It is called once for each
             site, after tracing. A module may have its own weights, which `load_weights` ignores.
         options: see `DraftOptions`; None uses the defaults.
+        layers: makes and loads the host's linear layers and experts. None: the draft has its own,
+            and runs on one rank.
 
     Attributes:
         family: the model's family.
@@ -88,11 +83,14 @@ class TracedDraft(nn.Module):
         embedding: maps token ids [T] to [T, H]; None until the host sets it.
         graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H].
         sites: the attention sites. `graph.sites` has the host's modules in the same order.
+        hosted: the layers that the host computes, by the names of their modules in the layer.
         own: the embedding and the head [V, H] that are stored with the layer and differ from the
             target's, by role. The graph uses neither; see `check_ends`.
 
     Raises:
-        UnsupportedModelError: see `draft_config`; or the config has no MTP layer of this index.
+        UnsupportedModelError: see `draft_config` and `mark_layers`; or the config has no MTP layer
+            of this index.
+        OptionError: see `mark_layers`.
         CheckpointError: see `draft_config`.
     """
 
@@ -101,17 +99,23 @@ class TracedDraft(nn.Module):
         source: Any,
         make_attention: Callable[[AttentionSite], nn.Module],
         options: DraftOptions | None = None,
+        layers: HostLayers | None = None,
     ):
         super().__init__()
         options = options or DraftOptions()
-        self.family, self.config = draft_config(source, options.architecture)
-        self.index = options.index
-        rows = _build(self.family, self.config, options)
+        self.family, self.config = draft_config(
+            source, options.architecture, host_loads=layers is not None
+        )
+        self.index, self._layers = options.index, layers
+        ranks = None if layers is None else layers.ranks
+        rows, marks = _build(self.family, self.config, options, ranks)
         width = self.config.get_text_config(decoder=True).hidden_size
         self.graph = _trace(rows, width, options)
-        self.sites = rows.recorder.sites()
+        self.hosted = _host_layers(self.graph, marks, layers) if layers is not None else {}
+        linears = [self.hosted[name].module for name in marks.linears]
+        self.sites = rows.recorder.sites(linears)
         modules = [make_attention(site) for site in self.sites]
-        _call_host(self.graph, modules)
+        _call_host(self.graph, torch.ops.mtpc.host_attention.default, "sites", modules)
         self.embedding: Any = None
         self.own: dict[str, Tensor] = {}
 
@@ -163,7 +167,7 @@ class TracedDraft(nn.Module):
         return self.family.layer_prefix(text.num_hidden_layers, self.index)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy this layer's weights in place from a checkpoint's tensors.
+        """Load this layer's weights in place from a checkpoint's tensors.
 
         Args:
             weights: pairs of a name in the checkpoint and a tensor. Tensors of other layers are
@@ -174,50 +178,17 @@ class TracedDraft(nn.Module):
             embedding and head, which are not loaded, because the host has these.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected, of a wrong shape, of 8 bits, or not
-                finite. The message lists them.
+            CheckpointError: tensors are missing, unexpected, of a wrong shape, of 8 bits where the
+                draft computes itself, or not finite. The message lists them.
         """
-        prefix, name = self.prefix, f"MTP layer {self.index} of {self.family.name}"
-        taken = {n: t for n, t in weights if self.takes(n)}
-        given = {n: t for n, t in taken.items() if n.startswith(prefix)}
-        own = {n.removeprefix(prefix): t for n, t in given.items()}
-        self.own = self._own_ends(own, {n: t for n, t in taken.items() if n not in given})
-        own = {n: t for n, t in own.items() if n not in self.family.shared_tensors}
-        quantised = sorted(n for n, t in own.items() if t.dtype.itemsize == 1)
-        if quantised:
-            raise CheckpointError(
-                f"{name}: {len(quantised)} tensor(s) of 8 bits: {listing(quantised)}; "
-                "expected an unquantised checkpoint"
-            )
-        tensors = layer_tensors(own, self.family)
-        check_tensors(self.layer, tensors, name)
-        check_finite(tensors.items(), name)
-        self.layer.load_state_dict(tensors)
-        return set(given)
+        loader = self.loader()
+        for name, tensor in weights:
+            loader.take(name, tensor)
+        return loader.finish()
 
-    def takes(self, name: str) -> bool:
-        """Whether `load_weights` looks at a tensor: the layer's, and the target's two ends."""
-        is_end = name.endswith(tuple(_ENDS.values())) and ".layers." not in name
-        return name.startswith(self.prefix) or is_end
-
-    def _own_ends(self, stored: dict[str, Tensor], rest: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is stored with the layer, by role, and is not equal to the target's in `rest`."""
-        theirs = {
-            role: tensor
-            for role, ending in _ENDS.items()
-            for name, tensor in rest.items()
-            if name.endswith(ending)
-        }
-        if "embedding" in theirs:
-            theirs.setdefault("head", theirs["embedding"])  # They are tied.
-        return {
-            role: stored[name]
-            for name, role in self.family.shared_tensors.items()
-            if getattr(self.layer.wiring, role) == "own"
-            and name in stored
-            and role in theirs
-            and not torch.equal(stored[name], theirs[role])
-        }
+    def loader(self) -> LayerWeights:
+        """What loads this layer's weights, for hosts that give one tensor to several drafts."""
+        return LayerWeights(self, self.hosted, self._layers)
 
     def check_ends(self) -> None:
         """For hosts that give the draft the target's embedding and head.
@@ -247,8 +218,13 @@ class _Rows(nn.Module):
         return self.layer.final_norm(hidden) if self.normed else hidden
 
 
-def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
-    """Build the layer from transformers' classes, with uninitialised weights."""
+def _build(
+    family: ModelFamily, config: Any, options: DraftOptions, ranks: int | None
+) -> tuple[_Rows, Marks]:
+    """Build the layer from transformers' classes, with uninitialised weights.
+
+    Layers that a host computes for a number of ranks are marked; None: there are none.
+    """
     text = config.get_text_config(decoder=True)
     count = family.num_mtp_layers(text)
     if count is None:  # The config has no count; `load_weights` checks that the tensors exist.
@@ -269,6 +245,14 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
         target: Any = model_class(family)(config).to(options.dtype)
         use_seams(target.config)
         layer = build_mtp_layer(family, target, options.index).eval()
+    marks = Marks({}, {})
+    if ranks is not None:
+        prefix = family.layer_prefix(text.num_hidden_layers, options.index)
+
+        def checkpoint_name(module: str) -> str:
+            return prefix + stored_name(f"{module}.weight", family).removesuffix(".weight")
+
+        marks = mark_layers(layer, target, ranks, checkpoint_name, family.expert_names)
     decoder, text = target.get_decoder(), target.config.get_text_config(decoder=True)
     if options.zero_first_embedding is not None:
         layer.wiring = replace(layer.wiring, zero_first_embedding=options.zero_first_embedding)
@@ -279,7 +263,7 @@ def _build(family: ModelFamily, config: Any, options: DraftOptions) -> _Rows:
         frequencies = own and type(own)(text)
     rotary = TextRotary(frequencies, family.position_grids, family.rotary_type(text, options.index))
     wanted = options.returns or f"{layer.wiring.next_features}_final_norm"
-    return _Rows(layer, rotary, wanted == "after_final_norm").eval()
+    return _Rows(layer, rotary, wanted == "after_final_norm").eval(), marks
 
 
 def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
@@ -297,15 +281,34 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     return plain
 
 
-def _call_host(traced: fx.GraphModule, modules: list[nn.Module]) -> None:
-    """Replace the calls of `host_attention` with calls of the host's modules."""
-    traced.add_module("sites", nn.ModuleList(modules))
+def _host_layers(traced: fx.GraphModule, marks: Marks, host: HostLayers) -> dict[str, Hosted]:
+    """Replace the calls of marks with calls of the host's layers; returns these by mark."""
+    mark = torch.ops.mtpc.host_experts.default
+    calls = {node.args[-1]: node for node in traced.graph.nodes if node.target is mark}
+    hosted = {
+        name: Hosted(found.site, host.linear(found.site)) for name, found in marks.linears.items()
+    }
+    linears = [layer.module for layer in hosted.values()]
+    experts = []
+    for name, marked in marks.experts.items():
+        ids: Any = calls[marked.site.index].args[1]
+        site = replace(marked.site, top_k=ids.meta["val"].shape[-1])
+        experts.append(host.experts(site))
+        hosted[name] = Hosted(site, experts[-1])
+    _call_host(traced, torch.ops.mtpc.host_linear.default, "linears", linears)
+    _call_host(traced, mark, "experts", experts)
+    return hosted
+
+
+def _call_host(traced: fx.GraphModule, mark: Any, name: str, modules: Sequence[nn.Module]) -> None:
+    """Replace the calls of an operator that marks sites with calls of the host's modules."""
+    traced.add_module(name, nn.ModuleList(modules))
     for node in list(traced.graph.nodes):
-        if node.target is not torch.ops.mtpc.host_attention.default:
+        if node.target is not mark:
             continue
-        *operands, _, index = node.args
+        operands = tuple(argument for argument in node.args if isinstance(argument, fx.Node))
         with traced.graph.inserting_before(node):
-            call = traced.graph.call_module(f"sites.{index}", tuple(operands))
+            call = traced.graph.call_module(f"{name}.{node.args[-1]}", operands)
         call.meta = dict(node.meta)
         node.replace_all_uses_with(call)
         traced.graph.erase_node(node)

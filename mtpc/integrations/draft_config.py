@@ -16,7 +16,9 @@ from mtpc.models.load import find_family
 _OF_THE_CHECKPOINT = ("model_type", "quantization_config", "transformers_version", "_name_or_path")
 
 
-def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFamily, Any]:
+def draft_config(
+    source: Any, architecture: str | None = None, host_loads: bool = False
+) -> tuple[ModelFamily, Any]:
     """Find a model's family, and make a new config of transformers' own class.
 
     Args:
@@ -24,6 +26,7 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
             entries, or a checkpoint: a directory, or a name in the local hub cache.
         architecture: the target's architecture, as in `architectures` of config.json. It is needed
             if `source` has the name of a host's draft class there.
+        host_loads: whether the host loads linear layers and experts, which may be quantised.
 
     Returns:
         The family and the config, which nothing else refers to.
@@ -31,13 +34,13 @@ def draft_config(source: Any, architecture: str | None = None) -> tuple[ModelFam
     Raises:
         CheckpointError: the checkpoint has no config.json.
         UnsupportedModelError: the architecture is unknown, its MTP layers keep state that a host's
-            attention cannot hold, or the checkpoint is quantised.
+            attention cannot hold, or the checkpoint is quantised and the draft is to load it.
     """
     fields = _entries(source)
     names = [architecture] if architecture else list(fields.get("architectures") or [])
     family = find_family(names)
     quantised = fields.get("quantization_config") or fields.get("compression_config")
-    if quantised:
+    if quantised and not host_loads:
         raise UnsupportedModelError(
             f"the checkpoint is quantised ({_method(quantised)}); a traced draft holds unquantised "
             "weights: use an unquantised checkpoint, or the host's own draft"

@@ -199,10 +199,10 @@ def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str
     Raises:
         CheckpointError: an expert lacks a projection.
     """
-    return _stack_experts({_module_name(n, family): t for n, t in stored.items()}, family)
+    return _stack_experts({module_name(n, family): t for n, t in stored.items()}, family)
 
 
-def _module_name(name: str, family: ModelFamily) -> str:
+def module_name(name: str, family: ModelFamily) -> str:
     """Checkpoint name within an MTP layer -> name within `MTPLayer`."""
     joints = {stored: joint for joint, stored in family.wiring.joints().items()}
     stem, _, leaf = name.rpartition(".")
@@ -221,7 +221,7 @@ def _module_name(name: str, family: ModelFamily) -> str:
 
 
 def stored_name(name: str, family: ModelFamily) -> str:
-    """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `_module_name`."""
+    """Name within `MTPLayer` -> checkpoint name within an MTP layer; inverts `module_name`."""
     joint, _, leaf = name.partition(".")
     if not leaf:
         return name
@@ -275,8 +275,8 @@ def tensors_as_stored(
     A family may have several names for a tensor. A name is left out where the layer has nothing
     that is stored under it.
     """
-    known = {_module_name(name, family): tensor for name, tensor in stored_tensors(layer, family)}
-    found = {name: known.get(_module_name(name, family)) for name in names}
+    known = {module_name(name, family): tensor for name, tensor in stored_tensors(layer, family)}
+    found = {name: known.get(module_name(name, family)) for name in names}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

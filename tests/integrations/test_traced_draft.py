@@ -19,47 +19,15 @@ import torch
 import transformers
 from helpers.oracles import DraftOracle, Oracle
 from helpers.places import ROOT
+from helpers.plain_host import CHAINED, FAMILIES, TOKENS, Causal
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
-from mtpc.integrations.attention_site import AttentionSite, expand_latent
 from mtpc.integrations.draft import DraftOptions, TracedDraft
 from mtpc.integrations.draft_config import draft_config
 
-FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-CHAINED = ("mimo_v2", "step3p7")
 DOUBLE = {"dtype": torch.float64}
-TOKENS = [5, 9, 17, 33, 40, 41, 2, 90, 7, 61, 12, 13]
-
-
-class Causal(nn.Module):
-    """One request's attention over all rows it was called with: a host without a cache."""
-
-    def __init__(self, site: AttentionSite):
-        super().__init__()
-        self.site, self.calls = site, 0
-
-    def forward(self, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        site, self.calls = self.site, self.calls + 1
-        keys, values = first, second
-        if site.kind == "latent":
-            assert first.shape[1:] == (site.latent_rank,)
-            assert second.shape[1:] == (site.rope_head_dim,)
-            keys, values = expand_latent(site, first, second)
-        assert q.shape[1:] == (site.num_heads, site.head_dim)
-        assert keys.shape[1:] == (site.num_kv_heads, site.head_dim)
-        assert values.shape[1:] == (site.num_kv_heads, site.v_head_dim)
-        groups = site.num_heads // site.num_kv_heads
-        scores = torch.einsum("tnd,snd->nts", q, keys.repeat_interleave(groups, 1)) * site.scale
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        seen = (distance >= 0) & (distance < (site.sliding_window or len(q)))
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if site.sinks is not None:
-            sinks = site.sinks[:, None, None].expand(-1, len(q), 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., : len(q)]
-        return torch.einsum("nts,snd->tnd", weights, values.repeat_interleave(groups, 1))
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:

@@ -183,7 +183,9 @@ def _last_logits(directory: Path, ids: torch.Tensor, dtype: torch.dtype) -> torc
         return model.eval()(ids).logits[0, -1]
 
 
-def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
+def make_trained(
+    family: str, directory: Path, changes: dict[str, Any], steps: int | None = None
+) -> None:
     """A checkpoint trained for seconds, as vLLM reads it."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = tiny.build_target(family, **eager, **changes)
@@ -195,7 +197,7 @@ def make_trained(family: str, directory: Path, changes: dict[str, Any]) -> None:
             for name, parameter in module.named_parameters():
                 if name.endswith("e_score_correction_bias"):
                     parameter.requires_grad_(False).zero_()
-    trained.train(family, target, layers, TRAINING_STEPS.get(family, 18))
+    trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
     path = directory / "config.json"
     config = {**json.loads(path.read_text()), **ENTRIES.get(family, {})}

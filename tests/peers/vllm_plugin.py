@@ -17,11 +17,12 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agreement import NEW_TOKENS, PROMPTS
+from agreement import NEW_TOKENS, PROMPTS, ROOT
 from helpers import tiny
 from vllm_agreement import CHANGES, make_trained, vllm_options
 
@@ -31,6 +32,7 @@ FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
 """Whose draft classes the plugin takes the place of."""
 OURS = "mtpc.integrations.vllm.draft_model.TracedMTP"
 NAME = "vllm:spec_decode_num_"
+KINDS = ("random", "trained")
 Case: TypeAlias = tuple[str, str]
 """Family and kind of checkpoint."""
 Answers: TypeAlias = dict[tuple[str, str, int], dict[str, Any]]
@@ -44,15 +46,20 @@ def main() -> int:
     parser.add_argument("--dist", type=Path, required=True, help="where mtpc is installed")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--spec-tokens", nargs="+", type=int, default=[1, 3])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--compiled", action="store_true", help="not enforce_eager")
     parser.add_argument("--together", action="store_true", help="all prompts in one batch")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--quantize", metavar="SCHEME", help="of `mtpc quantize`")
+    parser.add_argument("--dtype", help="instead of the one that vLLM runs most exactly")
+    parser.add_argument("--training-steps", type=int, help="more of them make margins larger")
+    parser.add_argument("--keep", nargs="*", default=[], help="modules that stay plain")
     args = parser.parse_args()
     cases = [(family, kind) for kind in args.kinds for family in args.families]
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
         for family, kind in cases:
-            KINDS[kind](family, kept / f"{family}-{kind}", CHANGES[family])
+            make(family, kind, kept / f"{family}-{kind}", args)
         host = run(cases, [0, *args.spec_tokens], False, kept, args)
         ours = run(cases, args.spec_tokens, True, kept, args)
     bad = sum(compare(case, host, ours, args.spec_tokens) for case in cases)
@@ -60,12 +67,18 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def make_random(family: str, directory: Path, changes: dict[str, Any]) -> None:
-    """A random checkpoint."""
-    tiny.make_checkpoint(family, directory, **changes)
-
-
-KINDS = {"random": make_random, "trained": make_trained}
+def make(family: str, kind: str, directory: Path, args: argparse.Namespace) -> None:
+    """A checkpoint, quantised if the user asks for it."""
+    plain = directory if args.quantize is None else directory.with_name(f"{directory.name}-plain")
+    if kind == "random":
+        tiny.make_checkpoint(family, plain, **CHANGES[family])
+    else:
+        make_trained(family, plain, CHANGES[family], args.training_steps)
+    if args.quantize is None:
+        return
+    keep = ["--keep", *args.keep] if args.keep else []
+    command = ["quantize", str(plain), str(directory), "--scheme", args.quantize, *keep]
+    subprocess.run([sys.executable, "-m", "mtpc", *command], cwd=ROOT, check=True)
 
 
 def compare(case: Case, host: Answers, ours: Answers, spec_tokens: list[int]) -> int:
@@ -78,8 +91,9 @@ def compare(case: Case, host: Answers, ours: Answers, spec_tokens: list[int]) ->
         bad += bool(found)
         accepted, drafted = of(answer)
         print(f"{family} {kind} K={k}: {'; '.join(found) or 'agree'}")
-        if theirs["tokens"] != host[*case, 0]["tokens"]:
-            print("  note: with vLLM's own class the text is not that without drafts")
+        for whose, drafted_text in (("vLLM's own", theirs), ("mtpc's", answer)):
+            if drafted_text["tokens"] != host[*case, 0]["tokens"]:
+                print(f"  note: with {whose} class the text is not that without drafts")
         print(f"  accepted by position: mtpc {accepted}, vLLM {of(theirs)[0]}; ", end="")
         print(f"drafted: {drafted}, {of(theirs)[1]}; class: {answer['draft_class']}")
     return bad
@@ -114,6 +128,8 @@ def run(
         for k in spec_tokens:
             directory = kept / f"{family}-{kind}"
             options = vllm_options(family, directory, k, seqs, eager=not args.compiled)
+            options["tensor_parallel_size"] = args.tensor_parallel_size
+            options["dtype"] = args.dtype or options["dtype"]
             job = {"options": options, "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
             jobs.append(job | {"together": args.together})
             keys.append((family, kind, k))
@@ -121,7 +137,7 @@ def run(
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
         env=os.environ
-        | vllm_host.environment(kept / "caches", 2, python)
+        | vllm_host.environment(kept / "caches", 2, python, args.tensor_parallel_size)
         | {"PYTHONPATH": str(args.dist), "VLLM_PLUGINS": "mtpc" if plugin else ""},
         capture_output=True,
         text=True,

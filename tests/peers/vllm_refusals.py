@@ -57,7 +57,6 @@ def check_refusals(directory: str) -> None:
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
     usual = dict(model=directory, skip_tokenizer_init=True, speculative_config=drafts)
     cases = (
-        ({"tensor_parallel_size": 2}, UnsupportedModelError, "tensor_parallel_size=2"),
         ({"pipeline_parallel_size": 2}, UnsupportedModelError, "pipeline_parallel_size=2"),
         ({"enable_lora": True}, UnsupportedModelError, "LoRA"),
         ({"hf_overrides": lambda config: config}, UnsupportedModelError, "takes overrides as a"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.linear import ColumnParallelLinear
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
@@ -77,19 +75,10 @@ class LatentAttention(nn.Module):
 
     def __init__(self, site: AttentionSite, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        assert site.expansion is not None
         self.site = site
         unrotated = site.head_dim - site.rope_head_dim
-        # vLLM reads the expansion from a layer of its own class. The layer shares the draft's
-        # weight.
-        with torch.device("meta"):
-            expansion = ColumnParallelLinear(
-                site.latent_rank,
-                site.num_heads * (unrotated + site.v_head_dim),
-                bias=False,
-                prefix=f"{prefix}.kv_b_proj",
-            )
-        expansion.weight = site.expansion.weight
+        # vLLM reads the expansion's weight, and may call it and expect a pair.
+        site.expansion.return_bias = True
         self.attention = MLAAttention(
             num_heads=site.num_heads,
             scale=site.scale,
@@ -98,7 +87,7 @@ class LatentAttention(nn.Module):
             v_head_dim=site.v_head_dim,
             q_lora_rank=vllm_config.model_config.hf_text_config.q_lora_rank,
             kv_lora_rank=site.latent_rank,
-            kv_b_proj=expansion,
+            kv_b_proj=site.expansion,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
         )

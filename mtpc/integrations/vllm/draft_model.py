@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.sequence import IntermediateTensors
 
@@ -18,6 +19,7 @@ from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.integrations.draft import DraftOptions, TracedDraft
 from mtpc.integrations.draft_config import draft_config
 from mtpc.integrations.vllm.attention import make_attention
+from mtpc.integrations.vllm.layers import VllmLayers
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,21 @@ class HostRules:
             next draft step.
         returns_pair: whether vLLM's proposer expects a pair from `forward`: the head's input, and
             the hidden state for the next draft step.
+        quantises_joint: see `VllmLayers`.
     """
 
     architecture: str
     zero_first_embedding: bool
     recycles_unnormed: bool = False
     returns_pair: bool = False
+    quantises_joint: bool = False
 
 
 HOST_RULES: Mapping[str, HostRules] = {
     "MiMoMTPModel": HostRules("MiMoForCausalLM", True),
     "Glm4MoeMTPModel": HostRules("Glm4MoeForCausalLM", True, recycles_unnormed=True),
     "DeepSeekMTPModel": HostRules("DeepseekV3ForCausalLM", True, returns_pair=True),
-    "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False),
+    "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False, quantises_joint=True),
 }
 RULES = ("host", "model")
 """Values of `additional_config={"mtpc": {"draft_rules": ...}}`: "host" drafts as vLLM's class does,
@@ -51,7 +55,7 @@ RULES = ("host", "model")
 
 
 class TracedMTP(nn.Module):
-    """All MTP layers of a model, each a `TracedDraft` over vLLM's attention.
+    """All MTP layers of a model, each a `TracedDraft` over vLLM's attention and linear layers.
 
     vLLM constructs this module, loads the target's checkpoint into it, and sets the target's
     embedding and head. The module has no embedding or head of its own.
@@ -61,8 +65,8 @@ class TracedMTP(nn.Module):
         prefix: prefix of the names of the layers.
 
     Raises:
-        UnsupportedModelError: the config asks for tensor, pipeline or expert parallelism, expert
-            load balancing, LoRA or quantised weights; or `draft_config` refuses it.
+        UnsupportedModelError: the config asks for pipeline or expert parallelism, expert load
+            balancing or LoRA; or `TracedDraft` refuses it.
         OptionError: `additional_config["mtpc"]` has an unknown name or value.
     """
 
@@ -74,13 +78,14 @@ class TracedMTP(nn.Module):
         follows_host = _draft_rules(vllm_config.additional_config) == "host"
         self.head_norms = follows_host and self.rules.recycles_unnormed
         fields = read_fields(vllm_config)
-        family, config = draft_config(fields, self.rules.architecture)
+        family, config = draft_config(fields, self.rules.architecture, host_loads=True)
         text = config.get_text_config(decoder=True)
         self.logits_processor = LogitsProcessor(text.vocab_size)
         self.lm_head: Any = None
         inner: Any = nn.Module()
         inner.embed_tokens = None
         self.model: Any = inner
+        layers = VllmLayers(vllm_config, self.rules.quantises_joint)
         drafts = []
         for index in range(family.num_mtp_layers(text) or 1):
             options = DraftOptions(
@@ -94,8 +99,9 @@ class TracedMTP(nn.Module):
             name = f"{prefix}.mtpc_draft.layers" if prefix else "mtpc_draft.layers"
             layer = f"{name}.{text.num_hidden_layers + index}"
             attention = partial(make_attention, vllm_config=vllm_config, prefix=layer)
-            drafts.append(TracedDraft(fields, attention, options))
+            drafts.append(TracedDraft(fields, attention, options, layers))
         self.drafts: Any = nn.ModuleList(drafts)
+        self._to_compile = vllm_config.compilation_config.mode != CompilationMode.NONE
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed token ids [T] with the target's embedding; returns [T, H]."""
@@ -126,9 +132,27 @@ class TracedMTP(nn.Module):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
+        if self._to_compile:
+            self._compile(inputs_embeds, positions, hidden_states)
         draft = self.drafts[spec_step_idx % len(self.drafts)]
         features = draft(None, positions, hidden_states, inputs_embeds)
         return (features, features) if self.rules.returns_pair else features
+
+    def _compile(self, *rows: Tensor) -> None:
+        """Have torch.compile compile the graphs, before requests wait for it if that is possible.
+
+        vLLM's first forward is a run without requests, to find out how much memory one takes.
+        """
+        self._to_compile = False
+        context = get_forward_context()
+        is_trial = context.attn_metadata is None and context.dp_metadata is None
+        for draft in self.drafts:
+            draft.graph.compile(dynamic=True)
+            # torch compiles one row by itself, and any other number together. It would tie the
+            # number to the size of vLLM's buffers, if the first one was equal to it.
+            for count in (3, 1):
+                if is_trial and len(rows[0]) > count:
+                    draft.graph(*(tensor[:count] for tensor in rows))
 
     def compute_logits(self, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor | None:
         """Logits of rows of the hidden states that `forward` returned, by the target's head."""
@@ -144,9 +168,12 @@ class TracedMTP(nn.Module):
             CheckpointError: see `TracedDraft.load_weights`.
             UnsupportedModelError: see `TracedDraft.check_ends`.
         """
-        kept = [(n, t) for n, t in weights if any(draft.takes(n) for draft in self.drafts)]
-        for draft in self.drafts:
-            draft.load_weights(kept)
+        loaders = [draft.loader() for draft in self.drafts]
+        for name, tensor in weights:
+            for loader in loaders:
+                loader.take(name, tensor)
+        for draft, loader in zip(self.drafts, loaders, strict=True):
+            loader.finish()
             draft.check_ends()
         return {name for name, _ in self.named_parameters()}
 
@@ -159,22 +186,18 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """
     parallel = vllm_config.parallel_config
     features = {
-        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
             parallel.pipeline_parallel_size > 1
         ),
         "enable_expert_parallel": parallel.enable_expert_parallel,
         "enable_eplb": parallel.enable_eplb,
         "LoRA": vllm_config.lora_config is not None,
-        f"quantization={vllm_config.model_config.quantization}": (
-            vllm_config.quant_config is not None
-        ),
     }
     found = [name for name, is_on in features.items() if is_on]
     if found:
         raise UnsupportedModelError(
-            f"mtpc's draft model cannot serve {', '.join(found)}: it is one graph with unsharded, "
-            "unquantised weights; leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+            f"mtpc's draft model cannot serve {', '.join(found)}; leave mtpc out "
+            "of VLLM_PLUGINS to run vLLM's own draft class"
         )
 
 

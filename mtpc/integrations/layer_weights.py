@@ -1,0 +1,176 @@
+"""Loads one MTP layer of a traced draft from a checkpoint's tensors, one by one.
+
+The draft's own parameters are checked together and then copied. Tensors of layers that the host
+computes go to the host as they come, so that they need not be in memory together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.errors import CheckpointError
+from mtpc.integrations.layer_sites import ExpertsSite, HostLayers, LinearSite
+from mtpc.models.mtp_layers import check_tensors, layer_tensors, module_name
+from mtpc.weights.checkpoint import is_finite, listing, refuse_not_finite
+
+if TYPE_CHECKING:
+    from mtpc.integrations.draft import TracedDraft
+
+_ENDS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
+"""Role -> how the name of the target's own tensor ends."""
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A layer that the host computes.
+
+    Attributes:
+        site: what it is.
+        module: the host's.
+    """
+
+    site: LinearSite | ExpertsSite
+    module: nn.Module
+
+
+@dataclass
+class _Given:
+    """What has been given for one hosted layer: names below the site's, and parameters set."""
+
+    names: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+
+
+class LayerWeights:
+    """Takes tensors of a checkpoint in any order; `finish` checks that the layer is whole.
+
+    Args:
+        draft: whose layer gets them.
+        hosted: the host's layers, by the names of their modules within `MTPLayer`.
+        host: what loads them; None if there are none.
+    """
+
+    def __init__(self, draft: TracedDraft, hosted: Mapping[str, Hosted], host: HostLayers | None):
+        self._draft, self._hosted, self._host = draft, hosted, host
+        self._what = f"MTP layer {draft.index} of {draft.family.name}"
+        self._names: set[str] = set()
+        self._own: dict[str, Tensor] = {}
+        self._ends: dict[str, Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
+        self._given: dict[str, _Given] = defaultdict(_Given)
+        self._unknown: list[str] = []
+        self._not_finite: list[str] = []
+
+    def _takes(self, name: str) -> bool:
+        """Whether `take` looks at a tensor: the layer's, and the target's two ends."""
+        is_end = name.endswith(tuple(_ENDS.values())) and ".layers." not in name
+        return name.startswith(self._draft.prefix) or is_end
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor by its name in the checkpoint; those of other layers are ignored.
+
+        Raises:
+            CheckpointError: the host finds that it does not fit.
+        """
+        if not self._takes(name):
+            return
+        family, prefix = self._draft.family, self._draft.prefix
+        if not name.startswith(prefix):
+            role = next(role for role, ending in _ENDS.items() if name.endswith(ending))
+            self._targets[role] = tensor
+            return
+        self._names.add(name)
+        name = name.removeprefix(prefix)
+        if name in family.shared_tensors:
+            self._ends[family.shared_tensors[name]] = tensor
+            return
+        place = self._place(module_name(name, family))
+        if place is None:
+            self._own[name] = tensor
+        else:
+            self._load(*place, tensor)
+
+    def finish(self) -> set[str]:
+        """Copy the draft's own parameters, and say which ends of its own the layer has.
+
+        Returns:
+            The layer's names in the checkpoint.
+
+        Raises:
+            CheckpointError: see `TracedDraft.load_weights`.
+        """
+        self._draft.own = self._own_ends()
+        eight_bits = sorted(n for n, t in self._own.items() if t.dtype.itemsize == 1)
+        if eight_bits:
+            raise CheckpointError(
+                f"{self._what}: {len(eight_bits)} tensor(s) of 8 bits: {listing(eight_bits)}; "
+                "expected unquantised weights where the draft computes itself"
+            )
+        self._check_hosted()
+        layer, tensors = self._draft.layer, layer_tensors(self._own, self._draft.family)
+        check_tensors(layer, tensors, self._what)
+        self._not_finite += [name for name, tensor in tensors.items() if not is_finite(tensor)]
+        refuse_not_finite(self._not_finite, self._what)
+        layer.load_state_dict(tensors)
+        return self._names
+
+    def _place(self, name: str) -> tuple[str, str] | None:
+        """(module, name below it) for a tensor of a hosted layer."""
+        stem, _, leaf = name.rpartition(".")
+        if stem in self._hosted:
+            return stem, leaf
+        for module, hosted in self._hosted.items():
+            if isinstance(hosted.site, ExpertsSite) and name.startswith(f"{module}."):
+                return module, name.removeprefix(f"{module}.")
+        return None
+
+    def _load(self, module: str, name: str, tensor: Tensor) -> None:
+        hosted, given = self._hosted[module], self._given[module]
+        assert self._host is not None
+        full = f"{hosted.site.name}.{name}"
+        if not is_finite(tensor):
+            self._not_finite.append(full)
+        try:
+            given.parameters |= self._host.load(hosted.module, name, tensor)
+        except LookupError:
+            self._unknown.append(full)
+        given.names.add(name)
+
+    def _check_hosted(self) -> None:
+        missing, unknown = list[str](), list(self._unknown)
+        for module, hosted in self._hosted.items():
+            assert self._host is not None
+            site, given = hosted.site, self._given[module]
+            absent = self._host.parameters(hosted.module) - given.parameters
+            if isinstance(site, ExpertsSite):
+                lacking, more = site.lacking(given.names)
+                unknown += [f"{site.name}.{name}" for name in more]
+                # Without one of its experts, a host's parameter is set in part.
+                absent = lacking or absent
+            missing += [f"{site.name}.{name}" for name in absent]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{self._what}: the host's layers miss {listing(sorted(missing))}; unexpected "
+                f"{listing(sorted(unknown))}; the host made them by the config's quantisation: "
+                "correct the config's list of layers that are not quantised, or use the host's "
+                "own draft"
+            )
+
+    def _own_ends(self) -> dict[str, Tensor]:
+        """What is stored with the layer, by role, and is not equal to the target's."""
+        theirs = dict(self._targets)
+        if "embedding" in theirs:
+            theirs.setdefault("head", theirs["embedding"])  # They are tied.
+        return {
+            role: tensor
+            for role, tensor in self._ends.items()
+            if getattr(self._draft.layer.wiring, role) == "own"
+            and role in theirs
+            and not torch.equal(tensor, theirs[role])
+        }
