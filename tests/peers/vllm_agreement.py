@@ -103,7 +103,10 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_layer_freq": 1},
     **{name: {"full_attention_interval": 2} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
     "exaone_moe": {"is_moe_layer": [False, True]},
-    "nemotron_h": {"hybrid_override_pattern": "ME*-M", "layers_block_type": None},
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "ME*-M", "layers_block_type": None},
+        **{"mtp_hybrid_override_pattern": "*E", "mtp_layers_block_type": None},
+    },
 }
 """What servers read of released config.json, and transformers does not write; None drops one."""
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
@@ -202,7 +205,8 @@ def make_trained(
     path = directory / "config.json"
     config = {**json.loads(path.read_text()), **ENTRIES.get(family, {})}
     if family == "mimo_v2":
-        config = released_config(config, routed_scaling_factor=1.0)
+        known = {name: config[name] for name in ("architectures", "model_type")}
+        config = released_config(config, routed_scaling_factor=1.0, **known)
     path.write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
