@@ -102,6 +102,7 @@ class CompileOptions:
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.
+        batch_invariant: on GPUs, text that depends on no K, batch or chunk; see docs/gpu.md.
         backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cuda for
             a model object on a GPU, else cpu. If no C++ compiler works, it falls back from cpu to
             eager, which the stats show and `strict` forbids.
@@ -130,10 +131,8 @@ class CompileOptions:
             have reported, 1..64.
         token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
             grammars need.
-        images: compile for prompts with images, of models whose checkpoint has a vision tower that
-            mtpc knows. See docs/models.md.
-        verify_passes: run the verifier with fake-tensor propagation after every pass instead of
-            only after the last.
+        images: compile for prompts with images, of models with a vision tower; see docs/models.md.
+        verify_passes: verify values on fake tensors after every pass, not only after the last.
         strict: raise an error for every fallback instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
         enabled_passes: names of passes to run that are off by default.
@@ -173,6 +172,7 @@ class CompileOptions:
     kv_offload_dir: Path | None = None
     kv_offload_bytes: int = DEFAULT_OFFLOAD_BYTES
     async_scheduling: bool = False
+    batch_invariant: bool = False
     backend: str = "auto"
     dtype: str | None = None
     kv_cache_dtype: str = KV_CACHE_DTYPES[0]

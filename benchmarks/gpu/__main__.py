@@ -38,10 +38,12 @@ from benchmarks.gpu.aot import check_aot
 from benchmarks.gpu.gate import (
     COMPARED,
     FAMILIES,
+    INVARIANT,
     SAMPLED,
     SAMPLED_FAMILY,
     TELLING,
     check_family,
+    check_invariance,
     check_sampling,
     check_shape,
 )
@@ -168,6 +170,10 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
     for name in args.shapes if "gate" in args.parts else ():
         row = Row("gate", machine.name, name, COMPARED, 3, 2)
         attempt("gate", row, lambda row: check_shape(row, machine, workdir / f"gate-{row.shape}"))
+    telling = TELLING[:1] if machine.is_dry else TELLING
+    for name in telling if "gate" in args.parts else ():
+        row = Row("invariance", machine.name, name, INVARIANT, 3, 4)
+        attempt("gate", row, lambda r: check_invariance(r, machine, workdir / f"tiny-{r.shape}"))
     if "sampling" in args.parts:
         row = Row("sampling", machine.name, SAMPLED_FAMILY, SAMPLED, 3, 2)
         attempt("gate", row, lambda r: check_sampling(r, machine, workdir / f"tiny-{r.shape}"))

@@ -38,6 +38,7 @@ TELLING = ("glm4_moe", "deepseek_v3", "qwen3_next")
 """Between them: paged and latent attention, experts, state. The first two are measured, too."""
 SAMPLED = "a seed: itself again, beside the reference at each step"
 SAMPLED_FAMILY = "mimo"
+INVARIANT = "batch_invariant: K=3 in company beside K=0 alone, bit for bit"
 LAYERS = 2
 """Of a measured shape in its gate: each kernel at its real size, in a minute."""
 
@@ -84,6 +85,29 @@ def check_sampling(row: Row, machine: Machine, directory: Path) -> Row:
     if ours.generate(PROMPTS, NEW_TOKENS, seed=8, **asked) == text:
         faults.append("the same text by another seed: nothing was sampled")
     return _fill(row, faults, steps, backend)
+
+
+def check_invariance(row: Row, machine: Machine, directory: Path) -> Row:
+    """With `batch_invariant`: four requests that draft in one step, beside prompts in chunks, have
+    the tokens and the log-probabilities that plain decoding has of each alone."""
+    make_checkpoint(row.shape, directory)
+    found = []
+    for k, buckets, chunk in ((0, (1,), 16), (3, (4,), 8)):
+        options = CompileOptions(
+            spec_tokens=k, batch_buckets=buckets, prefill_chunk=chunk, max_len=64, sampling=True
+        )
+        backend = machine.backend(batch_invariant=True)
+        loaded = place(load(directory, "bfloat16", k > 0), backend.device)
+        program = StepCompiler(loaded, options, backend).compile()
+        spec = SpecModel(loaded.served(), options, program)
+        together = [PROMPTS] if k else [[prompt] for prompt in PROMPTS]
+        asked: dict[str, Any] = dict(ignore_eos=True, logprobs=1)
+        texts = [text for some in together for text in spec.generate(some, NEW_TOKENS, **asked)]
+        found.append([(list(text), text.logprobs) for text in texts])
+    differ = [place for place, (one, other) in enumerate(zip(*found, strict=True)) if one != other]
+    row.passed = None if machine.is_dry else not differ
+    row.note = f"of {len(PROMPTS)} texts {len(differ)} differ: {differ}"
+    return row
 
 
 def _fill(row: Row, faults: list[str], steps: Lockstep, backend: CudaBackend) -> Row:

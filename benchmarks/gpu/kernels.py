@@ -7,8 +7,9 @@ the device's caches. So a time has the launch in it, as in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,11 @@ PAGE = 16
 LENGTHS = (1024, 8192, 32_768)
 BATCHES = (1, 64)
 REPLAYS = 15
+LINEARS = ((4096, 6144), (4096, 27_392), (13_696, 4096), (4864, 896), (4096, 151_552))
+"""Inputs and features of weights that batch-invariant products are timed on: of the 8B shape, and
+the down projection of the 0.5B shape."""
+LINEAR_ROWS = (1, 4, 16, 64, 512)
+INVARIANT = "batch_invariant"
 _COLD_BYTES = 200 << 20
 """More than caches hold."""
 _MOST_COPIES = 32
@@ -42,6 +48,7 @@ class Call:
         nbytes: that it has to read.
         make: makes new arguments on the device.
         library: the same by PyTorch's own kernels, on arguments of its own; None: it has none.
+        configs: how it is run: by default, or `batch_invariant`.
     """
 
     name: str
@@ -50,22 +57,27 @@ class Call:
     nbytes: int
     make: Callable[[], tuple[Any, ...]]
     library: Callable[[], Callable[[], Any]] | None = None
+    configs: str = ""
 
 
 def kernel_times(machine: Machine) -> Iterator[tuple[Row, Callable[[Row], Row]]]:
     """Rows of every call, and what fills each."""
     for call in _calls():
         yield (
-            Row("time", machine.name, call.what, call.name, 0, call.rows),
+            Row("time", machine.name, call.what, _title(call), 0, call.rows),
             partial(_fill, machine, call),
         )
+
+
+def _title(call: Call) -> str:
+    return ", ".join(filter(None, (call.name, call.configs)))
 
 
 def _fill(machine: Machine, call: Call, row: Row) -> Row:
     from mtpc.backends.triton_kernels import load_kernels
 
     load_kernels()
-    ours = getattr(torch.ops.mtpc_triton, call.name)
+    ours = partial(getattr(torch.ops.mtpc_triton, call.name), configs=call.configs)
     arguments = call.make()
     count = max(1, min(_MOST_COPIES, _COLD_BYTES // call.nbytes))
     copies = [arguments, *(_clone(arguments) for _ in range(count - 1))]
@@ -114,6 +126,13 @@ def _calls() -> Iterator[Call]:
         yield _experts(tokens)
     for rows, sizes in ((1, (4096, 6144)), (4, (4096, 6144)), (1, (13_696, 4096))):
         yield _linear(rows, *sizes)
+    for sizes in LINEARS:
+        for rows in LINEAR_ROWS:
+            yield _linear(rows, *sizes, name="batch_invariant_linear")
+    for batch, length in product(BATCHES, LENGTHS):
+        yield replace(_attention(batch, length, 1), configs=INVARIANT, library=None)
+    yield replace(_latent(64, LENGTHS[1]), configs=INVARIANT)
+    yield replace(_experts(64), configs=INVARIANT)
     for batch in BATCHES:
         yield _sample(batch)
 
@@ -168,7 +187,7 @@ def _experts(tokens: int) -> Call:
     return Call("experts", what, tokens, int(2 * 3 * hit * inner * hidden), make)
 
 
-def _linear(rows: int, width: int, features: int) -> Call:
+def _linear(rows: int, width: int, features: int, name: str = "skinny_linear") -> Call:
     def make() -> tuple[Any, ...]:
         return _new(rows, width), _new(features, width), None
 
@@ -176,7 +195,7 @@ def _linear(rows: int, width: int, features: int) -> Call:
         return partial(F.linear, _new(rows, width), _new(features, width))
 
     what, nbytes = f"{width} to {features}", 2 * width * features
-    return Call("skinny_linear", what, rows, nbytes, make, library)
+    return Call(name, what, rows, nbytes, make, library)
 
 
 def _sample(batch: int, vocab: int = 151_936) -> Call:

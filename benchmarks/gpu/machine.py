@@ -48,7 +48,7 @@ class Machine(Protocol):
     device: str
     is_dry: bool
 
-    def backend(self) -> CudaBackend:
+    def backend(self, batch_invariant: bool = False) -> CudaBackend:
         """The cuda backend, with a memory pool of its own."""
         ...
 
@@ -106,8 +106,8 @@ class NullMachine:
 
     name, device, is_dry = "null device", "cpu", True
 
-    def backend(self) -> CudaBackend:
-        """The cuda backend on recorded graphs, with the reference ops."""
+    def backend(self, batch_invariant: bool = False) -> CudaBackend:
+        """The cuda backend on recorded graphs, with the reference ops, whatever is asked."""
         return CudaBackend(NullGraphs(), self.lower, (), device="cpu")
 
     def reference(self) -> CudaBackend:
@@ -153,9 +153,9 @@ class GpuMachine:
         self.name = torch.cuda.get_device_name()
         self._store = EntryStore(cache_directory())
 
-    def backend(self) -> CudaBackend:
+    def backend(self, batch_invariant: bool = False) -> CudaBackend:
         """As `backend="cuda"` opens it: with the autotune table of the user's cache."""
-        return open_cuda(store=self._store)
+        return open_cuda(store=self._store, batch_invariant=batch_invariant)
 
     def reference(self) -> CudaBackend:
         """PyTorch's own kernels, op by op."""

@@ -158,6 +158,18 @@ def _skinny_linear(new: Inputs) -> Iterator[Arguments]:
         yield new.normal(rows, 1160), new.normal(37, 1160) / 34, None
 
 
+def _batch_invariant_linear(new: Inputs) -> Iterator[Arguments]:
+    """By more rows than a tile has; with inputs in two parts; of a matrix for each part."""
+    yield new.normal(67, 1160), new.normal(37, 1160) / 34, new.normal(37)
+    yield new.normal(3, 2048), new.normal(16, 2048) / 45, None
+    yield new.normal(3, 4, 72).transpose(0, 1), new.normal(4, 40, 72) / 8, None
+
+
+def _row_sum(new: Inputs) -> Iterator[Arguments]:
+    for width in (8, 1160):
+        yield (new.normal(7, width) / width**0.5,)
+
+
 def _norm_linear(new: Inputs) -> Iterator[Arguments]:
     """By a weight, with a bias; by 1 + weight; gated."""
     for rows in (1, 4):
@@ -374,6 +386,8 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "silu_and_mul": (_silu_and_mul, HALVES),
     "skinny_linear": (_skinny_linear, HALVES),
     "norm_linear": (_norm_linear, HALVES),
+    "batch_invariant_linear": (_batch_invariant_linear, ALL),
+    "row_sum": (_row_sum, ALL),
     "paged_attention": (_paged_attention, ALL),
     "latent_attention": (_latent_attention, ALL),
     "choose_slots": (_choose_slots, ALL),

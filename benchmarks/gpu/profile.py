@@ -23,7 +23,7 @@ SKIPPED, PROFILED = 2, 5
 """Decode steps."""
 GAPS = 3
 _PRODUCT = re.compile(
-    r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk_|aten\.(add)?mm|aten\.linear|skinny|norm_linear"
+    r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk_|aten\.(add)?mm|aten\.linear|skinny|norm_linear|batch_invariant_linear"
 )
 """Matrix products of the libraries: NVIDIA's, AMD's Tensile (Cijk), ATen's on the null device; and
 ours of few rows."""

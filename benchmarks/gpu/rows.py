@@ -19,8 +19,8 @@ class Row:
     """What was found of one case; a field that does not apply is None.
 
     Attributes:
-        part: "ops", "gate", "sampling", "aot", "speed", "profile"; "time" of a kernel alone; "gap"
-            and "kernel" of a profile.
+        part: "ops", "gate", "invariance", "sampling", "aot", "speed", "profile"; "time" of a kernel
+            alone; "gap" and "kernel" of a profile.
         device: where.
         shape: the model: a shape's or a family's name; of ops the op's.
         engine: one of ENGINES, or what was compared; of a profile's parts the kernel.

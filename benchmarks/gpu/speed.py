@@ -29,7 +29,7 @@ OURS = (FUSED, LATE, APART, COMPILED)
 PROFILES = {
     f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
     for name, disabled, enabled in VARIANTS
-}
+} | {f"{FUSED}, batch-invariant": {"batch_invariant": True}}
 """And the options of each."""
 NOTES = {
     APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
@@ -101,7 +101,8 @@ class Bench:
         of its bytes."""
         for row in rows:
             options = replace(self._options(case), **PROFILES[row.engine])
-            fused = Fused(self.machine, self.loaded, options)
+            backend = self.machine.backend(options.batch_invariant)
+            fused = Fused(self.machine, self.loaded, options, backend)
             decoder, timed = self._warm(fused, row)
             self._fill(row, self._decode(decoder, row), timed)
             fill_floor(row)

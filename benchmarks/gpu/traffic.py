@@ -214,6 +214,8 @@ def _times(launch: Launch, name: str, work: Work) -> float:
     sizes, grid = launch.constants, launch.grid
     if launch.name == "skinny_kernel" and name in ("x_ptr", "added_ptr", "norm_ptr"):
         return float(grid[0])
+    if launch.name == "batch_invariant_linear_kernel" and name in ("x_ptr", "weight_ptr"):
+        return float(grid[1] if name == "x_ptr" else grid[0])
     if "attention" in launch.name and name in _CACHES:
         rows = -(-launch.arguments["num_tokens"] // work.requests)
         heads = grid[1] if "TILE_HEADS" in sizes else 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mtpc.backends.base import Backend
 from mtpc.config import CompileOptions
@@ -19,10 +20,10 @@ def _cpu(report: Report, store: EntryStore | None) -> Backend:
     return CpuBackend(report, store)
 
 
-def _cuda(report: Report, store: EntryStore | None) -> Backend:
+def _cuda(report: Report, store: EntryStore | None, batch_invariant: bool = False) -> Backend:
     from mtpc.backends.cuda import open_cuda
 
-    return open_cuda(report, store)
+    return open_cuda(report, store, batch_invariant)
 
 
 def _eager(report: Report, store: EntryStore | None) -> Backend:
@@ -43,6 +44,7 @@ class Row:
 
     Attributes:
         make: makes it from a reporter and the store that keeps its kernels.
+        make_invariant: the same for the option `batch_invariant`; None: it cannot have it.
         has_packages: its steps are files, which the graph cache keeps.
         has_kernels: it takes kernels from the graph cache.
         skips_idle_rows: its kernels leave out the rows that a prefill step lacks.
@@ -50,6 +52,7 @@ class Row:
     """
 
     make: Callable[[Report, EntryStore | None], Backend]
+    make_invariant: Callable[[Report, EntryStore | None], Backend] | None = None
     has_packages: bool = False
     has_kernels: bool = False
     skips_idle_rows: bool = False
@@ -57,11 +60,13 @@ class Row:
 
 
 BACKENDS = {
-    "cpu": Row(_cpu, has_packages=True, has_kernels=True, skips_idle_rows=True),
-    "cuda": Row(_cuda, has_kernels=True, is_gpu=True),
+    "cpu": Row(_cpu, _cpu, has_packages=True, has_kernels=True, skips_idle_rows=True),
+    "cuda": Row(_cuda, partial(_cuda, batch_invariant=True), has_kernels=True, is_gpu=True),
     "eager": Row(_eager),
     "null": Row(_null),
 }
+INVARIANT_DTYPE = "bfloat16"
+"""Of the cpu backend's steps whose rows are the same in any company."""
 AUTO = ("cpu", "eager")
 """What the option's value "auto" stands for: the first of these that works here."""
 PACKAGING = next(name for name, row in BACKENDS.items() if row.has_packages)
@@ -74,15 +79,46 @@ def first_choice(name: str) -> Row | None:
 
 
 def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions:
-    """Options with the chunks of prompts settled, for weights that are stored in a dtype."""
+    """Options with the chunks of prompts settled, and `batch_invariant`, for weights that are
+    stored in a dtype.
+
+    Raises:
+        OptionError: the backend has no such steps of this dtype as `batch_invariant` asks for.
+    """
     row = first_choice(options.backend)
+    if options.batch_invariant and row is not None and not row.is_gpu:
+        options = _without_invariance(options, row, options.dtype or dtype)
     if row is not None and row.is_gpu:
         return options.for_gpu()
     return options.for_weights(dtype, row is not None and row.skips_idle_rows)
 
 
+def _without_invariance(options: CompileOptions, row: Row, dtype: str | None) -> CompileOptions:
+    """Options for a backend whose steps are so anyway; it alone will do."""
+    if row.make_invariant is None:
+        raise _no_invariance(options.backend)
+    if dtype != INVARIANT_DTYPE:
+        raise OptionError(
+            f"batch_invariant is True with dtype {dtype!r} on the cpu backend, whose rows are the "
+            f"same in any company in {INVARIANT_DTYPE} only; change one of them"
+        )
+    name = AUTO[0] if options.backend == "auto" else options.backend
+    return replace(options, backend=name, batch_invariant=False)
+
+
+def _no_invariance(name: str) -> OptionError:
+    return OptionError(
+        f"batch_invariant is True with backend {name!r}, whose products are PyTorch's; expected "
+        "'cuda' or 'cpu'"
+    )
+
+
 def choose_backend(
-    name: str, strict: bool, report: Report, store: EntryStore | None = None
+    name: str,
+    strict: bool,
+    report: Report,
+    store: EntryStore | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Backend, str | None]:
     """The backend for a value of the option `backend`, and why it is not the first choice.
 
@@ -93,32 +129,39 @@ def choose_backend(
         strict: whether "auto" must not fall back.
         report: is called with a line before long work.
         store: the graph cache, where a backend keeps its kernels.
+        batch_invariant: as the option.
 
     Raises:
-        OptionError: the name is unknown.
+        OptionError: the name is unknown, or the backend is never batch-invariant.
         BackendError: the backend cannot run here, and `strict` or its name forbids another one.
     """
     if name != "auto":
-        return make_backend(name, report, store), None
+        return make_backend(name, report, store, batch_invariant), None
     first, second = AUTO
     try:
         return make_backend(first, report, store), None
     except BackendError as error:
-        if strict:
+        if strict or batch_invariant:
             raise
         return make_backend(second, report, store), f"{second} backend instead of {first}: {error}"
 
 
-def make_backend(name: str, report: Report = silent, store: EntryStore | None = None) -> Backend:
+def make_backend(
+    name: str,
+    report: Report = silent,
+    store: EntryStore | None = None,
+    batch_invariant: bool = False,
+) -> Backend:
     """The backend of this name.
 
     Args:
         name: a row of `BACKENDS`.
         report: is called with a line before long work.
         store: the graph cache, where a backend keeps its kernels.
+        batch_invariant: as the option.
 
     Raises:
-        OptionError: the name is unknown.
+        OptionError: the name is unknown, or the backend is never batch-invariant.
         BackendError: the backend cannot run here.
     """
     if name not in BACKENDS:
@@ -126,7 +169,11 @@ def make_backend(name: str, report: Report = silent, store: EntryStore | None = 
         hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
         known = ", ".join(["auto", *BACKENDS])
         raise OptionError(f"unknown backend {name!r}; {hint} one of {known}")
-    return BACKENDS[name].make(report, store)
+    row = BACKENDS[name]
+    make = row.make_invariant if batch_invariant else row.make
+    if make is None:
+        raise _no_invariance(name)
+    return make(report, store)
 
 
 __all__ = [

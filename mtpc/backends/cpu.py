@@ -21,6 +21,7 @@ from mtpc.capture.step_mode import StepMode
 from mtpc.errors import OptionError
 from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass, Policy
+from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.fuse_head_max import FuseHeadMax
@@ -46,11 +47,12 @@ class UseCpuKernels:
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
-        if any(record.name == FuseSkinnyLinears.name for record in graph.history):
-            raise OptionError(
-                f"pass {FuseSkinnyLinears.name!r} is for GPUs: on a CPU no kernel takes what it "
-                "makes, and text would depend on K; leave it out of enabled_passes"
-            )
+        for record in graph.history:
+            if record.name in (FuseSkinnyLinears.name, BatchInvariant.name):
+                raise OptionError(
+                    f"pass {record.name!r} is for GPUs: on a CPU no kernel takes what it makes, "
+                    "and text would depend on K; leave it out of enabled_passes"
+                )
         table = kernel_table()
         rewrites = 0
         for node in graph.graph.nodes:

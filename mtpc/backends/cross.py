@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from mtpc.backends.base import Run
-from mtpc.backends.bindings import BindKernels
-from mtpc.backends.cuda import ENABLES
-from mtpc.backends.triton_kernels import triton_bindings
+from mtpc.backends.bindings import BindKernels, by_default
+from mtpc.backends.cuda import ENABLES, enabled_passes
+from mtpc.backends.invariance import CheckInvariance
+from mtpc.backends.triton_kernels import invariantly, triton_bindings
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
@@ -23,6 +24,9 @@ class CrossBackend:
 
     aiter compiles its kernels itself on the device, so they are left out.
 
+    Args:
+        batch_invariant: as the option.
+
     Raises:
         BackendError: Triton is not installed.
     """
@@ -32,9 +36,11 @@ class CrossBackend:
     device = "cpu"
     package = None
 
-    def __init__(self) -> None:
+    def __init__(self, batch_invariant: bool = False) -> None:
         self.notes: Counter[str] = Counter()
-        self._bindings = triton_bindings()
+        self.enables = enabled_passes(batch_invariant)
+        self._bindings = triton_bindings(invariantly if batch_invariant else by_default)
+        self._checks = (CheckInvariance(),) if batch_invariant else ()
 
     def free_bytes(self) -> int | None:
         """Host memory is not planned ahead."""
@@ -42,7 +48,7 @@ class CrossBackend:
 
     def legalise(self) -> tuple[Pass, ...]:
         """Triton kernels for the `mtpc::` ops."""
-        return (BindKernels(self._bindings, self._note),)
+        return (BindKernels(self._bindings, self._note), *self._checks)
 
     def lower(self, graph: StepGraph) -> Run:
         """Not possible here: always raises BackendError."""

@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
-from mtpc.backends.bindings import Binding, BindKernels
+from mtpc.backends.bindings import Binding, BindKernels, Configure
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
+from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
 from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass
+from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
@@ -43,6 +45,8 @@ INDUCTOR = {
     "emulate_precision_casts": True,
 }
 """Inductor's options for a step."""
+ALIGNMENT = 16
+"""Inductor's code takes a tensor to begin at a multiple of so many bytes, if its example does."""
 
 
 ENABLES = (
@@ -57,6 +61,14 @@ ENABLES = (
 """Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""
 
 
+def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
+    """Passes that a GPU's steps go through. What fuses linears of few rows only is left out where
+    a row must not depend on how many there are."""
+    if not batch_invariant:
+        return ENABLES
+    return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
+
+
 class CudaBackend:
     """Steps as device graphs.
 
@@ -66,6 +78,8 @@ class CudaBackend:
         bindings: kernels for the `mtpc::` ops, in order of preference.
         device: torch's name of the device where the model and its buffers must be; "cuda" is any
             GPU.
+        batch_invariant: whether a row's numbers must not depend on how many rows a step has. The
+            bindings must then keep to it (`triton_kernels.invariantly`).
 
     Attributes:
         notes: lines on ops that do not run on their first kernel -> count.
@@ -77,8 +91,15 @@ class CudaBackend:
     package = None
 
     def __init__(
-        self, graphs: Graphs, lower: Lower, bindings: Sequence[Binding], device: str = "cuda"
+        self,
+        graphs: Graphs,
+        lower: Lower,
+        bindings: Sequence[Binding],
+        device: str = "cuda",
+        batch_invariant: bool = False,
     ):
+        self.enables = enabled_passes(batch_invariant)
+        self._checks = (CheckInvariance(),) if batch_invariant else ()
         self._graphs, self._lower, self._bindings = graphs, lower, tuple(bindings)
         self.device = device
         self.notes: Counter[str] = Counter()
@@ -86,7 +107,7 @@ class CudaBackend:
 
     def legalise(self) -> tuple[Pass, ...]:
         """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
-        return (BindKernels(self._bindings, self._note),)
+        return (BindKernels(self._bindings, self._note), *self._checks)
 
     def lower(self, graph: StepGraph) -> Run:
         """Compile for the device."""
@@ -106,13 +127,17 @@ class CudaBackend:
         self.notes[line] += 1
 
 
-def open_cuda(report: Report = silent, store: EntryStore | None = None) -> CudaBackend:
+def open_cuda(
+    report: Report = silent, store: EntryStore | None = None, batch_invariant: bool = False
+) -> CudaBackend:
     """The backend of this machine's GPU.
 
     Args:
         report: is called with lines on the kernels that it finds.
         store: the graph cache; it holds the code objects of `mtpc build --target` and the autotune
             table.
+        batch_invariant: as the option. Kernels then run by default, as the fastest ones may differ
+            with the number of rows, and aiter's choose by rows themselves.
 
     Raises:
         BackendError: torch finds no GPU, or Triton is not installed; the message says which.
@@ -121,10 +146,10 @@ def open_cuda(report: Report = silent, store: EntryStore | None = None) -> CudaB
 
     check_device()
     # Imported after the check, so that a machine without a GPU gets the message about the GPU.
-    from mtpc.backends.triton_kernels import triton_bindings
+    from mtpc.backends.triton_kernels import invariantly, triton_bindings
 
     bindings: list[Binding] = []
-    if torch.version.hip:
+    if torch.version.hip and not batch_invariant:
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
@@ -134,11 +159,13 @@ def open_cuda(report: Report = silent, store: EntryStore | None = None) -> CudaB
 
     device, target = torch.device("cuda", torch.cuda.current_device()), device_target()
     objects = CodeObjects(store, target) if store and target else None
-    tuner = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
-    bindings += loaded_bindings(objects, tuner)
-    bindings += triton_bindings(tuner)
+    configure: Configure = invariantly
+    if not batch_invariant:
+        configure = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
+    bindings += loaded_bindings(objects, configure)
+    bindings += triton_bindings(configure)
     graphs = TorchGraphs(device)
-    return CudaBackend(graphs, lower_by_inductor, bindings, str(device))
+    return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
 
 
 def check_device() -> None:
@@ -211,8 +238,12 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
 
 
 def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor of the same form. What is part of a memory, as packed results are, gets memory
+    of its own: parts do not overlap, and no step takes one for another."""
     if not isinstance(tensor, FakeTensor):
-        return mode.from_tensor(tensor, static_shapes=True)
+        is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        if not is_part or tensor.data_ptr() % ALIGNMENT:
+            return mode.from_tensor(tensor, static_shapes=True)
     size, stride = tensor.shape, tensor.stride()
     with mode:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)

@@ -105,7 +105,8 @@ def _measure(
     from mtpc.program.open_cache import kernel_store
     from mtpc.weights.paired_checkpoint import open_checkpoint
 
-    backend = make_backend(options.backend, tell, kernel_store(options, None))
+    store = kernel_store(options, None)
+    backend = make_backend(options.backend, tell, store, options.batch_invariant)
     tell(f"load {checkpoint}")
     source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)

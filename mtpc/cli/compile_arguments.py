@@ -110,6 +110,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 _SWITCHES = (
     ("--images", "compile for prompts with images, of models with a vision tower"),
+    ("--batch-invariant", "on a GPU, text depends on no K, batch or chunk, and takes longer"),
     ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
     (
         "--build-in-background",

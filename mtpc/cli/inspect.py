@@ -62,7 +62,9 @@ def _build(
     from mtpc.weights.paired_checkpoint import open_checkpoint
 
     store = kernel_store(options, None)
-    backend, fallback = choose_backend(options.backend, options.strict, tell, store)
+    backend, fallback = choose_backend(
+        options.backend, options.strict, tell, store, options.batch_invariant
+    )
     if fallback:
         print(f"note: {fallback}", file=sys.stderr)
     last = _last_pass(options, backend, args.after, args.before)

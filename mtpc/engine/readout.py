@@ -1,8 +1,8 @@
 """Reads a replay's results. The host can launch the next replay before it waits for them.
 
-On a device with streams, a launch returns before the work is done. The copies of the results follow
+On a device with streams, a launch returns before the work is done. One copy of all results follows
 the replay on its stream, and events record when the replay began and ended. The host waits only for
-the copies, while later launches run. On a CPU the launch does the work, so nothing is pending.
+the copy, while later launches run. On a CPU the launch does the work, so nothing is pending.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.layout import StepKey
+from mtpc.program.packed_results import copy_results
 from mtpc.program.program import Program
 
 
@@ -92,10 +93,7 @@ class Readout:
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()
-        # From a device, `non_blocking` copies into pinned memory, so the host does not wait here.
-        self._results = {
-            name: buffers[name].to("cpu", non_blocking=True, copy=True) for name in results
-        }
+        self._results = copy_results(buffers, results)
         self._copied: Moment = moment()
 
     def read(self) -> Mapping[str, Tensor]:

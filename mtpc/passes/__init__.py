@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mtpc.errors import OptionError
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.base import Pass, Policy, run_pipeline
+from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
@@ -62,6 +63,7 @@ def full_pipeline(
         FuseHeadMax(),
         FuseSkinnyLinears(),
         LowerChoices(),
+        BatchInvariant(),
         FuseLinearChains(),
         SkipIdleRows(),
     )

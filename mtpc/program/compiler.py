@@ -52,6 +52,7 @@ from mtpc.models.weight_recipes import stored_groups
 from mtpc.passes import Verifier
 from mtpc.program.forecast import Forecast
 from mtpc.program.lowering import Lowering, Seen
+from mtpc.program.packed_results import pack_results
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
@@ -246,7 +247,10 @@ class StepCompiler:
 
     def capture(self, key: StepKey) -> CapturedStep:
         """Trace, rewrite, lower and capture one step."""
-        return self.capture_graph(key, self.rewritten(key))
+        graph = self.rewritten(key)
+        if self.backend.package is None:
+            pack_results(graph)
+        return self.capture_graph(key, graph)
 
     @torch.no_grad()
     def rewritten(self, key: StepKey) -> StepGraph:

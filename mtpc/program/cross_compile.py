@@ -73,7 +73,7 @@ def build_kernels(
         MtpcError: as `mtpc.compile`.
     """
     start, options = time.perf_counter(), options.for_gpu()
-    store, backend = open_store(options), CrossBackend()
+    store, backend = open_store(options), CrossBackend(options.batch_invariant)
     store.prepare()
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}

@@ -289,7 +289,9 @@ class _Opener(Generic[T]):
         """Trace and lower what the cache lacks."""
         # The backend comes first: a missing GPU must be reported before minutes of loading.
         options, store = self.options, kernel_store(self.options, cache)
-        backend, fallback = choose_backend(options.backend, options.strict, self.report, store)
+        backend, fallback = choose_backend(
+            options.backend, options.strict, self.report, store, options.batch_invariant
+        )
         with self.interrupts:
             opened = self._compiled(cache, backend)
         opened.fallbacks.update(backend.notes + Counter([fallback] if fallback else []))

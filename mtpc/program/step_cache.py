@@ -109,6 +109,7 @@ def program_fields(
         "options.images": str(options.images),
         "options.dtype": options.dtype or "the checkpoint's",
         "options.draft_vocab": _described(options.draft_vocab),
+        "options.batch_invariant": str(options.batch_invariant),
         "options.quantize": options.quantize or "none",
         "options.tensor_parallel_size": part or str(options.tensor_parallel_size),
         "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),

@@ -53,6 +53,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
     ({"quantize": "int8"}, {"options.quantize"}),
     ({"kv_cache_dtype": "int8"}, {"options.kv_cache_dtype"}),
+    ({"batch_invariant": True}, {"options.batch_invariant"}),
     ({"images": True}, {"options.images", "options.rows_in_rings"}),
     ({"tensor_parallel_size": 2}, {"options.tensor_parallel_size"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),

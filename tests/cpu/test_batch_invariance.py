@@ -26,6 +26,7 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
 from mtpc.passes import pass_names
+from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.trim_draft_head import TrimDraftHead
@@ -44,8 +45,8 @@ MODELS = [
 ]
 """Routers, experts, shared ones, and a dense layer first; with latent attention; all dense.
 Of the others: sparse attention, recurrent state, sliding windows in rings."""
-GPU_PASSES = {FuseSkinnyLinears.name, LowerChoices.name}
-"""A CPU refuses the former. The latter chooses the first of equal experts, where torch's topk may
+GPU_PASSES = {FuseSkinnyLinears.name, BatchInvariant.name, LowerChoices.name}
+"""A CPU refuses the first two. The last chooses the first of equal experts, where torch's topk may
 choose another, and so does plain decoding without it."""
 PASSES = tuple(name for name in pass_names() if name not in GPU_PASSES)
 EVERY_PASS: dict[str, Any] = dict(spec_tokens=3, enabled_passes=PASSES, draft_vocab=48)

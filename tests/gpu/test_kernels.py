@@ -201,11 +201,27 @@ def numpy_adds_rows_alike() -> bool:
     )
 
 
+@pytest.mark.parametrize(("length", "live"), [(130, 3), (1000, 16), (5000, 64)])
+def test_splits_follow_the_length_that_there_is(length: int, live: int) -> None:
+    """Of a table for 32,768 positions. What no split has seen is not read: it is NaN here."""
+    batch = make_batch([(length, 1)], heads=(2, 1), spare_pages=2048 - -(-length // 16))
+    given = (batch.q, batch.k, batch.v, batch.table, batch.seq_lens, batch.starts, batch.scale)
+    (attend, join), out = plan("paged_attention", *given, 0, 0.0, None)
+    assert attend.grid[2] == 64
+    attend.arguments["acc_ptr"].fill_(float("nan"))
+    run([attend])
+    totals = attend.arguments["stats_ptr"][:, 0, :, 1]
+    assert (totals != 0).sum(0).tolist() == [live, live]
+    run([join])
+    assert isinstance(out, torch.Tensor)
+    close(out, batch.paged(REFERENCE))
+
+
 def test_a_row_does_not_depend_on_how_many_rows_its_request_has() -> None:
     """Speculation and plain decoding add up the same numbers in the same order."""
     compare = torch.equal if numpy_adds_rows_alike() else torch.allclose
     batch = make_batch([(150, 4), (40, 2)])
-    assert splits_for(4, 6) > 1
+    assert splits_for(4, 6).programs > 1
     out = batch.paged(OURS)
     for rows in (1, 2, 3):
         alone = make_batch([(150, 4), (40, 2)])

@@ -36,6 +36,16 @@ def test_attention_reads_the_context_once_for_each_tile_of_rows() -> None:
         assert found["table_ptr"] == reqs * 63 * 4
 
 
+def test_batch_invariant_linears_are_read_once_for_each_tile() -> None:
+    """65 rows are two tiles of rows, 6,144 features 192 tiles of 32."""
+    with FakeTensorMode():
+        x, weight = torch.empty(65, 64).bfloat16(), torch.empty(6144, 64).bfloat16()
+        (launch,), _ = plan("batch_invariant_linear", x, weight, None)
+    found = moved_bytes(launch, Work(65, 1))
+    assert found["weight_ptr"] == 2 * weight.nbytes
+    assert found["x_ptr"] == 192 * x.nbytes
+
+
 @pytest.mark.parametrize(("tokens", "tile"), [(1, 16), (64, 16), (256, 16), (1024, 32)])
 def test_experts_are_read_for_each_tile_of_rows_that_chose_them(tokens: int, tile: int) -> None:
     """A row chooses eight of 256. So 1,024 rows have about 32 for each expert, 256 rows eight."""

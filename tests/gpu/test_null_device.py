@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
 from mtpc.config import CompileOptions
+from mtpc.engine.readout import Readout
 from mtpc.errors import CaptureError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -100,6 +102,23 @@ def test_no_tensor_of_a_step_is_on_another_device(
             tree_map_only(torch.Tensor, tensors.append, node.meta.get("val"))
         assert len(tensors) > 100
         assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_results_come_by_one_copy(null_model: Callable[..., Any]) -> None:
+    """Of decode and of prefill steps: side by side, where kernels may read 16 bytes at once."""
+    spec, _ = null_model("mimo")
+    for key, step in spec.program.steps.items():
+        held = {name: step.buffers[name] for name in step.layout.results}
+        assert len(held) > 3
+        assert len(storages(held.values())) == 1
+        places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in held.values())
+        assert all(begin % 16 == 0 for begin, _ in places)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
+        found = Readout(spec.program, key).read()
+        assert len(storages(found.values())) == 1
+        assert not storages(found.values()) & storages(held.values())
+        assert found.keys() == held.keys()
+        assert all(torch.equal(found[name], held[name]) for name in held)
 
 
 @pytest.mark.parametrize("page_size", [4, 64])

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from mtpc.backends.targets import TARGETS, Target
+from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.loading import CodeObjects
@@ -98,6 +99,9 @@ def launches() -> list[Launch]:
         plan("silu_and_mul", new(8, 128)),
         plan("skinny_linear", new(1, 64), new(8, 64), None),
         plan("norm_linear", new(1, 64), new(1, 64), new(64), 1e-6, False, new(16, 64), None, True),
+        plan("batch_invariant_linear", new(1, 2048), new(8, 2048), None),
+        plan("row_sum", new(8, 64)),
+        plan("paged_attention", new(8, 4, 64), kv, kv, *indices, 0.1, configs=BATCH_INVARIANT),
         plan("rotate", new(8, 4, 64), new(8, 48), new(8, 48)),
         plan("rotate_and_write", *turned, new(8, 24), new(8, 24), kv, kv, slots, None, None),
         plan("choose_slots", new(8, 4, 64), new(8, 4), kv[:, :, 0], *indices, 16),

@@ -31,7 +31,7 @@ class Step(nn.Module):
     def forward(  # type: ignore[no-untyped-def]
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
-        grouped_mixture, slotted, skinny, routed, limited, headed,
+        grouped_mixture, slotted, skinny, halved, routed, limited, headed,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -64,6 +64,9 @@ class Step(nn.Module):
             ops.slot_attention(*slotted),
             ops.skinny_linear(*skinny, None),
             *ops.norm_linear(skinny[0], skinny[0], *added[2:], False, skinny[1], None, True),
+            ops.batch_invariant_linear(skinny[0], skinny[1], None),
+            ops.batch_invariant_linear(*halved, None),
+            ops.row_sum(gated),
             *ops.topk(*routed),
             *ops.group_topk(*limited),
             *ops.row_max(headed),
@@ -147,6 +150,7 @@ def main() -> None:
                 *(new(4), 0.1, 8, new(3, 20, 64), new(8, dtype=int64), new(8, 5, dtype=int32)),
             ),
             (new(2, 80), new(96, 80)),
+            (new(2, 1024), new(16, 1024)),
             (new(8, 4, 8, dtype=torch.float32), 2),
             (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
 from mtpc.backends.triton_kernels.launch import Choice, Launch
 from mtpc.backends.triton_kernels.plans import plan
@@ -35,10 +36,11 @@ def gqa(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype = BF16,
+    configs: str = "",
 ) -> list[Launch]:
     q = _fake(reqs * rows, heads[0], dims[0], dtype=dtype)
     k, v = (_fake(4096, 16, heads[1], dim, dtype=dtype) for dim in dims)
-    return plan("paged_attention", q, k, v, *_indices(reqs, 2048), 0.09)[0]
+    return plan("paged_attention", q, k, v, *_indices(reqs, 2048), 0.09, configs=configs)[0]
 
 
 def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
@@ -59,9 +61,11 @@ def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
     )[0]
 
 
-def _mla(reqs: int, rows: int, dtype: torch.dtype = BF16) -> list[Launch]:
+def _mla(reqs: int, rows: int, dtype: torch.dtype = BF16, configs: str = "") -> list[Launch]:
     q, latents = (_fake(*x, 576, dtype=dtype) for x in ((reqs * rows, 128), (4096, 16)))
-    return plan("latent_attention", q, latents, *_indices(reqs, 2048), 0.07, 512)[0]
+    return plan("latent_attention", q, latents, *_indices(reqs, 2048), 0.07, 512, configs=configs)[
+        0
+    ]
 
 
 def _experts(
@@ -70,6 +74,7 @@ def _experts(
     chosen: int = 8,
     *limit: float | bool,
     dtype: torch.dtype = BF16,
+    configs: str = "",
 ) -> list[Launch]:
     count, hidden, inner = sizes
     x, weights, gate_up, down = (
@@ -82,7 +87,7 @@ def _experts(
         )
     )
     ids = _fake(tokens, chosen, dtype=torch.int64)
-    return plan("experts", x, gate_up, down, ids, weights, *limit)[0]
+    return plan("experts", x, gate_up, down, ids, weights, *limit, configs=configs)[0]
 
 
 def write(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
@@ -149,6 +154,17 @@ def _skinny(
     return [
         *plan("skinny_linear", x, weight, _fake(features, dtype=dtype))[0],
         *plan("norm_linear", x, x, norm, 1e-6, False, weight, None, gated)[0],
+    ]
+
+
+def _invariant(rows: int, width: int, features: int, dtype: torch.dtype = BF16) -> list[Launch]:
+    """A linear with a bias; as many products as there are heads; sums of rows."""
+    x, weight = _fake(rows, width, dtype=dtype), _fake(features, width, dtype=dtype)
+    parts = _fake(rows, 16, 128, dtype=dtype).transpose(0, 1), _fake(16, 512, 128, dtype=dtype)
+    return [
+        *plan("batch_invariant_linear", x, weight, _fake(features, dtype=dtype))[0],
+        *plan("batch_invariant_linear", *parts, None)[0],
+        *plan("row_sum", x)[0],
     ]
 
 
@@ -369,6 +385,26 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "gate and up of the 8B shape, 4 rows": lambda: _skinny(4, 4096, 2 * 13_696, True),
     "a down projection of the 8B shape, 2 rows, float16": lambda: _skinny(
         2, 13_696, 4096, dtype=FP16
+    ),
+    "batch-invariant projection of the 8B shape, 1 row": lambda: _invariant(1, 4096, 6144),
+    "batch-invariant gate and up of the 8B shape, prompt of 512": lambda: _invariant(
+        512, 4096, 2 * 13_696
+    ),
+    "batch-invariant down projection of the 0.5B shape, float16": lambda: _invariant(
+        17, 4864, 896, FP16
+    ),
+    "batch-invariant router of DeepSeek-V3, float32": lambda: _invariant(4, 7168, 256, FP32),
+    "batch-invariant attention of GLM-4.5, prompt of 512": lambda: gqa(
+        1, 512, (96, 8), (128, 128), configs=BATCH_INVARIANT
+    ),
+    "batch-invariant attention of MiMo-V2, 4 x 1 rows": lambda: gqa(
+        4, 1, (64, 4), (192, 128), configs=BATCH_INVARIANT
+    ),
+    "batch-invariant attention of DeepSeek-V3, 64 x 1 rows": lambda: _mla(
+        64, 1, configs=BATCH_INVARIANT
+    ),
+    "batch-invariant experts of GLM-4.5-Air, 4 rows": lambda: _experts(
+        4, (128, 4096, 1408), configs=BATCH_INVARIANT
     ),
     "GLM-4.5's activation and rotary of half a head, 4 rows": lambda: _elementwise(
         4, 12_288, 96, (128, 64)

@@ -83,6 +83,13 @@ def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     )
 
 
+def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
+    """`Configure` for steps whose rows must not depend on how many there are."""
+    from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
+
+    return BATCH_INVARIANT, ()
+
+
 def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     """Why our kernels cannot take a call of a reference; None where they can."""
     from mtpc.backends.triton_kernels.plans import operator_of
@@ -90,4 +97,11 @@ def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     return operator_of(node).refuses(node)
 
 
-__all__ = ["ELEMENTS", "kernel_table", "load_kernels", "refuses", "triton_bindings"]
+__all__ = [
+    "ELEMENTS",
+    "invariantly",
+    "kernel_table",
+    "load_kernels",
+    "refuses",
+    "triton_bindings",
+]

@@ -36,6 +36,9 @@ class Config:
         return ",".join(f"{name}={value}" for name, value in words)
 
 
+BATCH_INVARIANT = "batch_invariant"
+"""The argument `configs` of a call whose rows must not depend on how many rows there are: kernels
+then run by default, in tiles and splits that follow from weights and from the longest context."""
 _LEAST = 16
 """The least tile size of an operand of a product."""
 _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")

@@ -20,6 +20,8 @@ from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 
 _LEAST_TILE = 16
 """Rows of the smallest product."""
+FIXED_TILE = 32
+"""Rows of a tile where it must not depend on how many rows there are."""
 _BLOCK = 1024
 """Choices that a program looks at together."""
 
@@ -93,16 +95,18 @@ class SortedChoices:
         return dict(experts_ptr=self.experts, picks_ptr=self.picks)
 
 
-def sort_choices(ids: Tensor, num_experts: int, most: int) -> SortedChoices:
+def sort_choices(ids: Tensor, num_experts: int, most: int, is_fixed: bool = False) -> SortedChoices:
     """Tiles for choices ids [T, k], contiguous; others than experts are in none.
 
     Args:
         ids: integers.
         num_experts: E.
         most: rows of a tile at most. Tiles have as many as an expert gets if rows choose evenly.
+        is_fixed: whether tiles have `FIXED_TILE` rows instead.
     """
     num_picks = ids.numel()
     tile = min(power_of_two(-(-num_picks // num_experts), _LEAST_TILE), most)
+    tile = FIXED_TILE if is_fixed else tile
     # An expert that is chosen has a tile, and one more for each `tile` of its other rows.
     chosen = min(num_picks, num_experts)
     num_tiles = chosen + (num_picks - chosen) // tile

@@ -70,12 +70,29 @@ def norm_launch(
         plus_one: as there.
         halves: how many tensors are normed.
     """
+    constants = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
+    return row_launch(kernel, x, arguments, constants, halves)
+
+
+def row_launch(
+    kernel: Any, x: Tensor, arguments: dict[str, Any], constants: dict[str, Any] | None = None,
+    halves: int = 1,
+) -> Launch:  # fmt: skip
+    """A launch whose programs have whole rows of x [rows, N]: as many as N says, however many rows
+    there are; so a row's sum has the same bits in any company.
+
+    Args:
+        kernel: takes `arguments`, `count`, `constants`, and the constants N, N_PAD and BLOCK.
+        x: the rows.
+        arguments: all but `count`.
+        constants: all but those three.
+        halves: programs along the second axis.
+    """
     count, width = x.shape
     padded = power_of_two(width)
     block = max(1, _ELEMENTS // padded)
-    constants = dict(
-        N=width, N_PAD=padded, BLOCK=block, EPSILON=float(epsilon), PLUS_ONE=plus_one
-    )  # fmt: skip
+    sizes = dict(N=width, N_PAD=padded, BLOCK=block)
     threads = min(block * padded // _A_THREAD, _MOST_THREADS)
     grid = (-(-count // block), halves, 1)
-    return Launch(kernel, grid, {**arguments, "count": count}, constants, threads=threads)
+    given = {**arguments, "count": count}
+    return Launch(kernel, grid, given, sizes | (constants or {}), threads=threads)

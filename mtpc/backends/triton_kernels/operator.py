@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
 
 from mtpc.backends.triton_kernels import ELEMENTS
-from mtpc.backends.triton_kernels.configs import apply_configs
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT, apply_configs
+from mtpc.backends.triton_kernels.launch import NO_CHOICE, Launch
 from mtpc.layout import dtype_name
 from mtpc.ops import references
 from mtpc.ops.signatures import arguments_of, signature_of
@@ -48,7 +48,8 @@ class Operator:
     Attributes:
         function: the plan, of the arguments that the reference has, by its names. Arguments that
             have a default there may be left out here: then the operator does not take them. Nor
-            does it take a tensor for those that are annotated `None`.
+            does it take a tensor for those that are annotated `None`. A plan whose sums depend on
+            how many rows there are has `batch_invariant`, by name, which forbids it.
         limit: what it cannot take.
         any_element: whether it takes floating point of any dtype, not of `ELEMENTS` only.
     """
@@ -70,14 +71,20 @@ class Operator:
     @cached_property
     def signature(self) -> inspect.Signature:
         """The reference's arguments, as far as the plan takes them."""
-        return signature_of(self.reference, inspect.signature(self.function).parameters)
+        taken = inspect.signature(self.function).parameters
+        return signature_of(self.reference, [name for name in taken if name != BATCH_INVARIANT])
+
+    @cached_property
+    def _depends_on_rows(self) -> bool:
+        """Whether the order of a row's sums depends on how many rows there are, if it may."""
+        return BATCH_INVARIANT in inspect.signature(self.function).parameters
 
     def plan(self, *args: Any, configs: str = "", **kwargs: Any) -> Plan:
         """What it launches, in the configurations that `configs` names.
 
         Args:
             *args: as of the reference, real or fake.
-            configs: as `apply_configs` takes them.
+            configs: as `apply_configs` takes them, or `BATCH_INVARIANT`.
             **kwargs: as of the reference.
 
         Raises:
@@ -86,6 +93,10 @@ class Operator:
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        if configs == BATCH_INVARIANT:
+            fixed = {BATCH_INVARIANT: True} if self._depends_on_rows else {}
+            launches, out = self.function(**bound.arguments, **fixed)
+            return [replace(launch, choice=NO_CHOICE) for launch in launches], out
         launches, out = self.function(**bound.arguments)
         return apply_configs(launches, configs), out
 

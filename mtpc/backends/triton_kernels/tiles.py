@@ -62,14 +62,76 @@ def dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 def fade_in(scores, visible, peak, total, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax, in powers of two.
 
+    Peaks are rounded up to whole numbers. So all factors between splits are powers of two, and
+    exact: splits that are joined earlier or later, in the same order, come to the same bits.
+
     Returns the new weights, the factor for what was summed before, and the new peak and total.
     """
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both infinities of exp.
         scores = SOFTCAP * (1 - 2 / (tl.exp2(scores * (2 * LOG2E / SOFTCAP)) + 1))
     scores = tl.where(visible, scores * LOG2E, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1)))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(peak - shift)
     return weights, fade, new_peak, total * fade + tl.sum(weights, 1)
+
+
+@triton.jit
+def exact_power(x):  # type: ignore[no-untyped-def]
+    """2^x of whole numbers up to 127; 0 of what is below -126, or not a number."""
+    whole = tl.where(x >= -126, x, -127.0).to(tl.int32)
+    return ((whole + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def join(peak, total, acc, peak_b, total_b, acc_b):  # type: ignore[no-untyped-def]
+    """Two splits as one: peaks and totals [rows], sums [rows, columns]."""
+    new_peak = tl.maximum(peak, peak_b)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    a, b = exact_power(peak - shift), exact_power(peak_b - shift)
+    return new_peak, total * a + total_b * b, acc * a[:, None] + acc_b * b[:, None]
+
+
+@triton.jit
+def attended(peak, total, acc, sinks, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of attention [rows, columns] from all splits as one; sinks [rows]. A row that attends to
+    nothing is zeros, whatever its sink."""
+    seen = total != 0  # NaN too: it must reach the logits.
+    if HAS_SINKS:
+        sinks = sinks.to(tl.float32) * LOG2E
+        top = tl.maximum(peak, tl.ceil(sinks))
+        top = tl.where(top == float("-inf"), 0.0, top)
+        fade = exact_power(peak - top)
+        total = total * fade + tl.exp2(sinks - top)
+        acc = acc * fade[:, None]
+    total = tl.where(seen, total, 1.0)
+    return tl.where(seen[:, None], acc / total[:, None], 0.0)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Peaks, totals and sums of rows that have attended to nothing yet."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    return peak, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def leave_split(  # type: ignore[no-untyped-def]
+    stats_at, acc_at, peak, total, acc, live, COLUMNS: tl.constexpr
+):
+    """Store what a split has of live rows, each at its place, for `combine`."""
+    column = tl.arange(0, acc.shape[1])
+    tl.store(stats_at, peak, mask=live)
+    tl.store(stats_at + 1, total, mask=live)
+    seen = live & (total != 0)  # NaN too: it must reach the logits.
+    tl.store(acc_at[:, None] + column[None], acc, mask=seen[:, None] & (column < COLUMNS)[None])
+
+
+@triton.jit
+def leave_result(out_at, found, live, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store rows of results [rows, columns], each at its place."""
+    column = tl.arange(0, found.shape[1])
+    mask = live[:, None] & (column < COLUMNS)[None]
+    tl.store(out_at[:, None] + column[None], found.to(out_at.dtype.element_ty), mask=mask)

@@ -143,7 +143,7 @@ def expert_sum_kernel(  # type: ignore[no-untyped-def]
 @operator()
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    limit: float, limit_input: bool, gelu: bool,
+    limit: float, limit_input: bool, gelu: bool, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """Tiles of choices; gate and up with the activation; the way down; the sum over experts.
 
@@ -160,7 +160,7 @@ def experts(
     picks = ids.shape[1]
     hidden = x.new_empty((num_tokens, picks, inner))
     part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
-    choices = sort_choices(ids, count, _MAX_TILE)
+    choices = sort_choices(ids, count, _MAX_TILE, batch_invariant)
     features, depth, threads = next(s for rows, s in _SHAPES.items() if choices.tile <= rows)
     sizes = dict(H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile, BLOCK_F=features,
                  BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,

@@ -189,9 +189,10 @@ def _limit(call: Mapping[str, Any]) -> str | None:
 def gated_delta_rule(
     rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, recurrent: Tensor,
     history: Tensor, standing: Tensor, state_slots: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, certain_lens: Tensor,
+    query_start_loc: Tensor, certain_lens: Tensor, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
-    """Three launches, four where rows go in chunks; T > 0.
+    """Three launches, four where rows go in chunks; T > 0. Chunks round otherwise than turns, so
+    there are none where results must not depend on how many rows a step has.
 
     Raises:
         BackendError: the state is not contiguous.
@@ -227,7 +228,7 @@ def gated_delta_rule(
                  R_PAD=power_of_two(num_reqs))  # fmt: skip
     stepped = dict(held, terms_ptr=terms, a_log_ptr=a_log, bias_ptr=bias, state_ptr=recurrent,
                    certain_ptr=certain, out_ptr=out)  # fmt: skip
-    chunks = count_chunks(num_tokens, num_reqs, replayed)
+    chunks = 0 if batch_invariant else count_chunks(num_tokens, num_reqs, replayed)
     states = [Launch(delta_state_kernel, (num_reqs, heads, -(-value_dim // _COLUMNS)), stepped,
                      second, threads=128, choice=_CHOICE)]  # fmt: skip
     if chunks:

@@ -142,7 +142,7 @@ def grouped_experts(
     x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, gate_up_zeros: Tensor | None,
     down: Tensor, down_scales: Tensor, down_zeros: Tensor | None,
     expert_ids: Tensor, expert_weights: Tensor, limit: float, limit_input: bool,
-    gelu: bool,
+    gelu: bool, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """Six launches, four with float8."""
     out = x.new_empty(x.shape)
@@ -156,7 +156,7 @@ def grouped_experts(
     wide_form = form_of(width, gate_up, gate_up_scales, gate_up_zeros)
     narrow_form = form_of(inner, down, down_scales, down_zeros)
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
-    choices = sort_choices(ids, count, _TILE_ROWS)
+    choices = sort_choices(ids, count, _TILE_ROWS, batch_invariant)
     sizes = dict(H=width, INNER=inner, BLOCK_T=choices.tile)
     bounded = dict(sizes, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
     first = rows.arguments() | _pieces(gate_up, gate_up_scales, gate_up_zeros)

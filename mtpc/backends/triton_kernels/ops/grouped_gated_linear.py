@@ -11,10 +11,12 @@ from mtpc.backends.triton_kernels.ops.silu_and_mul import silu_and_mul
 
 @operator(limit=limit_linear)
 def grouped_gated_linear(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int
-) -> Plan:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
     """The launches of both."""
-    products, both = grouped_linear.function(x, codes, scales, zeros, features, None)
+    given = (x, codes, scales, zeros, features, None)
+    products, both = grouped_linear.function(*given, batch_invariant=batch_invariant)
     assert isinstance(both, Tensor)
     activation, out = silu_and_mul.function(both)
     return [*products, *activation], out

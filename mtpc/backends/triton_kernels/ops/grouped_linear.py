@@ -75,7 +75,7 @@ def limit_linear(call: Mapping[str, Any]) -> str | None:
 @operator(limit=limit_linear)
 def grouped_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int,
-    bias: Tensor | None,
+    bias: Tensor | None, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """Rounding, unless codes are float8; then the products."""
     out = x.new_empty((*x.shape[:-1], features))
@@ -91,7 +91,7 @@ def grouped_linear(
         bias_ptr=scales if bias is None else bias.contiguous(), out_ptr=out,
         num_tokens=num_tokens, num_features=features,
     )  # fmt: skip
-    tile = power_of_two(min(num_tokens, _TILE_ROWS), 16)
+    tile = _TILE_ROWS if batch_invariant else power_of_two(min(num_tokens, _TILE_ROWS), 16)
     constants = dict(K=inputs, BLOCK_T=tile, HAS_BIAS=bias is not None)
     constants |= form_constants(grouped_linear_kernel, rows, form)
     grid = (-(-features // TILE), -(-num_tokens // tile), 1)

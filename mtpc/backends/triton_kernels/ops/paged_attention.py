@@ -1,20 +1,20 @@
 """Paged attention for few query rows per request: each page is read once per key/value head.
 
 A program handles one tile of query rows (all heads of a group), one key/value head and one split
-of the context; `combine` joins the splits. Split s takes the blocks of positions b with
-b % splits == s, whatever the length: a row's bits depend neither on seq_lens nor on which other
-rows its request has, and short contexts still spread over the splits. (Online softmax: Milakov and
-Gimelshein, arXiv:1805.02867; splits: Dao et al., "Flash-Decoding", 2023.)
+of the context, and `combine` joins the splits; or a program goes through all splits. Split s takes
+the blocks of positions b with b % splits == s, whatever the length: a row's bits depend neither on
+seq_lens nor on which other rows its request has, and short contexts still spread over the splits.
+A program whose split has no block ends at once. (Online softmax: Milakov and Gimelshein,
+arXiv:1805.02867; splits: Dao et al., "Flash-Decoding", 2023.)
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
+from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -24,7 +24,18 @@ from mtpc.backends.triton_kernels.launch import (
     widen,
 )
 from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
-from mtpc.backends.triton_kernels.tiles import dot, fade_in, locate, num_tiles, tile_range
+from mtpc.backends.triton_kernels.tiles import (
+    attended,
+    dot,
+    fade_in,
+    join,
+    leave_result,
+    leave_split,
+    locate,
+    nothing,
+    num_tiles,
+    tile_range,
+)
 
 _TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
 """Query rows times heads that a program holds, unless one group alone is larger, and positions at a
@@ -41,17 +52,36 @@ _CHOICE = Choice(
 
 
 @triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, k_at, v_at, inside, visible, peak, total, acc,
+    D: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attention to the keys and values at k_at and v_at, which are computed by the caller: see
+    `tiles.locate`."""
+    d, dv = tl.arange(0, q.shape[1]), tl.arange(0, acc.shape[1])
+    k_mask, v_mask = inside[None] & (d < D)[:, None], inside[:, None] & (dv < DV)[None]
+    k = tl.load(k_at[None] + d[:, None], mask=k_mask, other=0.0)
+    scores = dot(q, k.to(q.dtype), WIDEN) * SCALE
+    weights, fade, peak, total = fade_in(scores, visible, peak, total, SOFTCAP)
+    v = tl.load(v_at[:, None] + dv[None], mask=v_mask, other=0.0)
+    return peak, total, acc * fade[:, None] + dot(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, acc_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, sinks_ptr, acc_ptr, stats_ptr, out_ptr,
     num_reqs, num_tokens, table_width, q_token, q_head,
     k_page, k_row, k_head, v_page, v_row, v_head,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, DIRECT: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    reqs = tl.arange(0, R_PAD)
+    """With a split of several to acc and stats; if DIRECT with EACH of them, all, to out."""
+    kv_head, split, reqs = tl.program_id(1), tl.program_id(2), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
     request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
@@ -62,52 +92,53 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
     live = (row < rows) & (lane < TILE_ROWS * GROUP)
     position = length - rows + row
+    own = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
+    peak, total, acc = nothing(BLOCK_M, BLOCK_DV)
     lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split,
                                TILE_ROWS, WINDOW, SPLITS, BLOCK_N)  # fmt: skip
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_at = (start + row).to(tl.int64) * q_token + head * q_head
-    q_mask = live[:, None] & (d < D)[None]
-    q = tl.load(q_ptr + q_at[:, None] + d[None], mask=q_mask, other=0.0)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for n in range(begin, hi, SPLITS * BLOCK_N):  # Triton pipelines no `while`.
-        key = n + tl.arange(0, BLOCK_N)
-        inside = (key >= lo) & (key < hi)
-        page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
-        page, offset = page.to(tl.int64), (key % PAGE).to(tl.int64)
-        k_at = page * k_page + offset * k_row + kv_head * k_head
-        k_mask = inside[None] & (d < D)[:, None]
-        k = tl.load(k_ptr + k_at[None] + d[:, None], mask=k_mask, other=0.0)
-        visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None] > position[:, None] - WINDOW)
-        scores = dot(q, k.to(q.dtype), WIDEN) * SCALE
-        weights, fade, peak, total = fade_in(scores, visible, peak, total, SOFTCAP)
-        v_at = page * v_page + offset * v_row + kv_head * v_head
-        v_mask = inside[:, None] & (dv < DV)[None]
-        v = tl.load(v_ptr + v_at[:, None] + dv[None], mask=v_mask, other=0.0)
-        acc = acc * fade[:, None] + dot(weights.to(v.dtype), v, WIDEN)
-    at = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
-    tl.store(stats_ptr + 2 * at, peak, mask=live)
-    tl.store(stats_ptr + 2 * at + 1, total, mask=live)
-    seen = live & (total != 0)  # NaN too: it must reach the logits
-    out_at = at.to(tl.int64)[:, None] * DV + dv[None]
-    tl.store(acc_ptr + out_at, acc, mask=seen[:, None] & (dv < DV)[None])
+    if not DIRECT:  # noqa: SIM102 (a constant, and what is loaded)
+        if begin >= hi:
+            leave_split(stats_ptr + 2 * own, acc_ptr + own, peak, total, acc, live, 0)
+            return
+    d = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + (start + row).to(tl.int64) * q_token + head * q_head
+    q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    for part in range(0, EACH):
+        peak_b, total_b, acc_b = nothing(BLOCK_M, BLOCK_DV)
+        lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split + part,
+                                   TILE_ROWS, WINDOW, SPLITS, BLOCK_N)  # fmt: skip
+        for n in range(begin, hi, SPLITS * BLOCK_N):  # Triton pipelines no `while`.
+            key = n + tl.arange(0, BLOCK_N)
+            inside = (key >= lo) & (key < hi)
+            page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
+            page, offset = page.to(tl.int64), (key % PAGE).to(tl.int64)
+            k_at = k_ptr + page * k_page + offset * k_row + kv_head * k_head
+            v_at = v_ptr + page * v_page + offset * v_row + kv_head * v_head
+            visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
+            visible = visible & ((WINDOW <= 0) | (key[None] > position[:, None] - WINDOW))
+            peak_b, total_b, acc_b = _attend(q, k_at, v_at, inside, visible, peak_b, total_b, acc_b,
+                                             D, DV, SCALE, SOFTCAP, WIDEN)  # fmt: skip
+        peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
+    place = own.to(tl.int64) * DV
+    if DIRECT:  # The only split of the grid is 0.
+        sinks = tl.load(sinks_ptr + head, mask=live & HAS_SINKS, other=0.0).to(tl.float32)
+        found = attended(peak, total, acc, sinks, HAS_SINKS)
+        leave_result(out_ptr + place, found, live, DV)
+    else:
+        leave_split(stats_ptr + 2 * own, acc_ptr + place, peak, total, acc, live, DV)
 
 
 @operator(limit=attention_limit)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     query_start_loc: Tensor, scale: float, sliding_window: int, softcap: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
-    """Attention by splits, then the sum of the splits.
+    """Attention by splits, then the sum of the splits, unless programs have all of them.
 
     Raises:
         BackendError: elements of a cache's row are not adjacent in memory.
     """
-    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v = adjacent(k_cache, "k_cache"), adjacent(v_cache, "v_cache")
     table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
@@ -118,26 +149,29 @@ def paged_attention(
     rows_hint = -(-num_tokens // num_reqs)
     by_width = _TILES[q.dtype.itemsize].items()
     limit, block_n = next(tile for widest, tile in by_width if max(dim, value_dim) <= widest)
-    block_m = power_of_two(max(group, min(rows_hint * group, limit)), 16)
+    held = limit if batch_invariant else min(rows_hint * group, limit)
+    block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
-    tiles = num_tiles(num_tokens, num_reqs, tile_rows)
-    splits = splits_for(tiles * kv_heads, -(-width * page_size // block_n))
-    acc = q.new_empty((splits, num_tokens, heads, value_dim), dtype=torch.float32)
-    stats = q.new_empty((splits, num_tokens, heads, 2), dtype=torch.float32)
+    tiles, blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-width * page_size // block_n)
+    alone = kv_heads if batch_invariant else 0
+    splits = splits_for(tiles * kv_heads, blocks, alone, 4 * num_tokens * heads * value_dim)
+    acc, stats, out = splits.tensors(q, value_dim)
     arguments = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
-        acc_ptr=acc, stats_ptr=stats, num_reqs=num_reqs, num_tokens=num_tokens, table_width=width,
+        sinks_ptr=q if sinks is None else sinks, out_ptr=out, acc_ptr=acc, stats_ptr=stats,
+        num_reqs=num_reqs, num_tokens=num_tokens, table_width=width,
         q_token=q.stride(0), q_head=q.stride(1),
         k_page=k.stride(0), k_row=k.stride(1), k_head=k.stride(2),
         v_page=v.stride(0), v_row=v.stride(1), v_head=v.stride(2),
     )  # fmt: skip
     constants = dict(
         GROUP=group, D=dim, DV=value_dim, PAGE=page_size,
-        SCALE=scale, WINDOW=sliding_window, SOFTCAP=softcap,
-        SPLITS=splits, TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
+        SCALE=scale, WINDOW=sliding_window, SOFTCAP=softcap, HAS_SINKS=sinks is not None,
+        SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
+        TILE_ROWS=tile_rows, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
         R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(paged_attention_kernel, q, v),
     )  # fmt: skip
-    grid = (tiles, kv_heads, splits)
+    grid = (tiles, kv_heads, splits.programs)
     attend = Launch(paged_attention_kernel, grid, arguments, constants, choice=_CHOICE)
-    return [attend, combine_launch(acc, stats, (seq_lens, starts), out, sinks)], out
+    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks)], out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.combine import combine_launch, splits_for
+from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -125,7 +125,7 @@ def slot_attention(
     own, block_n = min(window, num_tokens), 32 if query.dtype.itemsize == 2 else 16
     blocks = [-(-n // block_n) for n in (places, own, choices or num_entries)]
     head_blocks = -(-heads // _HEADS)
-    splits = splits_for(num_tokens * head_blocks, sum(blocks))
+    splits = splits_for(num_tokens * head_blocks, sum(blocks)).count
     acc = query.new_empty((splits, num_tokens, heads, dim), dtype=torch.float32)
     stats = query.new_empty((splits, num_tokens, heads, 2), dtype=torch.float32)
     arguments = dict(
@@ -143,4 +143,4 @@ def slot_attention(
     )  # fmt: skip
     grid = (num_tokens, head_blocks, splits)
     attend = Launch(slot_attention_kernel, grid, arguments, constants, choice=_CHOICE)
-    return [attend, combine_launch(acc, stats, None, out, sinks)], out
+    return [attend, *combine_launches(acc, stats, None, out, sinks)], out

@@ -1,0 +1,49 @@
+"""Products and sums of rows whose bits must not depend on how many rows there are.
+
+These references say what is computed. PyTorch's own kernels choose tiles, and so the order of sums,
+by the number of rows; kernels of these operators do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("mtpc::batch_invariant_linear", mutates_args=())
+def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, or several of them.
+
+    Args:
+        x: [..., K], or [B, T, K] where the weight has B parts.
+        weight: [N, K] or [B, N, K], of x's dtype.
+        bias: [N], likewise, or None.
+
+    Returns:
+        [..., N] or [B, T, N], of x's dtype.
+    """
+    out = torch.matmul(x, weight.mT)
+    return out if bias is None else out + bias
+
+
+@batch_invariant_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
+
+
+@torch.library.custom_op("mtpc::row_sum", mutates_args=())
+def row_sum(x: Tensor) -> Tensor:
+    """The sum of each row.
+
+    Args:
+        x: floating point [..., N].
+
+    Returns:
+        float32 [...].
+    """
+    return x.sum(-1, dtype=torch.float32)
+
+
+@row_sum.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
