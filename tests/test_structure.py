@@ -219,7 +219,8 @@ LINES = {
     # One family of operators on codes: the older int8 operators are gone.
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
     # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
-    "backends": 9500,
+    # Products and sums that do not depend on other rows (`batch_invariant`).
+    "backends": 10100,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -265,10 +266,11 @@ LINES = {
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
     # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`).
-    "ops": 2800,
+    "ops": 2850,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
-    "passes": 3450,
+    # What sums by a shape of rows is taken apart (`batch_invariant.py`).
+    "passes": 3650,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
@@ -279,7 +281,8 @@ LINES = {
     # keys; why a build in the background failed. Processes that build beside the one that traced
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
-    "program": 4850,
+    # Results in one memory (`packed_results.py`).
+    "program": 4950,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
