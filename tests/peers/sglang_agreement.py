@@ -21,8 +21,6 @@ from vllm_agreement import CHANGES, make_trained
 
 HOST_RULES: dict[str, dict[str, Any]] = {"mimo": {"first_features": "after"}}
 """Where SGLang wires an MTP layer otherwise than mtpc (docs/models.md)."""
-OTHER_CHANGES = CHANGES | {"step3p5": {"head_dim": 32}}
-"""SGLang reads Step-3.5's lists, which vLLM does not."""
 
 
 def main() -> int:
@@ -38,7 +36,7 @@ def main() -> int:
     work = make_work(args.requests, args.new_tokens)
     return compare_all(
         args.families,
-        lambda family, directory: make_trained(family, directory, OTHER_CHANGES[family]),
+        lambda family, directory: make_trained(family, directory, CHANGES[family]),
         lambda family, directory: agree(args, family, directory, work),
     )
 
