@@ -200,12 +200,11 @@ class WeightSource:
             weights: those that exist.
             spare: bytes of memory that stay free.
         """
-        nbytes, room = self._checkpoint.nbytes, spare // 2
-        # Of larger ones, the page cache would drop what it has before the next start.
-        direct = 2 * nbytes > (free_bytes() or 0)
-        wanted = self._wanted(steps, weights)
-        ahead = ReadAhead(wanted, min(_AHEAD_BYTES, room), room, direct)
-        with self._checkpoint.reading_ahead(ahead):
+        if 2 * self._checkpoint.nbytes <= (free_bytes() or 0):
+            yield  # The page cache keeps the files, and may have them: maps are faster then.
+            return
+        room, wanted = spare // 2, self._wanted(steps, weights)
+        with self._checkpoint.reading_ahead(ReadAhead(wanted, min(_AHEAD_BYTES, room), room)):
             yield
 
     def _wanted(self, steps: Steps, weights: WeightTable) -> Iterator[Span]:

@@ -1,8 +1,8 @@
 """Reads tensors of files in the order of their use, while earlier ones are packed.
 
-A thread reads into memory of its own: a process that touches a new page of a memory map waits for
-the disk, and takes a fault for each 4 KB. Files that the page cache could not keep are read past
-it, with O_DIRECT; that also spares the copy.
+It is for files that the page cache cannot keep. A thread reads them past it, with O_DIRECT, into
+memory of its own: a process that touches a new page of a memory map waits for the disk, and takes a
+fault for every few pages.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ class ReadAhead:
         limit: bytes that may be in memory at once, but for one span, and for what the caller takes
             before it releases any.
         largest: bytes of the largest span to read.
-        direct: read past the page cache, where the file system can.
     """
 
-    def __init__(self, wanted: Iterable[Span], limit: int, largest: int, direct: bool):
+    def __init__(self, wanted: Iterable[Span], limit: int, largest: int):
         fit = (span for span in wanted if 0 < span.nbytes <= largest)
         self._waiting = OrderedDict.fromkeys(fit)
         self._limit, self._held = limit, 0
-        self._flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
         self._read: dict[Span, Future[memoryview]] = {}
         self._used: dict[int, list[mmap.mmap]] = {}
         self._files: dict[Path, int] = {}
@@ -134,7 +132,7 @@ class ReadAhead:
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
-            self._files[path] = os.open(path, self._flags)
+            self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:
                 os.preadv(self._files[path], [_new_pages(mmap.PAGESIZE)], 0)
             except OSError:  # Not every file system reads past the page cache.

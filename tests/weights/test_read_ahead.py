@@ -44,13 +44,12 @@ def expected(span: Span) -> bytes:
     return span.path.read_bytes()[span.begin : span.begin + span.nbytes]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_bytes_are_the_files(file: Path, direct: bool) -> None:
+def test_bytes_are_the_files(file: Path) -> None:
     """At any offset, up to the file's last byte; in another order than announced, too."""
     places = [(0, 1), (1, 4095), (4095, 2), (4096, 4096), (8191, 70_001), (SIZE - 5, 5), (3, 9)]
     spans = [Span(file, begin, count) for begin, count in places]
     for order in (spans, spans[::-1]):
-        with ReadAhead(spans, 1 << 20, 1 << 20, direct) as ahead:
+        with ReadAhead(spans, 1 << 20, 1 << 20) as ahead:
             for span in order:
                 assert bytes(tensor_of(ahead, span).numpy()) == expected(span)
                 ahead.release(span)
@@ -61,7 +60,7 @@ def test_what_lives_keeps_its_memory(file: Path) -> None:
     """Equal sizes use the same memory in turn, but not while a tensor over it lives."""
     spans = [Span(file, 8192 * i, 8192) for i in range(30)]
     kept, memories = list[Tensor](), set[int]()
-    with ReadAhead(spans, 16384, 16384, direct=False) as ahead:
+    with ReadAhead(spans, 16384, 16384) as ahead:
         for i, span in enumerate(spans):
             tensor = tensor_of(ahead, span)
             memories.add(tensor.data_ptr())
@@ -75,7 +74,7 @@ def test_what_lives_keeps_its_memory(file: Path) -> None:
 
 def test_no_more_in_memory_than_allowed(file: Path) -> None:
     small, large = [Span(file, 1000 * i, 1000) for i in range(40)], Span(file, 0, SIZE)
-    with ReadAhead([*small, large], 5000, 100_000, direct=False) as ahead:
+    with ReadAhead([*small, large], 5000, 100_000) as ahead:
         assert ahead.take(large) is None  # The caller reads it in another way.
         for span in small:
             assert ahead._held <= 5000
@@ -87,7 +86,7 @@ def test_no_more_in_memory_than_allowed(file: Path) -> None:
 def test_what_nobody_releases_stops_nothing(file: Path) -> None:
     """A caller that holds more than the limit still gets what it asks for."""
     spans = [Span(file, 4000 * i, 4000) for i in range(20)]
-    with ReadAhead(spans, 8000, 8000, direct=False) as ahead:
+    with ReadAhead(spans, 8000, 8000) as ahead:
         tensors = [tensor_of(ahead, span) for span in spans]
     assert [bytes(t.numpy()) for t in tensors] == [expected(span) for span in spans]
 
@@ -102,7 +101,7 @@ def test_what_nobody_releases_stops_nothing(file: Path) -> None:
 def test_a_file_that_has_changed_is_named(file: Path, name: str, begin: int, said: str) -> None:
     span = Span(file.with_name(name), begin, 200)
     with (
-        ReadAhead([span], 1000, 1000, direct=True) as ahead,
+        ReadAhead([span], 1000, 1000) as ahead,
         pytest.raises(CheckpointError, match=said),
     ):
         ahead.take(span)
@@ -110,5 +109,5 @@ def test_a_file_that_has_changed_is_named(file: Path, name: str, begin: int, sai
 
 def test_an_error_ends_the_thread(file: Path) -> None:
     spans = [Span(file, 0, SIZE), Span(file, 1, SIZE - 1)]
-    with pytest.raises(KeyError), ReadAhead(spans, SIZE, SIZE, direct=False):
+    with pytest.raises(KeyError), ReadAhead(spans, SIZE, SIZE):
         raise KeyError
