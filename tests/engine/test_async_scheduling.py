@@ -310,11 +310,19 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    buffer = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
-    buffer.to = lambda *args, **options: torch.zeros(1)
+
+    def buffer(place: int) -> SimpleNamespace:
+        storage = SimpleNamespace(data_ptr=lambda: place)
+        return SimpleNamespace(
+            device=torch.device("cuda:1"),
+            is_cuda=True,
+            to=lambda *args, **options: torch.zeros(1),
+            untyped_storage=lambda: storage,
+        )
+
     key, layout = StepKey.decode(1, 0), Layout(batch_specs("decode"), {})
     assert len(layout.results) == 4
-    buffers = dict.fromkeys(layout.results, buffer)
+    buffers = {name: buffer(place) for place, name in enumerate(layout.results)}
     steps = {key: SimpleNamespace(buffers=buffers, layout=layout)}
     program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers)
     readout = Readout(program, key)
