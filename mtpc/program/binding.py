@@ -95,8 +95,7 @@ class StepBinder:
     def _add_weight(self, name: str, step: CachedStep) -> None:
         """Add a weight that a step reads: from the checkpoint, by a recipe, or a constant."""
         record = step.record
-        base = names(record.derived.get(name, name))
-        if self.source is not None and all(part in record.stored for part in base):
+        if self.source is not None and _stored_recipe(name, record) is not None:
             self.weights.bind(name, self.source.weight(name, record))
         elif name in record.derived:
             self.weights.derive(name, record.derived[name])
@@ -124,8 +123,8 @@ def bind_program(
     loading = _Loading(steps, weights, listener)
     binder = StepBinder(shared, weights, source, loading.added)
     bound = {}
-    room = loading.spare(shared)
-    with source.reading_ahead(steps, weights, room) if source else nullcontext():
+    needed = loading.total + sum(tensor.nbytes for tensor in shared.values())
+    with source.reading_ahead(steps, weights, needed) if source else nullcontext():
         for done, ((key, _), step) in enumerate(steps.items()):
             loading.begins(key, done)
             bound[key] = binder.bind(step)
@@ -143,13 +142,8 @@ class _Loading:
             for name, signature in step.record.package.tensors.items()
             if not is_buffer_name(name) and name not in weights
         }
-        self._total, self._there, self._steps = sum(self._sizes.values()), 0, len(steps)
+        self.total, self._there, self._steps = sum(self._sizes.values()), 0, len(steps)
         self._told_s = 0.0
-
-    def spare(self, buffers: Mapping[str, Tensor]) -> int:
-        """Bytes that stay free beside all weights and these buffers, which are not filled yet."""
-        free = free_bytes() or 0
-        return max(0, free - self._total - sum(tensor.nbytes for tensor in buffers.values()))
 
     def begins(self, key: StepKey, done: int) -> None:
         """A step is bound from now on."""
@@ -166,7 +160,7 @@ class _Loading:
     def _tell(self, elapsed_s: float) -> None:
         self._told_s = elapsed_s
         place = (self._key, self._done, self._steps, elapsed_s)
-        fraction = self._there / self._total if self._total else 1.0
+        fraction = self._there / self.total if self.total else 1.0
         self._listener(Progress("load", *place, fraction, left_at(fraction, elapsed_s)))
 
 
@@ -192,33 +186,34 @@ class WeightSource:
         self._shared: dict[Hashable, Tensor] = {}
 
     @contextmanager
-    def reading_ahead(self, steps: Steps, weights: WeightTable, spare: int) -> Iterator[None]:
+    def reading_ahead(self, steps: Steps, weights: WeightTable, needed: int) -> Iterator[None]:
         """Within it, a thread reads the next weights while one is packed.
 
         Args:
             steps: what will be bound, in this order.
             weights: those that exist.
-            spare: bytes of memory that stay free.
+            needed: bytes of memory that all weights and buffers will take.
         """
-        if 2 * self._checkpoint.nbytes <= (free_bytes() or 0):
+        free = free_bytes() or 0
+        if 2 * self._checkpoint.nbytes <= free:
             yield  # The page cache keeps the files, and may have them: maps are faster then.
             return
-        room, wanted = spare // 2, self._wanted(steps, weights)
+        room, wanted = max(0, free - needed) // 2, self._wanted(steps, weights)
         with self._checkpoint.reading_ahead(ReadAhead(wanted, min(_AHEAD_BYTES, room), room)):
             yield
 
     def _wanted(self, steps: Steps, weights: WeightTable) -> Iterator[Span]:
         """What is read from the files as a whole, in the order of use."""
+        records: dict[str, StepRecord] = {}
         for record in (step.record for step in steps.values()):
             for name in record.package.tensors:
-                recipe = record.derived.get(name, name)
-                if is_buffer_name(name) or name in weights:
-                    continue
-                if all(part in record.stored for part in names(recipe)):
-                    stored = substitute(recipe, record.stored.__getitem__)
-                    early = take_early(stored, self._checkpoint.meta_tensor)
-                    for part in parts_read(early):
-                        yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
+                if not is_buffer_name(name) and name not in weights:
+                    records.setdefault(name, record)  # It is made once, for the first step.
+        for name, record in records.items():
+            stored = _stored_recipe(name, record)
+            if stored is not None:
+                for part in parts_read(take_early(stored, self._checkpoint.meta_tensor)):
+                    yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
@@ -231,7 +226,8 @@ class WeightSource:
             for part in names(recipe)
             for stored in names(record.stored[part])
         }
-        stored_recipe = substitute(recipe, record.stored.__getitem__)
+        stored_recipe = _stored_recipe(name, record)
+        assert stored_recipe is not None
         made_of = substitute(stored_recipe, self._first_copy)
         if self._copies.keys().isdisjoint(dtypes):
             return self._make(made_of, dtypes)
@@ -327,6 +323,14 @@ class WeightSource:
                 looked = [tensor.narrow(part.dim, a, b - a) for a, b in part.runs]
             self._finite[part] = all(map(is_finite, looked))
         return tensor
+
+
+def _stored_recipe(name: str, record: StepRecord) -> Recipe | None:
+    """How a weight of a step is made from tensors of the checkpoint; None if it is not."""
+    recipe = record.derived.get(name, name)
+    if any(part not in record.stored for part in names(recipe)):
+        return None
+    return substitute(recipe, record.stored.__getitem__)
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:

@@ -105,14 +105,22 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < _HUGE_PAGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
-    whole = held_bytes(nbytes)
-    # By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
-    # is usually off; so the mapping is private. Bytes before the first huge page are never touched.
-    # A build never fills it, and may want more than the machine has: nothing is set aside for it.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-    memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=flags)
-    with contextlib.suppress(OSError):  # Without huge pages in the kernel, small pages serve.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    # Bytes before the first huge page are never touched.
+    memory = map_memory(held_bytes(nbytes) + _HUGE_PAGE)
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     flat = torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=skipped)
     return flat.view(shape)
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """New memory of Linux, in huge pages where it can be; it begins with a page of any size.
+
+    By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
+    is usually off; so the mapping is private. A build never fills it, and may want more than the
+    machine has: nothing is set aside for it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    memory = mmap.mmap(-1, nbytes, flags=flags)
+    with contextlib.suppress(OSError):  # Without huge pages in the kernel, small pages serve.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -13,13 +13,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.packing import map_memory
 
 _BLOCK_BYTES = 16 << 20
 """Of one call of the system."""
@@ -119,7 +119,7 @@ class ReadAhead:
         size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
         # Touching new memory takes longer than reading a file: layers repeat, and so do sizes.
         used = self._used.setdefault(size, [])
-        memory = used.pop() if used else _new_pages(size)
+        memory = used.pop() if used else map_memory(size)
         file, view, done = self._open(span.path), memoryview(memory), 0
         while done < needed:
             count = os.preadv(file, [view[done : done + _BLOCK_BYTES]], first + done)
@@ -134,16 +134,8 @@ class ReadAhead:
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:
-                os.preadv(self._files[path], [_new_pages(mmap.PAGESIZE)], 0)
+                os.preadv(self._files[path], [map_memory(mmap.PAGESIZE)], 0)
             except OSError:  # Not every file system reads past the page cache.
                 os.close(self._files[path])
                 self._files[path] = os.open(path, os.O_RDONLY)
         return self._files[path]
-
-
-def _new_pages(nbytes: int) -> mmap.mmap:
-    """Memory of whole pages, huge ones if the system has them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

@@ -173,7 +173,8 @@ class TensorFile:
         Raises:
             CheckpointError: torch does not have its dtype; or the file cannot be read.
         """
-        return self._values(self.tensors[name], self.dtype(name)).view(self.tensors[name].shape)
+        stored = self.tensors[name]
+        return self._values(stored, self.dtype(name)).view(stored.shape)
 
     def _values(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         """All values of a tensor in a row, as numbers of a dtype."""

@@ -203,23 +203,21 @@ def make_trained(
     trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
     path = directory / "config.json"
-    config = {**json.loads(path.read_text()), **ENTRIES.get(family, {})}
+    config = _as_released(family, json.loads(path.read_text()), changes)
+    path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
+
+
+def _as_released(family: str, config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The config that transformers has written, with the entries of released ones."""
+    if family == "step3p5":
+        names = ("architectures", "model_type", "dtype")
+        written = {name: value for name, value in config.items() if name in names}
+        own = {**tiny.CONFIGS["step3p5"], **changes}
+        return {**own, **written, "use_head_wise_attn_gate": True}
     if family == "mimo_v2":
         known = {name: config[name] for name in ("architectures", "model_type")}
-        config = released_config(config, routed_scaling_factor=1.0, **known)
-    path.write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
-    if family == "step3p5":
-        _as_released(path, changes)
-
-
-def _as_released(path: Path, changes: dict[str, Any]) -> None:
-    """Step-3.5's config under the names that vLLM reads."""
-    names = ("architectures", "model_type", "dtype")
-    written = {name: value for name, value in json.loads(path.read_text()).items() if name in names}
-    config = {**tiny.CONFIGS["step3p5"], **changes, **written, "use_head_wise_attn_gate": True}
-    path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
+        return released_config(config, routed_scaling_factor=1.0, **known)
+    return {**config, **ENTRIES.get(family, {})}
 
 
 def _without_torchvision(root: Path) -> Path:
