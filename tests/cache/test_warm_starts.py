@@ -32,6 +32,8 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.program.program import Program
 from mtpc.program.step_cache import graph_file
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.read_ahead import ReadAhead, Span
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(
@@ -127,6 +129,30 @@ def test_weights_exist_once(warm: Callable[..., Any]) -> None:
     first, second = spec.program.steps.values()
     shared = spec.program.shared
     assert all(first.buffers[n] is second.buffers[n] is tensor for n, tensor in shared.items())
+
+
+def test_files_that_the_page_cache_cannot_keep_are_read_ahead(
+    checkpoint: Callable[..., Path],
+    cpu_cache: Path,
+    cpu_built: Callable[..., CpuBuilt],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nearly all bytes come from the thread, and the text is the same."""
+    built, taken = cpu_built("glm4_moe"), list[Span]()
+    take = ReadAhead.take
+
+    def watched(ahead: ReadAhead, span: Span) -> Any:
+        found = take(ahead, span)
+        taken.extend([span] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(ReadAhead, "take", watched)
+    monkeypatch.setattr(Checkpoint, "nbytes", 1 << 60)
+    directory = checkpoint("glm4_moe")
+    spec = mtpc.compile(directory, cache_dir=cpu_cache, frozen=True, **CPU_OPTIONS)
+    assert spec.generate(BATCH, 16) == built.spec.generate(BATCH, 16)
+    sizes = [tensor.nbytes for tensor in load_file(directory / "model.safetensors").values()]
+    assert sum(span.nbytes for span in set(taken)) > 0.9 * sum(sizes)
 
 
 def test_nan_weights_are_refused_warm(
