@@ -23,6 +23,7 @@ from mtpc.backends.bindings import Binding, BindKernels, Configure
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
+from mtpc.backends.targets import begins_early
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -163,7 +164,9 @@ def open_cuda(
     if not batch_invariant:
         configure = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
     bindings += loaded_bindings(objects, configure)
-    bindings += triton_bindings(configure)
+    # Inductor does not let a launch begin early.
+    is_early = target is not None and begins_early(target.vendor, target.arch)
+    bindings += triton_bindings(configure, "mtpc_loaded" if is_early else "mtpc_triton")
     graphs = TorchGraphs(device)
     return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
 

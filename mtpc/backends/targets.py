@@ -50,6 +50,12 @@ TARGETS = {
 }
 
 
+def begins_early(vendor: str, arch: str) -> bool:
+    """Whether a launch on such a device may begin before the one before it has ended: on NVIDIA's
+    from Hopper on."""
+    return vendor == "cuda" and int(arch) >= 90
+
+
 def parse_target(name: str) -> Target:
     """The target of a name.
 

@@ -22,7 +22,16 @@ if not COMPILES:
 
 import triton
 from helpers.places import TESTS
-from helpers.shipped_launches import FP32, SHIPPED, far_write, gqa, kernel_choices, write, write_for
+from helpers.shipped_launches import (
+    FP32,
+    SHIPPED,
+    far_write,
+    gqa,
+    kernel_choices,
+    mla,
+    write,
+    write_for,
+)
 
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels import crosscompile
@@ -55,10 +64,10 @@ def kernel_store(tmp_path_factory: pytest.TempPathFactory) -> EntryStore:
     return EntryStore(root)
 
 
-def _may_spill(launch: Launch, target: Target) -> bool:
-    """Latent attention's wide tile on AMD: a device that measures it would not choose it."""
-    is_wide = launch.constants.get("TILE_HEADS", 0) * launch.constants.get("TILE_ROWS", 0) > 16
-    return target.vendor == "hip" and is_wide
+def _may_spill(launch: Launch) -> bool:
+    """Latent attention's wide tiles: a device that measures one which spills would not choose it,
+    nor can it choose one that is too large."""
+    return launch.constants.get("TILE_HEADS", 0) * launch.constants.get("TILE_ROWS", 0) > 16
 
 
 @pytest.mark.parametrize("target", EACH_TARGET, ids=lambda target: target.name)
@@ -68,7 +77,7 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
 ) -> None:
     with FakeTensorMode():
         launches = shipped()
-    wanted = [x for x, _ in all_configured(launches) if not _may_spill(x, target)]
+    wanted = [x for x, _ in all_configured(launches) if not _may_spill(x)]
     made = cross_compile(wanted, target, kernel_store)
     assert {m.kernel for m in made} == {launch.name for launch in launches}
     assert len(made) >= len(wanted)
@@ -77,6 +86,17 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
         assert 0 < kernel.resources.registers <= 512
         assert kernel.resources.shared_bytes <= target.shared_bytes
         assert kernel.resources.spills <= SPILLS[target.vendor], kernel
+
+
+def test_wide_tiles_of_latent_attention_fit_where_they_are_fast(kernel_store: EntryStore) -> None:
+    """DeepSeek-V3's heads, 64 requests: on an H100 such tiles take a third of the time."""
+    with FakeTensorMode():
+        launches = mla(64, 1)
+    wide = [x for x, _ in all_configured(launches) if _may_spill(x)]
+    assert len(wide) == 2
+    for kernel in cross_compile(wide, TARGETS["cuda:90"], kernel_store):
+        assert kernel.resources.spills == 0, kernel
+        assert kernel.resources.shared_bytes <= TARGETS["cuda:90"].shared_bytes
 
 
 def test_float32_attention_does_not_spill_by_default(kernel_store: EntryStore) -> None:

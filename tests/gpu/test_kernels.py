@@ -218,6 +218,23 @@ def test_splits_follow_the_length_that_there_is(length: int) -> None:
     close(out, batch.paged(REFERENCE))
 
 
+@pytest.mark.parametrize(
+    ("programs", "blocks", "splits"),
+    [
+        (8, 6, 6),
+        (8, 16, 16),
+        (8, 128, 32),
+        (8, 512, 64),
+        (512, 16, 2),
+        (512, 512, 4),
+        (4096, 64, 1),
+    ],
+)
+def test_how_many_splits_a_context_has(programs: int, blocks: int, splits: int) -> None:
+    """As many as `combine` joins at once; more for long contexts; several waves of programs."""
+    assert splits_for(programs, blocks, waves=4).count == splits
+
+
 def test_a_row_does_not_depend_on_how_many_rows_its_request_has() -> None:
     """Speculation and plain decoding add up the same numbers in the same order."""
     compare = torch.equal if numpy_adds_rows_alike() else torch.allclose

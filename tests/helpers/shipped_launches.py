@@ -61,7 +61,7 @@ def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
     )[0]
 
 
-def _mla(reqs: int, rows: int, dtype: torch.dtype = BF16, configs: str = "") -> list[Launch]:
+def mla(reqs: int, rows: int, dtype: torch.dtype = BF16, configs: str = "") -> list[Launch]:
     q, latents = (_fake(*x, 576, dtype=dtype) for x in ((reqs * rows, 128), (4096, 16)))
     return plan("latent_attention", q, latents, *_indices(reqs, 2048), 0.07, 512, configs=configs)[
         0
@@ -305,8 +305,8 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
     "MiMo-V2 (64/4 heads of 192, 128), 4 x 5 rows": lambda: gqa(4, 5, (64, 4), (192, 128)),
     "window, cap and sinks, 4 x 5 rows, float16": lambda: _gqa_with_all(4, 5),
-    "DeepSeek-V3, 1 x 5 rows, float16": lambda: _mla(1, 5, FP16),
-    "DeepSeek-V3, 64 x 1 rows": lambda: _mla(64, 1),
+    "DeepSeek-V3, 1 x 5 rows, float16": lambda: mla(1, 5, FP16),
+    "DeepSeek-V3, 64 x 1 rows": lambda: mla(64, 1),
     "DeepSeek-V3 experts, 5 rows": lambda: _experts(5, (256, 7168, 2048)),
     "GLM-4.5-Air experts, 5 rows, float32": lambda: _experts(5, (128, 4096, 1408), dtype=FP32),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
@@ -400,7 +400,7 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "batch-invariant attention of MiMo-V2, 4 x 1 rows": lambda: gqa(
         4, 1, (64, 4), (192, 128), configs=BATCH_INVARIANT
     ),
-    "batch-invariant attention of DeepSeek-V3, 64 x 1 rows": lambda: _mla(
+    "batch-invariant attention of DeepSeek-V3, 64 x 1 rows": lambda: mla(
         64, 1, configs=BATCH_INVARIANT
     ),
     "batch-invariant experts of GLM-4.5-Air, 4 rows": lambda: _experts(

@@ -1,9 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
 `mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
-the same operators, for code that was compiled elsewhere. Both take the arguments of the references
-and mean the same. This module does not import Triton, which only torch's builds for GPUs bring
-along; all other modules here do.
+the same operators, launched by Triton itself: for code that was compiled elsewhere, and where a
+launch may begin before the one before it has ended (`early`). Both take the arguments of the
+references and mean the same. This module does not import Triton, which only torch's builds for
+GPUs bring along; all other modules here do.
 
 What the kernels guarantee:
 
@@ -67,11 +68,14 @@ def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
     }
 
 
-def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
+def triton_bindings(
+    configure: Configure = by_default, namespace: str = "mtpc_triton"
+) -> tuple[Binding, ...]:
     """A candidate for each operator that has kernels.
 
     Args:
         configure: chooses how each is run.
+        namespace: of the operators, as of `kernel_table`.
 
     Raises:
         BackendError: there is no Triton.
@@ -79,7 +83,7 @@ def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     load_kernels()
     return tuple(
         Binding("triton", reference, target, refuses, configure=configure)
-        for reference, target in kernel_table().items()
+        for reference, target in kernel_table(namespace).items()
     )
 
 

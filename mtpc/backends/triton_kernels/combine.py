@@ -14,16 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.tiles import attended, exact_power
 
 _PROGRAMS, _MAX_SPLITS = 512, 64
 """The least number of programs, about two for each compute unit of the largest devices; and the
-most splits. Both were chosen on paper, not measured."""
+most splits."""
+_FEW, _LONG = 4, 8
+"""Blocks of a split, at least, where there are more splits than `combine` joins at once; and where
+there are enough programs without splits: several waves end more evenly than one and a bit."""
 _SCRATCH = 64 << 20
 """Bytes of the sums of all splits, at most; beyond, a program goes through all splits."""
-_BLOCK, _AT_ONCE = 128, 8
-"""Columns of a program of `combine`; splits whose sums it waits for together."""
+_BLOCK, _AT_ONCE = 128, 16
+"""Columns of a program of `combine`; splits that it waits for together. On an H100, each wait takes
+almost a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +53,35 @@ class Splits:
 
     def tensors(self, query: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sums [splits, T, N, width], stats [splits, T, N, 2] and results [T, N, width] of rows
-        like query [T, N, _]. Where programs write results, sums and stats are these, and they are
-        zeros: such programs leave out rows of no request."""
+        like query [T, N, _]. Where programs write results, these are zeros, because such programs
+        leave out rows of no request; sums and stats are not used, and query stands for them."""
         tokens, heads = query.shape[:2]
         if self.is_direct:
-            out = query.new_zeros((tokens, heads, width))
-            return out, out, out
+            return query, query, query.new_zeros((tokens, heads, width))
         sums, stats = (
             query.new_empty((self.count, tokens, heads, n), dtype=torch.float32) for n in (width, 2)
         )
         return sums, stats, query.new_empty((tokens, heads, width))
 
 
-def splits_for(programs: int, blocks: int, alone: int = 0, nbytes: int = 0) -> Splits:
+def splits_for(
+    programs: int, blocks: int, alone: int = 0, nbytes: int = 0, waves: int = 1
+) -> Splits:
     """Splits of contexts of up to `blocks` blocks.
 
     Args:
-        programs: of a grid without splits.
+        programs: of a grid without splits, that have work.
         blocks: of positions, of the longest context.
         alone: as `programs`, of one request with one tile of rows, if results must not depend on
             how many rows a step has; else 0. Then that number decides how many splits there are.
         nbytes: of the sums of one split of all rows.
+        waves: how many times `_PROGRAMS` there should be, if contexts are long enough.
     """
-    count = max(1, min(-(-_PROGRAMS // (alone or programs)), blocks, _MAX_SPLITS))
+    count = -(-_PROGRAMS // (alone or programs))
+    most = max(blocks // _FEW, min(blocks, _AT_ONCE))  # More are joined in several steps.
+    if not alone:
+        count = max(count, min(waves * _PROGRAMS // programs, blocks // _LONG))
+    count = max(1, min(count, most, _MAX_SPLITS))
     has_many = alone > 0 and (programs >= _PROGRAMS // 2 or count * nbytes > _SCRATCH)
     return Splits(count, count if has_many else 1, has_many or count == 1)
 
@@ -80,45 +91,57 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
     R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, ALL_ON: tl.constexpr, AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """acc [S, T, N, DV] and stats [S, T, N, 2] (peak, total) -> out [T, N, DV]."""
+    await_launches(EARLY)
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first = token.to(tl.int64) * heads + head
+    row = heads.to(tl.int64) * num_tokens
+    # No load waits for another, so those of rows that are off find what happens to be there.
     on = True
     if not ALL_ON:
         reqs = tl.arange(0, R_PAD)
         ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+        lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
         request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
-        on = tl.load(lens_ptr + request, mask=request < num_reqs, other=0) > 0
+        on = tl.sum(tl.where(reqs == request, lens, 0)) > 0
     s = tl.arange(0, S_PAD)
-    at = (s * num_tokens + token) * heads + head
-    there = s < tl.where(on, SPLITS, 0)
-    peaks = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"))
-    totals = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
+    at = stats_ptr + 2 * (first + s * row)
+    peaks = tl.load(at, mask=s < SPLITS, other=float("-inf"))
     peak = tl.max(peaks, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
-    end = tl.max(tl.where(totals != 0, s + 1, 0), 0)  # Behind it no split has anything.
+    end = SPLITS
+    if SPLITS > AT_ONCE:  # Behind the end no split has anything.
+        totals = tl.load(at + 1, mask=s < SPLITS, other=0.0)
+        end = tl.max(tl.where(totals != 0, s + 1, 0), 0)
     dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for first in range(0, end, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            split = first + i
-            own = (split * num_tokens + token) * heads + head
-            mine = tl.load(stats_ptr + 2 * own, mask=split < end, other=float("-inf"))
-            weight = tl.load(stats_ptr + 2 * own + 1, mask=split < end, other=0.0)
-            # Where nothing was seen, nothing was written. NaN too must reach the logits.
-            width = tl.where(weight != 0, DV, 0)
-            sums = tl.load(acc_ptr + own.to(tl.int64) * DV + dv, mask=dv < width, other=0.0)
-            factor = exact_power(mine - shift)
-            total += weight * factor
-            acc += (sums * factor)[None]
-    peak = peak + tl.zeros([1], tl.float32)
+    total, acc = tl.zeros([BLOCK_DV], tl.float32), tl.zeros([BLOCK_DV], tl.float32)
+    lane = tl.arange(0, AT_ONCE)
+    for begin in range(0, end, AT_ONCE):
+        own, there = first + (begin + lane) * row, begin + lane < SPLITS
+        mine = tl.load(stats_ptr + 2 * own, mask=there, other=float("-inf"))
+        weights = tl.load(stats_ptr + 2 * own + 1, mask=there, other=0.0)
+        held = there[:, None] & (dv < DV)[None]
+        sums = tl.load(acc_ptr + (own * DV)[:, None] + dv[None], mask=held, other=0.0)
+        # Where nothing was seen, nothing was written. NaN too must reach the logits.
+        sums = tl.where((weights != 0)[:, None], sums, 0.0)
+        factors = exact_power(mine - shift)
+        weights, sums = (
+            tl.broadcast_to((weights * factors)[:, None], held.shape),
+            sums * factors[:, None],
+        )
+        for i in tl.static_range(AT_ONCE):  # In order, as programs add that have all splits.
+            is_next = (lane == i)[:, None]
+            total += tl.sum(tl.where(is_next, weights, 0.0), 0)
+            acc += tl.sum(tl.where(is_next, sums, 0.0), 0)
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-    out = attended(peak, total, acc, sink + tl.zeros([1], tl.float32), HAS_SINKS)
-    out_at = (token.to(tl.int64) * heads + head) * DV + dv
-    tl.store(out_ptr + out_at[None], out.to(out_ptr.dtype.element_ty), mask=(dv < DV)[None])
+    each = tl.zeros([BLOCK_DV], tl.float32)
+    out = attended(peak + each, total, acc[:, None], sink + each, HAS_SINKS)
+    out = tl.where(on, out, 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (first * DV + dv)[:, None], out, mask=(dv < DV)[:, None])
 
 
 def combine_launches(
@@ -128,7 +151,7 @@ def combine_launches(
     out: Tensor,
     sinks: Tensor | None,
 ) -> list[Launch]:
-    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D], unless they are out itself.
+    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D].
 
     Args:
         acc: weighted sums of each split; unwritten where the split's total is 0.
@@ -138,8 +161,6 @@ def combine_launches(
         out: written whole.
         sinks: [N] or None.
     """
-    if acc is out:
-        return []
     splits, num_tokens, heads, dim = acc.shape
     seq_lens, starts = lengths or (stats, stats)
     block = min(power_of_two(dim), _BLOCK)
@@ -151,7 +172,7 @@ def combine_launches(
     constants = dict(
         DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
-        ALL_ON=lengths is None, AT_ONCE=_AT_ONCE,
+        ALL_ON=lengths is None, AT_ONCE=min(_AT_ONCE, power_of_two(splits)),
     )  # fmt: skip
     grid = (num_tokens, heads, -(-dim // block))
-    return [Launch(combine_kernel, grid, arguments, constants, threads=64)]
+    return [Launch(combine_kernel, grid, arguments, constants, threads=32)]

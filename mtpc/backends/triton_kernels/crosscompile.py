@@ -26,6 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels.early import early_constants, early_options
 from mtpc.backends.triton_kernels.launch import ALIGNMENT, FUSION, Launch
 from mtpc.errors import BackendError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
@@ -100,7 +101,8 @@ class Specialisation:
     @classmethod
     def of(cls, launch: Launch, target: Target) -> Specialisation:
         """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
-        constants, signature, marks = dict(launch.constants), {}, {}
+        early = early_constants(launch.kernel, (target.vendor, target.arch))
+        constants, signature, marks = {**launch.constants, **early}, {}, {}
         for parameter in launch.kernel.params:
             name = parameter.name
             value, is_plain = launch.arguments.get(name, 1), parameter.do_not_specialize
@@ -108,7 +110,7 @@ class Specialisation:
                 signature[name] = f"*{_ELEMENTS[value.dtype]}"
                 is_near = value.untyped_storage().nbytes() <= _NEAR
                 marks[name] = "DS" if target.vendor == "hip" and is_near else "D"
-            elif name in launch.constants or (value == 1 and not is_plain):
+            elif name in constants or (value == 1 and not is_plain):
                 signature[name] = "constexpr"
                 constants.setdefault(name, 1)
             else:
@@ -155,6 +157,7 @@ class Specialisation:
             "num_warps": max(1, self.threads // self.target.warp_size),
             "num_stages": self.num_stages,
             **FUSION,
+            **early_options(self.constants),
         }
 
     def triton_hash(self) -> str:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 
 _LEAST_TILE = 16
@@ -30,11 +31,13 @@ _BLOCK = 1024
 def sort_choices_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, experts_ptr, picks_ptr, num_picks, num_tiles,
     EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts[i] is the expert of tile i, picks[i] its choices, as places in ids; else -1.
 
     The last program has no expert: it marks the tiles that are left over.
     """
+    await_launches(EARLY)
     expert = tl.program_id(0)
     lane, each = tl.arange(0, BLOCK), tl.arange(0, E_PAD)
     counts = tl.zeros([E_PAD], tl.int32)

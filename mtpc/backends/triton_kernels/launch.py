@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from mtpc.backends.triton_kernels.early import early_constants, early_options
 from mtpc.errors import BackendError
 
 ALIGNMENT = 16
@@ -105,15 +107,24 @@ def run(launches: Iterable[Launch]) -> None:
         options: dict[str, Any] = dict(
             num_warps=max(1, launch.threads // warp_size()), num_stages=launch.num_stages
         )
-        kernel = launch.kernel
+        kernel, device = launch.kernel, None
         if not any(map(_is_traced, launch.arguments.values())):
             options |= FUSION
+            device = None if is_interpreted(kernel) else _device()
         elif is_interpreted(kernel):
             continue  # The interpreter would read them; compiled kernels know what fake is.
         else:
-            # Not with FUSION: Inductor compiles them, by options of its own.
+            # Not with FUSION, nor early: Inductor compiles them, by options of its own.
             kernel = wrap_triton(kernel)
-        kernel[launch.grid](**launch.arguments, **launch.constants, **options)
+        constants = {**launch.constants, **early_constants(launch.kernel, device)}
+        options |= early_options(constants)
+        kernel[launch.grid](**launch.arguments, **constants, **options)
+
+
+def _device() -> tuple[str, str]:
+    """Vendor and architecture of the current device, as Triton names them."""
+    found = driver.active.get_current_target()
+    return found.backend, str(found.arch)
 
 
 def widen(kernel: Any, *tensors: Tensor) -> bool:

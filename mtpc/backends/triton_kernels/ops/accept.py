@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.layout import RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
@@ -38,10 +39,11 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     out_ids_ptr, accepted_ptr, emitted_ptr, reason_ptr, anchors_ptr, left_ptr, lens_ptr,
     out_row, tokens,
     W: tl.constexpr, W_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    HAS_PROMPTS: tl.constexpr, GOES_ON: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr, GOES_ON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """chosen int64, finite bool [R, W]; stops int64 [S, E]; out_ids int64 [R, out_row]; all else
     [R], except ids [tokens], starts [R+1] and remaining [S]."""
+    await_launches(EARLY)
     request = tl.program_id(0)
     active = tl.load(active_ptr + request)
     decodes, emits = active, active

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import flat_rows
 from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
 from mtpc.backends.triton_kernels.operator import Plan, operator
@@ -15,9 +16,10 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, added_ptr, weight_ptr, total_ptr, out_ptr, count, x_row, added_row,
     N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr,
+    EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x, added [count, N] of any distance between rows; total, out [count, N]."""
+    await_launches(EARLY)
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)
     x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import flat_rows
 from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
 from mtpc.backends.triton_kernels.operator import Plan, operator
@@ -15,10 +16,11 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 def draft_entry_kernel(  # type: ignore[no-untyped-def]
     left_ptr, left_weight_ptr, right_ptr, right_weight_ptr, out_ptr, count, left_row, right_row,
     N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr,
+    EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """left, right [count, N] of any distance between rows, a program of one of them; out
     [count, 2N]."""
+    await_launches(EARLY)
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     half = tl.program_id(1)
     if half == 0:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.launch import (
     Change,
@@ -61,9 +62,10 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, experts_ptr, picks_ptr, hidden_ptr, x_stride,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
+    await_launches(EARLY)
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
@@ -93,8 +95,10 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, weight_ptr, experts_ptr, picks_ptr, scale_ptr, part_ptr,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """part[t, j] = (down hidden[t, j]) * scale[t, j], float32; weight [E, H, I]."""
+    await_launches(EARLY)
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
@@ -120,8 +124,10 @@ def expert_down_kernel(  # type: ignore[no-untyped-def]
 def expert_sum_kernel(  # type: ignore[no-untyped-def]
     part_ptr, ids_ptr, out_ptr, num_experts,
     H: tl.constexpr, CHOICES: tl.constexpr, C_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum of part[t, j] over j in the order of the experts."""
+    await_launches(EARLY)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, C_PAD)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.ops.topk import choice_plan, store_largest, topk_limit
@@ -21,9 +22,10 @@ from mtpc.ops.largest import TOPK_WIDTH
 def group_topk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, values_ptr, places_ptr, x_row,
     N: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr,
-    KEPT: tl.constexpr, COUNT: tl.constexpr,
+    KEPT: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `topk_kernel`, of GROUPS groups."""
+    await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = N // GROUPS
     group, place = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)[None]

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -37,14 +38,22 @@ from mtpc.backends.triton_kernels.tiles import (
 )
 
 _TILE = 16
-"""Rows times heads that a program holds. Every tile reads the latents again, and multiplies by
-small instructions: on an H100, 128 heads take ten times as long as their bytes."""
+"""Rows times heads that a program holds. Every tile reads the latents again."""
 
 _WIDE = 4
-"""So many times the heads are one instruction of Hopper's (wgmma). On gfx942 that spills."""
-_FEW_HEADS = Choice((Change(factors={"BLOCK_N": 0.5}), Change(num_stages=1)))
+"""So many times the heads are one instruction of Hopper's (wgmma). On an H100, such tiles of 64
+positions take a third of the time for 64 requests; they are no faster for a single one. On gfx942
+they spill."""
+_FEW_HEADS = Choice(
+    (Change(threads=256), Change(factors={"BLOCK_N": 2}, threads=256), Change(num_stages=1))
+)
 _MANY_HEADS = Choice(
-    (*_FEW_HEADS.changes, Change(factors={"TILE_HEADS": _WIDE})), {"TILE_HEADS": (1, "HEADS")}
+    (
+        *_FEW_HEADS.changes,
+        Change(factors={"TILE_HEADS": _WIDE, "BLOCK_N": 2}, threads=256),
+        Change(factors={"TILE_HEADS": _WIDE}, threads=256),
+    ),
+    {"TILE_HEADS": (1, "HEADS")},
 )
 
 
@@ -56,14 +65,16 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr, DIRECT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With a split of several to acc and stats; if DIRECT with EACH of them, all, to out."""
+    await_launches(EARLY)
     split, reqs = tl.program_id(2), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
     request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
-    length = tl.load(lens_ptr + request).to(tl.int32)
+    length = tl.sum(tl.where(reqs == request, lens, 0)).to(tl.int32)
     if (first >= rows) | (length <= 0):
         return
     lane = tl.arange(0, TILE_ROWS * TILE_HEADS)
@@ -92,7 +103,10 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
             scores = (dot(q, tl.trans(latent), WIDEN) + dot(q_rope, rope, WIDEN)) * SCALE
             weights, fade, peak_b, total_b = fade_in(scores, visible, peak_b, total_b, 0.0)
             acc_b = acc_b * fade[:, None] + dot(weights.to(latent.dtype), latent, WIDEN)
-        peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
+        if EACH > 1:
+            peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
+        else:
+            peak, total, acc = peak_b, total_b, acc_b
     own = (split * num_tokens + start + row) * HEADS + head
     if DIRECT:  # The only split of the grid is 0.
         found = attended(peak, total, acc, total, False)
@@ -117,16 +131,17 @@ def latent_attention(
     table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
     starts = query_start_loc.contiguous()
     (num_tokens, heads, width), (num_reqs, blocks) = q.shape, table.shape
-    rank, page_size = latent_rank, cache.shape[1]
+    rank, page_size, rows_hint = latent_rank, cache.shape[1], -(-num_tokens // num_reqs)
     tile_rows = _TILE // min(power_of_two(heads), _TILE)
     if not batch_invariant:
-        tile_rows = min(power_of_two(-(-num_tokens // num_reqs)), tile_rows)
+        tile_rows = min(power_of_two(rows_hint), tile_rows)
     tile_heads = _TILE // tile_rows
     block_n = 32 if q.dtype.itemsize == 2 else 16
     tiles, head_blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-heads // tile_heads)
     alone = head_blocks if batch_invariant else 0
     most, nbytes = -(-blocks * page_size // block_n), 4 * num_tokens * heads * rank
-    splits = splits_for(tiles * head_blocks, most, alone, nbytes)
+    busy = num_reqs * -(-rows_hint // tile_rows) * head_blocks
+    splits = splits_for(busy, most, alone, nbytes)
     if not batch_invariant:
         splits = replace(splits, is_direct=False)  # The tile of many heads would spill.
     acc, stats, out = splits.tensors(q, rank)
@@ -146,5 +161,7 @@ def latent_attention(
     )  # fmt: skip
     grid = (tiles, head_blocks, splits.programs)
     choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
-    attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=choice)
+    attend = Launch(latent_attention_kernel, grid, arguments, constants, 128, choice=choice)
+    if splits.is_direct:
+        return [attend], out
     return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, None)], out

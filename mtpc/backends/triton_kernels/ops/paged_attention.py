@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -41,6 +42,8 @@ _TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
 """Query rows times heads that a program holds, unless one group alone is larger, and positions at a
 time; by bytes of an element and the largest head dim. With more, wide heads and float32 spill on
 NVIDIA."""
+_WAVES = 4
+"""See `splits_for`."""
 
 _CHOICE = Choice(
     (
@@ -78,14 +81,16 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, EACH: tl.constexpr, DIRECT: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With a split of several to acc and stats; if DIRECT with EACH of them, all, to out."""
+    await_launches(EARLY)
     kv_head, split, reqs = tl.program_id(1), tl.program_id(2), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
     request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
-    length = tl.load(lens_ptr + request).to(tl.int32)
+    length = tl.sum(tl.where(reqs == request, lens, 0)).to(tl.int32)
     if (first >= rows) | (length <= 0):
         return
     lane = tl.arange(0, BLOCK_M)
@@ -118,7 +123,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             visible = visible & ((WINDOW <= 0) | (key[None] > position[:, None] - WINDOW))
             peak_b, total_b, acc_b = _attend(q, k_at, v_at, inside, visible, peak_b, total_b, acc_b,
                                              D, DV, SCALE, SOFTCAP, WIDEN)  # fmt: skip
-        peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
+        if EACH > 1:
+            peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
+        else:
+            peak, total, acc = peak_b, total_b, acc_b
     place = own.to(tl.int64) * DV
     if DIRECT:  # The only split of the grid is 0.
         sinks = tl.load(sinks_ptr + head, mask=live & HAS_SINKS, other=0.0).to(tl.float32)
@@ -153,8 +161,9 @@ def paged_attention(
     block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
     tiles, blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-width * page_size // block_n)
-    alone = kv_heads if batch_invariant else 0
-    splits = splits_for(tiles * kv_heads, blocks, alone, 4 * num_tokens * heads * value_dim)
+    busy = num_reqs * -(-rows_hint // tile_rows) * kv_heads
+    alone, nbytes = kv_heads if batch_invariant else 0, 4 * num_tokens * heads * value_dim
+    splits = splits_for(busy, blocks, alone, nbytes, _WAVES)
     acc, stats, out = splits.tensors(q, value_dim)
     arguments = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
@@ -174,4 +183,6 @@ def paged_attention(
     )  # fmt: skip
     grid = (tiles, kv_heads, splits.programs)
     attend = Launch(paged_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    if splits.is_direct:
+        return [attend], out
     return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks)], out

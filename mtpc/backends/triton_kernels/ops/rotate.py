@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.rotary import HEADS, pads, turn
@@ -15,8 +16,9 @@ from mtpc.backends.triton_kernels.rotary import HEADS, pads, turn
 def rotate_kernel(  # type: ignore[no-untyped-def]
     x_ptr, cos_ptr, sin_ptr, out_ptr, x_token, x_head, cos_token, sin_token,
     N: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_launches(EARLY)
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = C // 2
     i, rest = tl.arange(0, HALF_PAD), C + tl.arange(0, REST_PAD)

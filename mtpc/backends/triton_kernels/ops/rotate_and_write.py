@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.rotary import HEADS, pads, turn
@@ -22,7 +23,9 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token, num_slots,
     N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BLOCK: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_launches(EARLY)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     KV_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK

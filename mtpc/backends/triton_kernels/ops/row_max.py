@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
@@ -18,9 +19,10 @@ _BLOCK = 1024
 @triton.jit
 def block_max_kernel(  # type: ignore[no-untyped-def]
     x_ptr, peaks_ptr, firsts_ptr, x_row,
-    N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [rows, N] of any distance between rows; peaks as x and firsts int32, [rows, BLOCKS]."""
+    await_launches(EARLY)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + i, mask=i < N, other=0.0)
@@ -33,9 +35,10 @@ def block_max_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def row_max_kernel(  # type: ignore[no-untyped-def]
     peaks_ptr, firsts_ptr, values_ptr, places_ptr,
-    N: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
+    N: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """values as peaks, places int64, [rows]."""
+    await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS_PAD)
     at, there = row * BLOCKS + block, block < BLOCKS

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 
@@ -14,9 +15,11 @@ _BLOCK = 1024
 
 @triton.jit
 def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, out_ptr, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_up_ptr, out_ptr, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """gate_up [rows, 2 WIDTH], gate first, of any distance between rows; out [rows, WIDTH]."""
+    await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at, mask = gate_up_ptr + row * gate_up_row + i, i < WIDTH

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
@@ -22,9 +23,10 @@ WARP = 32
 @triton.jit
 def topk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, values_ptr, places_ptr, x_row,
-    N: tl.constexpr, N_PAD: tl.constexpr, COUNT: tl.constexpr,
+    N: tl.constexpr, N_PAD: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [rows, N] of any distance between rows; values [rows, COUNT], places int64 alike."""
+    await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N_PAD)
     x = tl.load(x_ptr + row * x_row + i, mask=i < N, other=0.0)

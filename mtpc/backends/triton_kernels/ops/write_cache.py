@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
@@ -16,8 +17,9 @@ _BLOCK = 1024
 @triton.jit
 def write_cache_kernel(  # type: ignore[no-untyped-def]
     cache_ptr, rows_ptr, slots_ptr, row_stride, num_slots,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_launches(EARLY)
     token = tl.program_id(0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):  # A wild slot must not write into other memory.

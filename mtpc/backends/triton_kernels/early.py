@@ -1,0 +1,44 @@
+"""Launches that begin before the one before them has ended.
+
+NVIDIA calls it programmatic dependent launch, and has it from Hopper on. Kernels with a parameter
+EARLY can do it: `await_launches` lets the next launch begin, and waits until all launches before
+have ended. What comes before it in a kernel may use weights alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mtpc.backends.targets import begins_early
+
+_PARAMETER, _OPTION = "EARLY", "launch_pdl"
+
+
+@triton.jit
+def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every program calls it, before it reads or writes anything but weights: a launch has ended
+    when all its programs have, so the launches before it have ended, too."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def early_constants(kernel: Any, device: tuple[str, str] | None) -> dict[str, bool]:
+    """The constant EARLY of a kernel that has it.
+
+    Args:
+        kernel: the `triton.jit` function.
+        device: vendor and architecture, as of a `Target`; None: nothing is launched there.
+    """
+    if _PARAMETER not in kernel.arg_names:
+        return {}
+    return {_PARAMETER: device is not None and begins_early(*device)}
+
+
+def early_options(constants: dict[str, Any]) -> dict[str, Any]:
+    """Triton's option of a launch with these constants."""
+    return {_OPTION: True} if constants.get(_PARAMETER) else {}

@@ -1,0 +1,63 @@
+"""Launches that begin before the one before them has ended, as compiled for GPUs.
+
+Needs Triton, compiling: `tests/run_triton.sh`. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from helpers.triton_here import COMPILES, NO_COMPILER
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if not COMPILES:
+    pytest.skip(NO_COMPILER, allow_module_level=True)
+
+from helpers.shipped_launches import SHIPPED
+
+from mtpc.backends.targets import TARGETS, begins_early
+from mtpc.backends.triton_kernels.crosscompile import Specialisation, compile_for
+from mtpc.backends.triton_kernels.launch import Launch
+
+pytestmark = pytest.mark.gpu_compile
+
+WAIT, RELEASE = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+_MEMORY = re.compile(
+    r"^\s*(?:@!?%p\d+ )?(?:ld\.global|ld\.volatile|st\.|cp\.async|atom|red\.)", re.M
+)
+AHEAD = {"skinny_kernel"}
+"""Kernels that ask for weights before they wait."""
+
+
+def _early_launches() -> dict[str, Launch]:
+    """One of each kernel that may begin early."""
+    with FakeTensorMode():
+        launches = [launch for shipped in SHIPPED.values() for launch in shipped()]
+    return {x.name: x for x in launches if "EARLY" in x.kernel.arg_names}
+
+
+def test_every_early_kernel_waits_before_it_reads_or_writes() -> None:
+    launches = _early_launches()
+    assert {"skinny_kernel", "paged_attention_kernel", "combine_kernel"} < launches.keys()
+    for name, launch in launches.items():
+        wanted = Specialisation.of(launch, TARGETS["cuda:90"])
+        compiled = compile_for(wanted)
+        text = compiled.asm["ptx"]
+        assert compiled.metadata.launch_pdl, name
+        assert (text.count(WAIT), text.count(RELEASE)) == (1, 1), name
+        first = _MEMORY.search(text)
+        assert first is not None
+        assert text.index(WAIT) < first.start(), name
+        assert ("prefetch.global.L2" in text) == (name in AHEAD), name
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "hip:gfx942"])
+def test_other_devices_launch_in_turn(target: str) -> None:
+    device = TARGETS[target]
+    assert not begins_early(device.vendor, device.arch)
+    compiled = compile_for(Specialisation.of(_early_launches()["skinny_kernel"], device))
+    code = next(compiled.asm[kind] for kind in ("ptx", "amdgcn") if kind in compiled.asm)
+    assert WAIT not in code
+    assert "prefetch" not in code
+    assert not getattr(compiled.metadata, "launch_pdl", False)
