@@ -17,8 +17,11 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import load_kernels
+from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.plans import plan
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.errors import BackendError
+from mtpc.sampling_params import FLOATS, INTS
 
 pytestmark = pytest.mark.triton
 
@@ -193,3 +196,39 @@ def test_a_mask_that_begins_anywhere_is_the_same() -> None:
         assert torch.equal(
             call(OURS, logits, rows, 0, mask), call(REFERENCE, logits, rows, 0, mask)
         )
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 9.0])
+@pytest.mark.parametrize("case", [{}, {"min_p": 0.3}, {"top_k": 700}])
+def test_bins_hold_the_edge_and_little_else(case: dict[str, float], spread: float) -> None:
+    """Counts are exact, as are the masses of all, of the last bin and of what is above the bins;
+    there are few bins."""
+    vocab = 5003
+    logits = make_logits(3, vocab, torch.float64, 1) / 3 * spread
+    rows = make_rows({"temperature": 1.0, "top_p": 0.93} | case, vocab, False, 1)
+    where = (torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.tensor([4, 2, 6]))
+    launches = plan("sample", logits, *where, *rows.tuple(), None)[0]
+    run(launches)
+    by_name = {name: value for launch in launches for name, value in launch.arguments.items()}
+    for row, slot in enumerate((4, 2, 6)):
+        x = by_name["scores_ptr"][row]
+        far = ((x.max() - x) * 8).clamp(max=127).long()
+        counts = by_name["counts_ptr"][row].sum(0)
+        assert torch.equal(counts, far.bincount(minlength=128).int())
+        first, last, inside = by_name["bins_ptr"][row].tolist()
+        assert inside == int(((far >= first) & (far <= last)).sum())
+        near = by_name["near_ptr"][row, :inside]
+        assert torch.equal(near, x[(far >= first) & (far <= last)])
+        number = dict(zip((*FLOATS, *INTS), (*rows.floats[slot], *rows.ints[slot]), strict=True))
+        if number["top_k"] > 0:
+            edge = x.topk(int(number["top_k"])).values[-1]
+            assert (first, last) == (0, int((x.max() - edge) * 8))
+            continue
+        mass = (x - x.max()).exp().where(x >= x.max() + number["min_p"].log(), 0)
+        wanted = [mass.sum(), mass[far == 127].sum(), mass[far < first].sum()]
+        masses = [*by_name["masses_ptr"][row].sum(1), by_name["above_ptr"][row].sum()]
+        torch.testing.assert_close(torch.stack(masses), torch.stack(wanted), rtol=1e-14, atol=0)
+        falling, order = x.sort(descending=True)
+        held = mass[order].cumsum(0) >= number["top_p"] * mass.sum()
+        edge = int((x.max() - falling[held][0]) * 8)
+        assert first <= edge <= last <= first + 3

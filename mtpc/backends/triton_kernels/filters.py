@@ -1,13 +1,17 @@
 """Where min-p, top-k and top-p cut a row's logits: several programs a row, and an exact edge.
 
-Bins divide tokens by how far their logits are below the row's greatest one. A program for each
-block counts the tokens of each bin, and sums their probabilities. A program for each row finds the
-bins that may hold an edge, and the logits in these bins are put side by side. Among these few a
-bisection finds the edge. Both filters ask for the greatest logit such that the tokens at or above
-it are enough, in number or in probability. The bisection halves an interval of logits until one
-logit is left. The ends of the interval are always logits of the row, so the edge is exact, and a
-few dozen passes suffice. A row with too many logits in these bins is searched whole. The sums of a
-row do not depend on other rows.
+Bins divide tokens by how far their logits are below the row's greatest one. A program for each part
+of a row counts the tokens of each bin. A program for each row finds the bins that may hold an edge,
+and the logits in these bins are put side by side. Among these few a bisection finds the edge. Both
+filters ask for the greatest logit such that the tokens at or above it are enough, in number or in
+probability. The bisection halves an interval of logits until one logit is left. The ends of the
+interval are always logits of the row, so the edge is exact, and a few dozen passes suffice. A row
+with too many logits in these bins is searched whole. The sums of a row do not depend on other rows.
+
+No probability is summed bin by bin. That of all tokens is summed, and how many are in each bin says
+between what its probability lies. These bounds name the bins that may hold the edge of top-p. Then
+the probability above these bins is summed. Nothing is summed for top-k: what it leaves, the
+bisection sums itself.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
-_BINS, _MOST = 64, 8192
-"""Bins, each a quarter wide except the last, which has the rest; and the most logits that are put
+_BINS, _MOST = 128, 16_384
+"""Bins, each an eighth wide except the last, which has the rest; and the most logits that are put
 side by side."""
-_CHUNK, _PART, _BLOCKS = 2048, 128, 32
-"""Tokens that a pass takes together; with more, their sums and edges would not fit into registers.
-Then the tokens whose bins are found together, and the blocks whose bins are summed together."""
+_PART, _CHUNK = 2048, 2048
+"""Tokens of a part; and those that a pass of the bisection takes together; with more, their sums
+and edges would not fit into registers."""
+_TOGETHER = 16
+"""Parts whose bins are summed together."""
 
 TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
 _TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
@@ -37,19 +43,26 @@ NUM_FLOATS: tl.constexpr = tl.constexpr(len(FLOATS))
 _TOP_K: tl.constexpr = tl.constexpr(INTS.index("top_k"))
 NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
 SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
+_STEPS: tl.constexpr = tl.constexpr(8)
+"""Bins of a distance of one."""
+_ROUNDING: tl.constexpr = tl.constexpr(1e-12)
+"""More than sums of a vocabulary in float64 are wrong by, as a part of their total."""
 
 
 @triton.jit
 def row_peak(  # type: ignore[no-untyped-def]
     raw_peaks_ptr, peaks_ptr, row, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr
 ):
-    """A row's greatest logit; minus infinity where it can choose nothing."""
+    """A row's greatest logit; minus infinity where it can choose nothing.
+
+    If all logits are minus infinity before they are adjusted, they are so after it.
+    """
     block = tl.arange(0, BLOCKS_PAD)
     at, there = row * BLOCKS + block, block < BLOCKS
-    raw = tl.max(tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf")), 0)
-    peak = tl.max(tl.load(peaks_ptr + at, mask=there, other=float("-inf")), 0)
-    usable = (raw < float("inf")) & (raw > float("-inf")) & (peak < float("inf"))
-    return tl.where(usable, peak, float("-inf"))
+    raw = tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf"))
+    peaks = tl.load(peaks_ptr + at, mask=there, other=float("-inf"))
+    peak = tl.max(tl.where(raw < float("inf"), peaks, float("inf")), 0)
+    return tl.where(peak < float("inf"), peak, float("-inf"))
 
 
 @triton.jit
@@ -74,7 +87,7 @@ def _least(peak, min_p):  # type: ignore[no-untyped-def]
 @triton.jit
 def _bin(x, peak, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bin of a logit, by its distance from the greatest; minus infinity is in the last one."""
-    far = (peak - x) * 4
+    far = (peak - x) * _STEPS
     return tl.where(far < BINS - 1, far, BINS - 1).to(tl.int32)
 
 
@@ -82,45 +95,74 @@ def _bin(x, peak, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
 def count_bins_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr,
     counts_ptr, masses_ptr, vocab,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    BINS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, PART: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
-    """Of one block, counts int32 and masses float64 [N, BINS, BLOCKS]: tokens, and the probability,
-    not normalised, of those that min-p leaves."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Of one part: counts int32 [N, PARTS, BINS], and for top-p without top-k masses float64
+    [N, 2, PARTS], the probability, not normalised, of the tokens that min-p leaves: of all, and of
+    those in the last bin."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, top_k, top_p, min_p = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
     if (top_k <= 0) & (top_p >= 1):
         return
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    tl.debug_barrier()  # Else NVIDIA's compiler reads the logits only when the peak is there.
     peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
     if peak == float("-inf"):
         return
-    least, bins = _least(peak, min_p), tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    masses = tl.zeros([BINS], tl.float64)
-    for part in range(0, BLOCK, PART):
-        token = block * BLOCK + part + tl.arange(0, PART)
-        x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
-        here = (_bin(x, peak, BINS)[:, None] == bins[None]) & (token < vocab)[:, None]
-        counts += tl.sum(here.to(tl.int32), 0)
-        mass = tl.where(x >= least, tl.exp(x - peak), 0.0)
-        masses += tl.sum(tl.where(here, mass[:, None], 0.0), 0)
-    at = (row * BINS + bins) * BLOCKS + block
-    tl.store(counts_ptr + at, counts)
-    tl.store(masses_ptr + at, masses)
+    bin_, parts = _bin(x, peak, BINS), tl.num_programs(1)
+    if top_k <= 0:
+        mass = tl.where(x >= _least(peak, min_p), tl.exp(x - peak), 0.0)
+        rest = tl.where(bin_ == BINS - 1, mass, 0.0)
+        at = masses_ptr + 2 * row * parts + part
+        tl.store(at, tl.sum(mass, 0))
+        tl.store(at + parts, tl.sum(rest, 0))
+    bins, none = tl.arange(0, BINS), tl.maximum((part + 1) * PART - vocab, 0)
+    counts = tl.histogram(bin_, BINS) - tl.where(bins == BINS - 1, none, 0)  # Masks are dearer.
+    tl.store(counts_ptr + (row * parts + part) * BINS + bins, counts)
+
+
+@triton.jit
+def _bins_of_mass(counts, wanted, total, rest, deepest, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first and the last bin that may hold the greatest logit such that the mass at or above it
+    is `wanted`.
+
+    Args:
+        counts: tokens of each bin.
+        wanted: a mass.
+        total: that of all tokens.
+        rest: that of the last bin.
+        deepest: the bin of the least logit that min-p keeps; what is below has no mass.
+    """
+    bins = tl.arange(0, BINS)
+    is_near = bins < BINS - 1
+    far = bins.to(tl.float64) / _STEPS
+    most = tl.where(is_near & (bins <= deepest), tl.exp(-far), 0.0) * counts
+    least = tl.where(is_near & (bins < deepest), tl.exp(-far - 1.0 / _STEPS), 0.0) * counts
+    # Down to each bin: by what is above, or by what is left for those below, as either says more.
+    most_above, least_above = tl.cumsum(most, 0), tl.cumsum(least, 0)
+    most_below, least_below = tl.sum(most, 0) - most_above, tl.sum(least, 0) - least_above
+    most_above = tl.minimum(most_above, total - rest - least_below)
+    least_above = tl.maximum(least_above, total - rest - most_below)
+    slack = _ROUNDING * total
+    first = tl.min(tl.where(most_above + slack >= wanted, bins, BINS - 1), 0)
+    last = tl.min(tl.where(is_near & (least_above - slack >= wanted), bins, BINS - 1), 0)
+    return first, last
 
 
 @triton.jit
 def find_bins_kernel(  # type: ignore[no-untyped-def]
     raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, counts_ptr,
     masses_ptr, bins_ptr, sums_ptr, places_ptr, vocab,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, BINS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr, BINS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """bins int32 [N, 3]: the first and the last that may hold an edge, and their tokens, too many
-    where a row can choose nothing; sums float64 [N, 3]: the mass above them, and of all, and the
-    row's peak; places int32 [N, BLOCKS]: that of a block's first."""
+    where a row can choose nothing; sums float64 [N, 2]: the mass of all, and the row's peak; places
+    int32 [N, PARTS]: that of a part's first."""
     row = tl.program_id(0).to(tl.int64)
-    _, top_k, top_p, _ = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
+    _, top_k, top_p, min_p = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
     if (top_k <= 0) & (top_p >= 1):
         return
     peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
@@ -129,62 +171,69 @@ def find_bins_kernel(  # type: ignore[no-untyped-def]
         return
     bins, lane = tl.arange(0, BINS), tl.arange(0, TOGETHER)
     counts = tl.zeros([BINS], tl.int32)
-    masses = tl.zeros([BINS], tl.float64)
-    row_at = (row * BINS + bins)[:, None] * BLOCKS
-    for begin in range(0, BLOCKS, TOGETHER):
-        block = begin + lane
-        at, there = row_at + block[None], (block < BLOCKS)[None]
-        counts += tl.sum(tl.load(counts_ptr + at, mask=there, other=0), 1)
-        masses += tl.sum(tl.load(masses_ptr + at, mask=there, other=0.0), 1)
-    total = tl.sum(masses, 0)
-    # Top-p is of what top-k leaves, so all above the edge of top-k is wanted, too.
-    by_count = tl.cumsum(counts, 0) >= tl.minimum(top_k, vocab)
-    by_mass = tl.cumsum(masses, 0) >= top_p * total
-    enough = tl.where(top_k > 0, by_count, by_mass)
-    last = tl.min(tl.where(enough, bins, BINS - 1), 0)
-    first = tl.where(top_k > 0, 0, last)
+    for begin in range(0, PARTS, TOGETHER):
+        part = begin + lane
+        at = (row * PARTS + part)[:, None] * BINS + bins[None]
+        counts += tl.sum(tl.load(counts_ptr + at, mask=(part < PARTS)[:, None], other=0), 0)
+    if top_k > 0:
+        # Top-p is of what top-k leaves, so all above the edge of top-k is wanted, too.
+        enough = tl.cumsum(counts, 0) >= tl.minimum(top_k, vocab)
+        first, last = tl.zeros([], tl.int32), tl.min(tl.where(enough, bins, BINS - 1), 0)
+        total = tl.zeros([], tl.float64)
+    else:
+        part = tl.arange(0, PARTS_PAD)
+        at, there = 2 * row * PARTS + part, part < PARTS
+        total = tl.sum(tl.load(masses_ptr + at, mask=there, other=0.0), 0)
+        rest = tl.sum(tl.load(masses_ptr + at + PARTS, mask=there, other=0.0), 0)
+        deepest = _bin(_least(peak, min_p), peak, BINS)
+        first, last = _bins_of_mass(counts, top_p * total, total, rest, deepest, BINS)
     inside = (bins >= first) & (bins <= last)
     tl.store(bins_ptr + 3 * row, first)
     tl.store(bins_ptr + 3 * row + 1, last)
     tl.store(bins_ptr + 3 * row + 2, tl.sum(tl.where(inside, counts, 0), 0))
-    tl.store(sums_ptr + 3 * row, tl.sum(tl.where(bins < first, masses, 0.0), 0))
-    tl.store(sums_ptr + 3 * row + 1, total)
-    tl.store(sums_ptr + 3 * row + 2, peak)
+    tl.store(sums_ptr + 2 * row, total)
+    tl.store(sums_ptr + 2 * row + 1, peak)
     place = tl.zeros([], tl.int32)
-    for begin in range(0, BLOCKS, TOGETHER):
-        block = begin + lane
-        mask = inside[:, None] & (block < BLOCKS)[None]
-        each = tl.sum(tl.load(counts_ptr + row_at + block[None], mask=mask, other=0), 0)
+    for begin in range(0, PARTS, TOGETHER):
+        part = begin + lane
+        at, there = (row * PARTS + part)[:, None] * BINS + bins[None], part < PARTS
+        mask = there[:, None] & inside[None]
+        each = tl.sum(tl.load(counts_ptr + at, mask=mask, other=0), 1)
         places = place + tl.cumsum(each, 0) - each
-        tl.store(places_ptr + row * BLOCKS + block, places, mask=block < BLOCKS)
+        tl.store(places_ptr + row * PARTS + part, places, mask=there)
         place += tl.sum(each, 0)
 
 
 @triton.jit
 def gather_bins_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, bins_ptr, sums_ptr, places_ptr,
-    near_ptr, vocab,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
-    MOST: tl.constexpr,
+    near_ptr, above_ptr, vocab,
+    ROWS: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """near float64 [N, MOST]: the logits in those bins, unless there are more.
+    """near float64 [N, MOST]: the logits in those bins, unless there are more; above float64
+    [N, PARTS]: the mass of a part's tokens above them.
 
     The peak is loaded: places depend on it, and Inductor's analysis takes pointers that go into a
     function for written ones, where a place depends on what it returns.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, top_k, top_p, _ = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
-    if (top_k <= 0) & (top_p >= 1):
-        return
-    peak = tl.load(sums_ptr + 3 * row + 2)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, last = tl.load(bins_ptr + 3 * row), tl.load(bins_ptr + 3 * row + 1)
-    end = tl.where(tl.load(bins_ptr + 3 * row + 2) <= MOST, vocab, 0)
+    count, at = tl.load(bins_ptr + 3 * row + 2), row * tl.num_programs(1) + part
+    begin, peak = tl.load(places_ptr + at), tl.load(sums_ptr + 2 * row + 1)
+    _, top_k, top_p, _ = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
+    if ((top_k <= 0) & (top_p >= 1)) | (count > MOST):
+        return
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
     bin_ = _bin(x, peak, BINS)
-    held = (bin_ >= first) & (bin_ <= last) & (token < end)
-    place = tl.load(places_ptr + row * BLOCKS + block) + tl.cumsum(held.to(tl.int32), 0) - 1
+    held = (bin_ >= first) & (bin_ <= last) & (token < vocab)
+    place = begin + tl.cumsum(held.to(tl.int32), 0) - 1
     tl.store(near_ptr + row * MOST + place, x, mask=held)
+    mass = tl.zeros([], tl.float64)
+    if first > 0:
+        if tl.min(bin_, 0) < first:  # Most parts have none.
+            mass += tl.sum(tl.where(bin_ < first, tl.exp(x - peak), 0.0), 0)
+    tl.store(above_ptr + at, mass)
 
 
 @triton.jit
@@ -275,9 +324,9 @@ def _cut(  # type: ignore[no-untyped-def]
 @triton.jit
 def cut_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, raw_peaks_ptr, peaks_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr,
-    bins_ptr, sums_ptr, near_ptr, cuts_ptr, vocab,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, MOST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    bins_ptr, sums_ptr, above_ptr, near_ptr, cuts_ptr, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """cuts float64 [N]: the least logit that all filters keep, of rows that are sampled."""
     row = tl.program_id(0).to(tl.int64)
@@ -292,8 +341,11 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     cut = _least(peak, min_p)
     if (top_k > 0) | (top_p < 1):
         count = tl.load(bins_ptr + 3 * row + 2)
-        above, total = tl.load(sums_ptr + 3 * row), tl.load(sums_ptr + 3 * row + 1)
+        total = tl.load(sums_ptr + 2 * row)
         if count <= MOST:
+            part = tl.arange(0, PARTS_PAD)
+            above = tl.load(above_ptr + row * PARTS + part, mask=part < PARTS, other=0.0)
+            above = tl.sum(above, 0)
             near_ptr += row * MOST
             cut = _cut(near_ptr, count, cut, peak, above, total, vocab, top_k, top_p, CHUNK)
         else:
@@ -310,30 +362,34 @@ def filter_launches(
     Args:
         shared: the kernels' common arguments: scores [N, V], peaks of their blocks, and parameters.
         count: N.
-        sizes: ROWS of a request, BLOCKS of a row, BLOCK tokens in each.
+        sizes: ROWS of a request, BLOCKS of a row that have a peak each.
         cuts: float64 [N]; written for rows that are sampled.
     """
-    rows, blocks, device = sizes["ROWS"], sizes["BLOCKS"], cuts.device
-    counts = torch.empty((count, _BINS, blocks), dtype=torch.int32, device=device)
-    masses = torch.empty((count, _BINS, blocks), dtype=torch.float64, device=device)
+    device, vocab, blocks = cuts.device, shared["vocab"], sizes["BLOCKS"]
+    parts = -(-vocab // _PART)
+    counts = torch.empty((count, parts, _BINS), dtype=torch.int32, device=device)
+    masses = torch.empty((count, 2, parts), dtype=torch.float64, device=device)
     bins = torch.empty((count, 3), dtype=torch.int32, device=device)
-    sums = torch.empty((count, 3), dtype=torch.float64, device=device)
-    places = torch.empty((count, blocks), dtype=torch.int32, device=device)
+    sums = torch.empty((count, 2), dtype=torch.float64, device=device)
+    places = torch.empty((count, parts), dtype=torch.int32, device=device)
     near = torch.empty((count, _MOST), dtype=torch.float64, device=device)
-    known = dict(ROWS=rows, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks))
+    above = torch.empty((count, parts), dtype=torch.float64, device=device)
+    known = dict(ROWS=sizes["ROWS"], BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks))
+    parted = known | dict(PARTS=parts, PARTS_PAD=power_of_two(parts))
     unscored = {name: value for name, value in shared.items() if name != "scores_ptr"}
-    block, counted = sizes["BLOCK"], dict(counts_ptr=counts, masses_ptr=masses)
-    found = dict(bins_ptr=bins, sums_ptr=sums)
-    placed = found | dict(places_ptr=places, near_ptr=near)
     peakless = {name: value for name, value in shared.items() if "peaks" not in name}
-    binned = dict(ROWS=rows, BLOCKS=blocks, BLOCK=block, BINS=_BINS, MOST=_MOST)
-    each, whole = (count, blocks, 1), (count, 1, 1)
+    counted = dict(counts_ptr=counts, masses_ptr=masses)
+    found = dict(bins_ptr=bins, sums_ptr=sums)
+    gathered = found | dict(near_ptr=near, above_ptr=above)
+    placed = dict(places_ptr=places)
+    each, whole = (count, parts, 1), (count, 1, 1)
     return [
         Launch(count_bins_kernel, each, shared | counted,
-               dict(known, BLOCK=block, BINS=_BINS, PART=_PART)),
-        Launch(find_bins_kernel, whole, unscored | counted | found | dict(places_ptr=places),
-               dict(known, BINS=_BINS, TOGETHER=_BLOCKS)),
-        Launch(gather_bins_kernel, each, peakless | placed, binned),
-        Launch(cut_kernel, whole, shared | found | dict(near_ptr=near, cuts_ptr=cuts),
-               dict(known, MOST=_MOST, CHUNK=_CHUNK), 512),
+               dict(known, PART=_PART, BINS=_BINS), 128),
+        Launch(find_bins_kernel, whole, unscored | counted | found | placed,
+               dict(parted, BINS=_BINS, TOGETHER=_TOGETHER)),
+        Launch(gather_bins_kernel, each, peakless | gathered | placed,
+               dict(ROWS=sizes["ROWS"], PART=_PART, BINS=_BINS, MOST=_MOST)),
+        Launch(cut_kernel, whole, shared | gathered | dict(cuts_ptr=cuts),
+               dict(parted, MOST=_MOST, CHUNK=_CHUNK), 512),
     ]  # fmt: skip
