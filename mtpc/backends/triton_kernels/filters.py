@@ -134,6 +134,7 @@ def _bins_of_mass(counts, wanted, total, rest, deepest, BINS: tl.constexpr):  # 
         total: that of all tokens.
         rest: that of the last bin.
         deepest: the bin of the least logit that min-p keeps; what is below has no mass.
+        BINS: how many there are.
     """
     bins = tl.arange(0, BINS)
     is_near = bins < BINS - 1
@@ -231,7 +232,8 @@ def gather_bins_kernel(  # type: ignore[no-untyped-def]
     tl.store(near_ptr + row * MOST + place, x, mask=held)
     mass = tl.zeros([], tl.float64)
     if first > 0:
-        if tl.min(bin_, 0) < first:  # Most parts have none.
+        nearest = tl.min(bin_, 0)
+        if nearest < first:  # Most parts have none.
             mass += tl.sum(tl.where(bin_ < first, tl.exp(x - peak), 0.0), 0)
     tl.store(above_ptr + at, mass)
 
