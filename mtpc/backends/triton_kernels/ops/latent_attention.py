@@ -44,9 +44,7 @@ _WIDE = 4
 """So many times the heads are one instruction of Hopper's (wgmma). On an H100, such tiles of 64
 positions take a third of the time for 64 requests; they are no faster for a single one. On gfx942
 they spill."""
-_FEW_HEADS = Choice(
-    (Change(threads=256), Change(factors={"BLOCK_N": 2}, threads=256), Change(num_stages=1))
-)
+_FEW_HEADS = Choice((Change(threads=256), Change(num_stages=1)))
 _MANY_HEADS = Choice(
     (
         *_FEW_HEADS.changes,
