@@ -212,8 +212,7 @@ def _live(launch: Launch, name: str, work: Work) -> float:
 def _times(launch: Launch, name: str, work: Work) -> float:
     """How often a launch's programs load a tensor, or what is live of it."""
     sizes, grid = launch.constants, launch.grid
-    is_skinny = launch.name in ("skinny_kernel", "skinny_product_kernel")
-    if is_skinny and name in ("x_ptr", "added_ptr", "norm_ptr"):
+    if launch.name == "skinny_kernel" and name in ("x_ptr", "added_ptr", "norm_ptr"):
         return float(grid[0])
     if launch.name == "batch_invariant_linear_kernel" and name in ("x_ptr", "weight_ptr"):
         return float(grid[1] if name == "x_ptr" else grid[0])

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from mtpc.ops.fused import add_rms_norm, silu_and_mul
 
-MOST_ROWS, MOST_WIDE_ROWS, MOST_NORM_ROWS = 4, 2, 16
-"""Of a call, of one with more features than inputs, and of one with a norm. Without a norm, a
-library's tensor cores were faster with more, on an H100."""
+MOST_ROWS, MOST_NORM_ROWS = 4, 2
+"""Of a call, and of one with a norm. With more, tensor cores are faster."""
 WIDTH_MULTIPLE = 8
 """Of inputs: kernels read 16 bytes at once."""
 

@@ -10,7 +10,7 @@ from torch import fx
 
 import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, MOST_WIDE_ROWS, WIDTH_MULTIPLE
+from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, refresh_values, sweep
 from mtpc.passes.patterns import is_narrow, operands
 
@@ -25,10 +25,9 @@ class FuseSkinnyLinears:
     """Replace linears of a few bfloat16 rows by `mtpc::skinny_linear`, and those that alone read a
     residual sum's norm by `mtpc::norm_linear`, with the SwiGLU that alone reads their result.
 
-    With a norm it takes up to 16 rows. Of the others it takes those of one or two rows; of three or
-    four if there are no more features than inputs, where a library cuts along the inputs: what is
-    fastest was measured on an H100. It looks for the norms and activations that fuse-elementwise
-    emits. For backends with such kernels (cuda).
+    Of three or four rows it takes only linears with no more features than inputs, those that a
+    library cuts along the inputs: what is fastest was measured on an H100. It looks for the norms
+    and activations that fuse-elementwise emits. For backends with such kernels (cuda).
     """
 
     name: ClassVar[str] = "fuse-skinny-linears"
@@ -41,9 +40,7 @@ class FuseSkinnyLinears:
             rows = _rows_of(x, weight)
             if rows is None:
                 continue
-            norm = _norm_of(x, node)
-            if rows > (_most_bare_rows(weight) if norm is None else MOST_NORM_ROWS):
-                continue
+            norm = _norm_of(x, node) if rows <= MOST_NORM_ROWS else None
             if norm is None:
                 with graph.graph.inserting_before(node):
                     given = {"x": x, "weight": weight, "bias": bias}
@@ -59,17 +56,13 @@ class FuseSkinnyLinears:
 
 
 def _rows_of(x: Any, weight: Any) -> int | None:
-    """Rows of a linear of a weight that such kernels read, if there are any; None of others."""
+    """Rows of a linear for such a kernel; None of any other."""
     if not is_narrow(x) or weight.op != "get_attr":
         return None
-    width = weight.meta["val"].shape[1]
-    return x.meta["val"].numel() // width or None if width % WIDTH_MULTIPLE == 0 else None
-
-
-def _most_bare_rows(weight: fx.Node) -> int:
-    """Of a linear without a norm."""
     features, width = weight.meta["val"].shape
-    return MOST_ROWS if features <= width else MOST_WIDE_ROWS
+    rows = x.meta["val"].numel() // width
+    most = MOST_ROWS if features <= width else MOST_NORM_ROWS
+    return rows if 0 < rows <= most and width % WIDTH_MULTIPLE == 0 else None
 
 
 def _norm_of(x: fx.Node, reader: fx.Node) -> fx.Node | None:

@@ -293,7 +293,6 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["out_ptr"],
         ["out_ptr"],
         ["out_ptr", "total_ptr"],
-        ["out_ptr", "total_ptr"],
         ["out_ptr"],
         ["out_ptr"],
         ["out_ptr"],

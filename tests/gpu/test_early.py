@@ -26,7 +26,7 @@ WAIT, RELEASE = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 _MEMORY = re.compile(
     r"^\s*(?:@!?%p\d+ )?(?:ld\.global|ld\.volatile|st\.|cp\.async|atom|red\.)", re.M
 )
-AHEAD = {"skinny_kernel", "skinny_product_kernel"}
+AHEAD = {"skinny_kernel"}
 """Kernels that ask for weights before they wait."""
 
 

@@ -99,7 +99,6 @@ def launches() -> list[Launch]:
         plan("silu_and_mul", new(8, 128)),
         plan("skinny_linear", new(1, 64), new(8, 64), None),
         plan("norm_linear", new(1, 64), new(1, 64), new(64), 1e-6, False, new(16, 64), None, True),
-        plan("norm_linear", new(3, 64), new(3, 64), new(64), 1e-6, False, new(16, 64), None, True),
         plan("batch_invariant_linear", new(1, 2048), new(8, 2048), None),
         plan("row_sum", new(8, 64)),
         plan("paged_attention", new(8, 4, 64), kv, kv, *indices, 0.1, configs=BATCH_INVARIANT),

@@ -64,7 +64,6 @@ class Step(nn.Module):
             ops.slot_attention(*slotted),
             ops.skinny_linear(*skinny, None),
             *ops.norm_linear(skinny[0], skinny[0], *added[2:], False, skinny[1], None, True),
-            *ops.norm_linear(*added, False, skinny[1], None, True),
             ops.batch_invariant_linear(skinny[0], skinny[1], None),
             ops.batch_invariant_linear(*halved, None),
             ops.row_sum(gated),

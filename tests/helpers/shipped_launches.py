@@ -150,16 +150,11 @@ def _skinny(
 ) -> list[Launch]:
     """A linear with a bias; one behind a residual sum's norm, with SwiGLU behind it or not."""
     x, weight = _fake(rows, width, dtype=dtype), _fake(features, width, dtype=dtype)
-    alone = plan("skinny_linear", x, weight, _fake(features, dtype=dtype))[0]
-    return [*alone, *_norm_linear(rows, width, features, gated, dtype)]
-
-
-def _norm_linear(
-    rows: int, width: int, features: int, gated: bool = False, dtype: torch.dtype = BF16
-) -> list[Launch]:
-    x, norm = _fake(rows, width, dtype=dtype), _fake(width, dtype=dtype)
-    weight = _fake(features, width, dtype=dtype)
-    return plan("norm_linear", x, x, norm, 1e-6, False, weight, None, gated)[0]
+    norm = _fake(width, dtype=dtype)
+    return [
+        *plan("skinny_linear", x, weight, _fake(features, dtype=dtype))[0],
+        *plan("norm_linear", x, x, norm, 1e-6, False, weight, None, gated)[0],
+    ]
 
 
 def _invariant(rows: int, width: int, features: int, dtype: torch.dtype = BF16) -> list[Launch]:
@@ -388,8 +383,6 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3's norm of latents, 4 rows": lambda: _norm_of_parts(4, 576, 512),
     "a joint projection of the 8B shape, 1 row": lambda: _skinny(1, 4096, 6144),
     "gate and up of the 8B shape, 4 rows": lambda: _skinny(4, 4096, 2 * 13_696, True),
-    "gate and up of the 8B shape, 16 rows": lambda: _norm_linear(16, 4096, 2 * 13_696, True),
-    "a joint projection of the 0.5B shape, 16 rows": lambda: _norm_linear(16, 1024, 1536),
     "a down projection of the 8B shape, 2 rows, float16": lambda: _skinny(
         2, 13_696, 4096, dtype=FP16
     ),
