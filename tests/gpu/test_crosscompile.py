@@ -271,7 +271,7 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["peaks_ptr", "raw_peaks_ptr", "scores_ptr"],
         ["counts_ptr", "masses_ptr"],
         ["bins_ptr", "places_ptr", "sums_ptr"],
-        ["near_ptr"],
+        ["above_ptr", "near_ptr"],
         ["cuts_ptr"],
         ["bests_ptr", "tokens_ptr"],
         ["out_ptr"],

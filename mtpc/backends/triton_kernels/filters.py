@@ -8,10 +8,8 @@ probability. The bisection halves an interval of logits until one logit is left.
 interval are always logits of the row, so the edge is exact, and a few dozen passes suffice. A row
 with too many logits in these bins is searched whole. The sums of a row do not depend on other rows.
 
-No probability is summed bin by bin. That of all tokens is summed, and how many are in each bin says
-between what its probability lies. These bounds name the bins that may hold the edge of top-p. Then
-the probability above these bins is summed. Nothing is summed for top-k: what it leaves, the
-bisection sums itself.
+No probability is summed bin by bin: how many tokens a bin has bounds it, and the sum of all tokens
+is known. So the bins that may hold the edge of top-p are few; then what is above them is summed.
 """
 
 from __future__ import annotations
@@ -30,11 +28,9 @@ from mtpc.sampling_params import FLOATS, INTS
 _BINS, _MOST = 128, 16_384
 """Bins, each an eighth wide except the last, which has the rest; and the most logits that are put
 side by side."""
-_PART, _CHUNK = 2048, 2048
-"""Tokens of a part; and those that a pass of the bisection takes together; with more, their sums
-and edges would not fit into registers."""
-_TOGETHER = 16
-"""Parts whose bins are summed together."""
+_PART, _CHUNK, _TOGETHER = 2048, 2048, 16
+"""Tokens of a part; those that a pass of the bisection takes together, with more, their sums and
+edges would not fit into registers; and the parts whose bins are summed together."""
 
 TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
 _TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
@@ -53,12 +49,10 @@ _ROUNDING: tl.constexpr = tl.constexpr(1e-12)
 def row_peak(  # type: ignore[no-untyped-def]
     raw_peaks_ptr, peaks_ptr, row, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr
 ):
-    """A row's greatest logit; minus infinity where it can choose nothing.
-
-    If all logits are minus infinity before they are adjusted, they are so after it.
-    """
+    """A row's greatest logit; minus infinity where it can choose nothing."""
     block = tl.arange(0, BLOCKS_PAD)
     at, there = row * BLOCKS + block, block < BLOCKS
+    # Logits that are all minus infinity are not adjusted to anything else.
     raw = tl.load(raw_peaks_ptr + at, mask=there, other=float("-inf"))
     peaks = tl.load(peaks_ptr + at, mask=there, other=float("-inf"))
     peak = tl.max(tl.where(raw < float("inf"), peaks, float("inf")), 0)
