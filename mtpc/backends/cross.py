@@ -8,7 +8,7 @@ from mtpc.backends.base import Run
 from mtpc.backends.bindings import BindKernels, by_default
 from mtpc.backends.cuda import ENABLES, enabled_passes
 from mtpc.backends.invariance import CheckInvariance
-from mtpc.backends.triton_kernels import invariantly, triton_bindings
+from mtpc.backends.triton_kernels import invariantly, load_kernels, triton_bindings
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.passes.base import Pass
@@ -39,7 +39,11 @@ class CrossBackend:
     def __init__(self, batch_invariant: bool = False) -> None:
         self.notes: Counter[str] = Counter()
         self.enables = enabled_passes(batch_invariant)
-        self._bindings = triton_bindings(invariantly if batch_invariant else by_default)
+        load_kernels()
+        from mtpc.backends.triton_kernels.plans import early_in_few_rows
+
+        configure = invariantly if batch_invariant else early_in_few_rows(by_default)
+        self._bindings = triton_bindings(configure)
         self._checks = (CheckInvariance(),) if batch_invariant else ()
 
     def free_bytes(self) -> int | None:

@@ -44,6 +44,8 @@ INDUCTOR = {
     # mtpc captures the whole step; Inductor's own graphs would copy its inputs.
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
+    # Rows of a product are few, and padding them to a multiple of eight is a launch of its own.
+    "shape_padding": False,
 }
 """Inductor's options for a step."""
 ALIGNMENT = 16
@@ -147,7 +149,7 @@ def open_cuda(
 
     check_device()
     # Imported after the check, so that a machine without a GPU gets the message about the GPU.
-    from mtpc.backends.triton_kernels import invariantly, triton_bindings
+    from mtpc.backends.triton_kernels import early_bindings, invariantly, triton_bindings
 
     bindings: list[Binding] = []
     if torch.version.hip and not batch_invariant:
@@ -155,6 +157,7 @@ def open_cuda(
         bindings += found.bindings
         report(found.message)
     from mtpc.backends.triton_kernels.loading import CodeObjects, device_target, loaded_bindings
+    from mtpc.backends.triton_kernels.plans import early_in_few_rows
     from mtpc.backends.triton_kernels.trial import DeviceTimer, device_name
     from mtpc.backends.triton_kernels.tuning import Tuner
 
@@ -162,11 +165,12 @@ def open_cuda(
     objects = CodeObjects(store, target) if store and target else None
     configure: Configure = invariantly
     if not batch_invariant:
-        configure = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
+        tuner = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
+        configure = early_in_few_rows(tuner)
     bindings += loaded_bindings(objects, configure)
-    # Inductor does not let a launch begin early.
-    is_early = target is not None and begins_early(target.vendor, target.arch)
-    bindings += triton_bindings(configure, "mtpc_loaded" if is_early else "mtpc_triton")
+    if not batch_invariant and target and begins_early(target.vendor, target.arch):
+        bindings += early_bindings(configure)
+    bindings += triton_bindings(configure)
     graphs = TorchGraphs(device)
     return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
 

@@ -68,14 +68,33 @@ def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
     }
 
 
-def triton_bindings(
-    configure: Configure = by_default, namespace: str = "mtpc_triton"
-) -> tuple[Binding, ...]:
+def early_bindings(configure: Configure) -> tuple[Binding, ...]:
+    """A candidate for each operator that has kernels, for steps whose launches may begin early.
+    Inductor would not let them.
+
+    Args:
+        configure: chooses how each is run; `plans.early_in_few_rows` of one.
+
+    Raises:
+        BackendError: there is no Triton.
+    """
+    load_kernels()
+    from mtpc.backends.triton_kernels.plans import has_early_launches
+
+    def limit(node: fx.Node, graph: StepGraph) -> str | None:
+        return refuses(node, graph) if has_early_launches(graph) else "its step has many rows"
+
+    return tuple(
+        Binding("triton", reference, target, limit, expected=False, configure=configure)
+        for reference, target in kernel_table("mtpc_loaded").items()
+    )
+
+
+def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     """A candidate for each operator that has kernels.
 
     Args:
         configure: chooses how each is run.
-        namespace: of the operators, as of `kernel_table`.
 
     Raises:
         BackendError: there is no Triton.
@@ -83,7 +102,7 @@ def triton_bindings(
     load_kernels()
     return tuple(
         Binding("triton", reference, target, refuses, configure=configure)
-        for reference, target in kernel_table(namespace).items()
+        for reference, target in kernel_table().items()
     )
 
 
@@ -103,6 +122,7 @@ def refuses(node: fx.Node, graph: StepGraph) -> str | None:
 
 __all__ = [
     "ELEMENTS",
+    "early_bindings",
     "invariantly",
     "kernel_table",
     "load_kernels",

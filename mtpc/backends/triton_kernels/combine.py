@@ -1,8 +1,8 @@
-"""Splits of an attention: how many there are, and how they are joined, one after another.
+"""Splits of an attention: how many there are, and how they are joined.
 
-Whether a program has one split, and `combine` joins them, or a program goes through all of them
-itself, the bits of a row are the same: split by split the same numbers are added, and all factors
-are powers of two (`tiles.fade_in`).
+With `batch_invariant`, a program may have one split, and `combine` joins them; or a program goes
+through all of them. The bits of a row are the same: split by split the same numbers are added, and
+all factors are powers of two (`tiles.fade_in`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class Splits:
             context of few blocks has as many splits that have any as it has blocks.
         each: splits of a program, 1 or all.
         is_direct: whether programs, which have all splits, write results; nothing is left to join.
+        in_order: whether splits are added one after another, as such programs do.
     """
 
     count: int
     each: int
     is_direct: bool
+    in_order: bool
 
     @property
     def programs(self) -> int:
@@ -83,7 +85,7 @@ def splits_for(
         count = max(count, min(waves * _PROGRAMS // programs, blocks // _LONG))
     count = max(1, min(count, most, _MAX_SPLITS))
     has_many = alone > 0 and (programs >= _PROGRAMS // 2 or count * nbytes > _SCRATCH)
-    return Splits(count, count if has_many else 1, has_many or count == 1)
+    return Splits(count, count if has_many else 1, has_many or count == 1, alone > 0)
 
 
 @triton.jit
@@ -91,6 +93,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
     R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, ALL_ON: tl.constexpr, AT_ONCE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """acc [S, T, N, DV] and stats [S, T, N, 2] (peak, total) -> out [T, N, DV]."""
@@ -131,10 +134,14 @@ def combine_kernel(  # type: ignore[no-untyped-def]
             tl.broadcast_to((weights * factors)[:, None], held.shape),
             sums * factors[:, None],
         )
-        for i in tl.static_range(AT_ONCE):  # In order, as programs add that have all splits.
-            is_next = (lane == i)[:, None]
-            total += tl.sum(tl.where(is_next, weights, 0.0), 0)
-            acc += tl.sum(tl.where(is_next, sums, 0.0), 0)
+        if IN_ORDER:  # As programs add that have all splits.
+            for i in tl.static_range(AT_ONCE):
+                is_next = (lane == i)[:, None]
+                total += tl.sum(tl.where(is_next, weights, 0.0), 0)
+                acc += tl.sum(tl.where(is_next, sums, 0.0), 0)
+        else:
+            total += tl.sum(weights, 0)
+            acc += tl.sum(sums, 0)
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
@@ -150,6 +157,7 @@ def combine_launches(
     lengths: tuple[Tensor, Tensor] | None,
     out: Tensor,
     sinks: Tensor | None,
+    in_order: bool = False,
 ) -> list[Launch]:
     """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D].
 
@@ -160,6 +168,7 @@ def combine_launches(
             are zeros. None: stats say of every row what it attends to.
         out: written whole.
         sinks: [N] or None.
+        in_order: as of `Splits`.
     """
     splits, num_tokens, heads, dim = acc.shape
     seq_lens, starts = lengths or (stats, stats)
@@ -173,6 +182,7 @@ def combine_launches(
         DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
         ALL_ON=lengths is None, AT_ONCE=min(_AT_ONCE, power_of_two(splits)),
+        IN_ORDER=in_order,
     )  # fmt: skip
     grid = (num_tokens, heads, -(-dim // block))
     return [Launch(combine_kernel, grid, arguments, constants, threads=32)]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from mtpc.backends.triton_kernels.early import EARLY
 from mtpc.backends.triton_kernels.launch import Change, Launch
 from mtpc.errors import BackendError
 
@@ -84,16 +85,20 @@ def all_configured(launches: Iterable[Launch]) -> list[tuple[Launch, bool]]:
 
 
 def apply_configs(launches: list[Launch], configs: str) -> list[Launch]:
-    """An op's launches as its argument `configs` says: "KERNEL:NAME=VALUE,...;KERNEL:...".
+    """An op's launches as its argument `configs` says: "KERNEL:NAME=VALUE,...;KERNEL:...;early".
 
-    Kernels that it does not name run by default.
+    Kernels that it does not name run by default. With "early", launches may begin early.
 
     Raises:
         BackendError: it names a kernel that is not launched, or what is no configuration of one.
     """
     if not configs:
         return launches
-    parts = [_PART.fullmatch(part) for part in configs.split(";")]
+    words = configs.split(";")
+    if EARLY in words:
+        words.remove(EARLY)
+        launches = [replace(launch, early=True) for launch in launches]
+    parts = [_PART.fullmatch(word) for word in words]
     wanted = {part[1]: part[2] for part in parts if part}
     unknown = wanted.keys() - {launch.name for launch in launches}
     if unknown or not all(parts):

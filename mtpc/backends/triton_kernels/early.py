@@ -7,7 +7,7 @@ have ended. What comes before it in a kernel may use weights alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -15,6 +15,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mtpc.backends.targets import begins_early
 
+if TYPE_CHECKING:
+    from mtpc.backends.triton_kernels.launch import Launch
+
+EARLY = "early"
+"""The word in a call's `configs` by which its launches may begin early."""
 _PARAMETER, _OPTION = "EARLY", "launch_pdl"
 
 
@@ -27,16 +32,16 @@ def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
         gdc_wait()
 
 
-def early_constants(kernel: Any, device: tuple[str, str] | None) -> dict[str, bool]:
+def early_constants(launch: Launch, device: tuple[str, str] | None) -> dict[str, bool]:
     """The constant EARLY of a kernel that has it.
 
     Args:
-        kernel: the `triton.jit` function.
-        device: vendor and architecture, as of a `Target`; None: nothing is launched there.
+        launch: may begin early or not.
+        device: vendor and architecture, as of a `Target`; None: Triton does not launch it.
     """
-    if _PARAMETER not in kernel.arg_names:
+    if _PARAMETER not in launch.kernel.arg_names:
         return {}
-    return {_PARAMETER: device is not None and begins_early(*device)}
+    return {_PARAMETER: launch.early and device is not None and begins_early(*device)}
 
 
 def early_options(constants: dict[str, Any]) -> dict[str, Any]:

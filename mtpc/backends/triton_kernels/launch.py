@@ -80,6 +80,8 @@ class Launch:
             the least.
         num_stages: depth of software pipelining.
         choice: how else it may be run.
+        early: whether it may begin before the launch before it has ended, if its kernel and the
+            device can do that (`early`).
     """
 
     kernel: Any
@@ -89,6 +91,7 @@ class Launch:
     threads: int = 256
     num_stages: int = 2
     choice: Choice = NO_CHOICE
+    early: bool = False
 
     @property
     def name(self) -> str:
@@ -110,13 +113,13 @@ def run(launches: Iterable[Launch]) -> None:
         kernel, device = launch.kernel, None
         if not any(map(_is_traced, launch.arguments.values())):
             options |= FUSION
-            device = None if is_interpreted(kernel) else _device()
+            device = _device() if launch.early and not is_interpreted(kernel) else None
         elif is_interpreted(kernel):
             continue  # The interpreter would read them; compiled kernels know what fake is.
         else:
             # Not with FUSION, nor early: Inductor compiles them, by options of its own.
             kernel = wrap_triton(kernel)
-        constants = {**launch.constants, **early_constants(launch.kernel, device)}
+        constants = {**launch.constants, **early_constants(launch, device)}
         options |= early_options(constants)
         kernel[launch.grid](**launch.arguments, **constants, **options)
 

@@ -7,8 +7,6 @@ rotary part is a dot product of its own, so that 512 + 64 is not padded to 1024.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -140,8 +138,6 @@ def latent_attention(
     most, nbytes = -(-blocks * page_size // block_n), 4 * num_tokens * heads * rank
     busy = num_reqs * -(-rows_hint // tile_rows) * head_blocks
     splits = splits_for(busy, most, alone, nbytes)
-    if not batch_invariant:
-        splits = replace(splits, is_direct=False)  # The tile of many heads would spill.
     acc, stats, out = splits.tensors(q, rank)
     arguments = dict(
         q_ptr=q, cache_ptr=cache, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
@@ -162,4 +158,5 @@ def latent_attention(
     attend = Launch(latent_attention_kernel, grid, arguments, constants, 128, choice=choice)
     if splits.is_direct:
         return [attend], out
-    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, None)], out
+    lengths = seq_lens, starts
+    return [attend, *combine_launches(acc, stats, lengths, out, None, splits.in_order)], out

@@ -45,13 +45,9 @@ NVIDIA."""
 _WAVES = 4
 """See `splits_for`."""
 
-_CHOICE = Choice(
-    (
-        Change(threads=128, bounded=("BLOCK_M", "BLOCK_DV"), bound=4096),
-        Change(factors={"BLOCK_N": 0.5}),
-        Change(num_stages=3),
-    )
-)
+_FEW = 4096
+"""Sums of a program, at most, that 128 threads hold. On an H100 they are faster than 256."""
+_CHOICE = Choice((Change(threads=256), Change(factors={"BLOCK_N": 0.5}), Change(num_stages=3)))
 
 
 @triton.jit
@@ -182,7 +178,9 @@ def paged_attention(
         R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(paged_attention_kernel, q, v),
     )  # fmt: skip
     grid = (tiles, kv_heads, splits.programs)
-    attend = Launch(paged_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256
+    attend = Launch(paged_attention_kernel, grid, arguments, constants, threads, choice=_CHOICE)
     if splits.is_direct:
         return [attend], out
-    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks)], out
+    lengths = seq_lens, starts
+    return [attend, *combine_launches(acc, stats, lengths, out, sinks, splits.in_order)], out
