@@ -18,8 +18,14 @@ from matplotlib.figure import Figure
 from benchmarks.harness import command
 from benchmarks.harness.results import Record
 
-SHADES = {"second": "#8fb2bf", "third": "#1f6f8b"}
-LABELS = {"second": "first kernels", "third": "kernels for few rows"}
+SHADES = {"second": "#c3d5dc", "third": "#7fa9b8", "fifth": "#1f6f8b"}
+LABELS = {
+    "second": "first kernels",
+    "third": "kernels for few rows",
+    "fifth": "launches begin early",
+}
+LAST = "fifth"
+"""The run whose attention is drawn."""
 LIMIT = "#2b2b2b"
 
 Row = Mapping[str, Any]
@@ -45,18 +51,22 @@ def _figure(record: Record) -> Figure:
 
 def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
     """The least time on the device of each shape's plain step, by run."""
-    plain = [r for r in rows if r["part"] in ("speed", "profile") and r["spec_tokens"] == 0]
+    plain = [
+        row for row in rows
+        if row["part"] in ("speed", "profile") and row["spec_tokens"] == 0 and row["batch"] == 1
+    ]  # fmt: skip
     shapes = list(dict.fromkeys(row["shape"] for row in plain))
     for number, (run, colour) in enumerate(SHADES.items()):
         for place, shape in enumerate(shapes):
             of_case = [r for r in plain if (r["shape"], r["run"]) == (shape, run)]
             if of_case:
                 best = min(of_case, key=lambda row: float(row["ms_device"]))
-                at = place + 0.4 * number - 0.2
-                label = LABELS[run] if place == 0 else None
-                axes.bar(at, best["ms_device"], 0.38, color=colour, label=label)
+                at = place + 0.28 * (number - 1)
+                seen = axes.get_legend_handles_labels()[1]
+                label = None if LABELS[run] in seen else LABELS[run]
+                axes.bar(at, best["ms_device"], 0.26, color=colour, label=label)
                 floor = best["step_bytes"] / (1e6 * best["copy_gb_s"])
-                axes.hlines(floor, at - 0.19, at + 0.19, color=LIMIT)
+                axes.hlines(floor, at - 0.13, at + 0.13, color=LIMIT)
     axes.set_xticks(range(len(shapes)), shapes)
     axes.set_ylabel("ms on the device (line: its weights' bytes)")
     axes.set_title("A decode step of one request, K = 0")
@@ -68,7 +78,8 @@ def _draw_attention(rows: Sequence[Row], axes: Axes) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         sizes = re.search(r"batch (\d+), (\d+) tokens", row["shape"])
-        if row["part"] == "time" and sizes:
+        is_drawn = row["run"] == LAST and "batch_invariant" not in row["engine"]
+        if row["part"] == "time" and sizes and is_drawn:
             rows_each = int(row["batch"]) // int(sizes[1])
             name = f"{row['engine']}, {sizes[1]} x {rows_each} rows"
             lines.setdefault(name, []).append((int(sizes[2]), 100 * row["of_bandwidth"]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
+from mtpc.backends.triton_kernels.early import early_constants, early_options
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import plan
@@ -111,7 +113,7 @@ def launches() -> list[Launch]:
         plan("row_max", new(8, 9000)[:, :8500]),
         plan("sinkhorn", new(8, 4, 4, dtype=float32), 20, 1e-6),
     ]
-    return [launch for plan, _ in made for launch in plan]
+    return [replace(launch, early=True) for plan, _ in made for launch in plan]
 
 
 def prepare(launch: Launch, target: Target) -> bool:
@@ -122,13 +124,16 @@ def prepare(launch: Launch, target: Target) -> bool:
         hits.append(cache_hit)
 
     triton.knobs.compilation.listener = listen
+    early = early_constants(launch, (target.vendor, target.arch))
     launch.kernel.run(
         grid=launch.grid,
         warmup=True,
         **launch.arguments,
         **launch.constants,
+        **early,
         num_warps=max(1, launch.threads // target.warp_size),
         num_stages=launch.num_stages,
+        **early_options(early),
     )
     # A launch that was prepared before is asked of nobody.
     return all(hits)

@@ -155,7 +155,8 @@ def latent_attention(
     )  # fmt: skip
     grid = (tiles, head_blocks, splits.programs)
     choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
-    attend = Launch(latent_attention_kernel, grid, arguments, constants, 128, choice=choice)
+    threads = 128 if splits.each == 1 else 256  # Joining splits takes registers.
+    attend = Launch(latent_attention_kernel, grid, arguments, constants, threads, choice=choice)
     if splits.is_direct:
         return [attend], out
     lengths = seq_lens, starts
