@@ -191,7 +191,7 @@ def test_latent_attention(heads: int, is_folded: bool, monkeypatch: pytest.Monke
 
 def test_splits_follow_from_the_longest_context() -> None:
     """For one row as for a prompt; without the option a prompt has fewer."""
-    batch = make_batch([(2000, 300)], heads=(4, 2))
+    batch = make_batch([(2000, 600)], heads=(8, 8))
     one, options = batch.only(0, 1), dict(scale=0.3, sliding_window=0, softcap=0.0, sinks=None)
 
     def splits(batch: Batch, configs: str) -> int:

@@ -64,10 +64,10 @@ def kernel_store(tmp_path_factory: pytest.TempPathFactory) -> EntryStore:
     return EntryStore(root)
 
 
-def _may_spill(launch: Launch) -> bool:
-    """Latent attention's wide tiles: a device that measures one which spills would not choose it,
-    nor can it choose one that is too large."""
-    return launch.constants.get("TILE_HEADS", 0) * launch.constants.get("TILE_ROWS", 0) > 16
+def _must_fit(launch: Launch, is_default: bool) -> bool:
+    """Not what latent attention has for Hopper: a device that measures a configuration which spills
+    would not choose it, nor can it choose one that is too large."""
+    return is_default or launch.name != "latent_attention_kernel"
 
 
 @pytest.mark.parametrize("target", EACH_TARGET, ids=lambda target: target.name)
@@ -77,7 +77,7 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
 ) -> None:
     with FakeTensorMode():
         launches = shipped()
-    wanted = [x for x, _ in all_configured(launches) if not _may_spill(x)]
+    wanted = [x for x, default in all_configured(launches) if _must_fit(x, default)]
     made = cross_compile(wanted, target, kernel_store)
     assert {m.kernel for m in made} == {launch.name for launch in launches}
     assert len(made) >= len(wanted)
@@ -88,13 +88,13 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
         assert kernel.resources.spills <= SPILLS[target.vendor], kernel
 
 
-def test_wide_tiles_of_latent_attention_fit_where_they_are_fast(kernel_store: EntryStore) -> None:
-    """DeepSeek-V3's heads, 64 requests: on an H100 such tiles take a third of the time."""
+def test_what_latent_attention_has_for_hopper_fits_there(kernel_store: EntryStore) -> None:
+    """DeepSeek-V3's heads, 64 requests: wide tiles, and fewer threads."""
     with FakeTensorMode():
         launches = mla(64, 1)
-    wide = [x for x, _ in all_configured(launches) if _may_spill(x)]
-    assert len(wide) == 2
-    for kernel in cross_compile(wide, TARGETS["cuda:90"], kernel_store):
+    others = [x for x, default in all_configured(launches) if not _must_fit(x, default)]
+    assert len(others) == 4
+    for kernel in cross_compile(others, TARGETS["cuda:90"], kernel_store):
         assert kernel.resources.shared_bytes <= TARGETS["cuda:90"].shared_bytes
 
 

@@ -101,7 +101,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first = token.to(tl.int64) * heads + head
     row = heads.to(tl.int64) * num_tokens
-    # No load waits for another, so those of rows that are off find what happens to be there.
+    # No load waits for another. What rows that are off find is left out when it is there.
     on = True
     if not ALL_ON:
         reqs = tl.arange(0, R_PAD)
@@ -125,6 +125,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         own, there = first + (begin + lane) * row, begin + lane < SPLITS
         mine = tl.load(stats_ptr + 2 * own, mask=there, other=float("-inf"))
         weights = tl.load(stats_ptr + 2 * own + 1, mask=there, other=0.0)
+        mine, weights = tl.where(on, mine, float("-inf")), tl.where(on, weights, 0.0)
         held = there[:, None] & (dv < DV)[None]
         sums = tl.load(acc_ptr + (own * DV)[:, None] + dv[None], mask=held, other=0.0)
         # Where nothing was seen, nothing was written. NaN too must reach the logits.
@@ -147,7 +148,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks_ptr + head)
     each = tl.zeros([BLOCK_DV], tl.float32)
     out = attended(peak + each, total, acc[:, None], sink + each, HAS_SINKS)
-    out = tl.where(on, out, 0.0).to(out_ptr.dtype.element_ty)
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (first * DV + dv)[:, None], out, mask=(dv < DV)[:, None])
 
 
