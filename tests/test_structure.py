@@ -220,7 +220,8 @@ LINES = {
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
     # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
     # Products and sums that do not depend on other rows (`batch_invariant`).
-    "backends": 10100,
+    # Launches that begin early; rows that are packed are looked at.
+    "backends": 10450,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a

@@ -89,6 +89,27 @@ def splits_for(
 
 
 @triton.jit
+def _is_on(reqs, ends, lens, num_reqs, token):  # type: ignore[no-untyped-def]
+    """Whether a row is of a request that is on."""
+    request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
+    return tl.sum(tl.where(reqs == request, lens, 0)) > 0
+
+
+@triton.jit
+def _add(  # type: ignore[no-untyped-def]
+    total, acc, weights, sums, lane, AT_ONCE: tl.constexpr, IN_ORDER: tl.constexpr
+):
+    """Weights and sums [splits, columns] added to total and acc [columns]."""
+    if IN_ORDER:  # As programs add that have all splits.
+        for i in tl.static_range(AT_ONCE):
+            is_next = (lane == i)[:, None]
+            total += tl.sum(tl.where(is_next, weights, 0.0), 0)
+            acc += tl.sum(tl.where(is_next, sums, 0.0), 0)
+        return total, acc
+    return total + tl.sum(weights, 0), acc + tl.sum(sums, 0)
+
+
+@triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
     acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
@@ -107,8 +128,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         reqs = tl.arange(0, R_PAD)
         ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
         lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-        request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
-        on = tl.sum(tl.where(reqs == request, lens, 0)) > 0
+        on = _is_on(reqs, ends, lens, num_reqs, token)
     s = tl.arange(0, S_PAD)
     at = stats_ptr + 2 * (first + s * row)
     peaks = tl.load(at, mask=s < SPLITS, other=float("-inf"))
@@ -135,14 +155,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
             tl.broadcast_to((weights * factors)[:, None], held.shape),
             sums * factors[:, None],
         )
-        if IN_ORDER:  # As programs add that have all splits.
-            for i in tl.static_range(AT_ONCE):
-                is_next = (lane == i)[:, None]
-                total += tl.sum(tl.where(is_next, weights, 0.0), 0)
-                acc += tl.sum(tl.where(is_next, sums, 0.0), 0)
-        else:
-            total += tl.sum(weights, 0)
-            acc += tl.sum(sums, 0)
+        total, acc = _add(total, acc, weights, sums, lane, AT_ONCE, IN_ORDER)
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)

@@ -37,6 +37,15 @@ def _fetch(addresses):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _ask(at, up, K: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Fetch the first lines of rows, and of those that are `up` further on."""
+    lines = at + tl.minimum(tl.arange(0, AHEAD) * _LINE, K - 1)[None, None]
+    _fetch(lines.to(tl.int64))
+    if GATED:
+        _fetch((lines + up).to(tl.int64))
+
+
+@triton.jit
 def skinny_kernel(  # type: ignore[no-untyped-def]
     x_ptr, added_ptr, norm_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr, x_row, added_row,
     ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -50,10 +59,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS_PAD)[:, None, None]
     at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :, None] * K
     if EARLY:
-        lines = at + tl.minimum(tl.arange(0, AHEAD) * _LINE, K - 1)[None, None]
-        _fetch(lines.to(tl.int64))
-        if GATED:
-            _fetch((lines + N * K).to(tl.int64))
+        _ask(at, N * K, K, AHEAD, GATED)
     await_launches(EARLY)
     sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)
     up_sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)

@@ -19,9 +19,9 @@ def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
 
 
 @triton.jit
-def locate(reqs, begins, ends, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's request, the request's first flat row and number of rows, and the first of
-    its rows in this tile (past them: nothing to do).
+def locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's request, the request's first flat row, number of rows and length, and the
+    first of its rows in this tile (past them: nothing to do).
 
     Takes loaded values, not the pointer: Inductor's analysis takes a pointer that goes into a
     function for one that is written, and would copy the tensor before each launch.
@@ -31,7 +31,8 @@ def locate(reqs, begins, ends, num_reqs, TILE_ROWS: tl.constexpr):  # type: igno
     request = tl.sum(((reqs < num_reqs) & (tiles <= tile)).to(tl.int32)) - 1
     start = tl.sum(tl.where(reqs == request, begins, 0)).to(tl.int32)
     rows = tl.sum(tl.where(reqs == request, ends, 0)).to(tl.int32) - start
-    return request, start, rows, (tile - start // TILE_ROWS - request) * TILE_ROWS
+    length = tl.sum(tl.where(reqs == request, lens, 0)).to(tl.int32)
+    return request, start, rows, length, (tile - start // TILE_ROWS - request) * TILE_ROWS
 
 
 @triton.jit
@@ -86,8 +87,11 @@ def exact_power(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def join(peak, total, acc, peak_b, total_b, acc_b):  # type: ignore[no-untyped-def]
-    """Two splits as one: peaks and totals [rows], sums [rows, columns]."""
+def join(peak, total, acc, peak_b, total_b, acc_b, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two splits as one: peaks and totals [rows], sums [rows, columns]. The second one, where a
+    program has but one of them."""
+    if EACH == 1:
+        return peak_b, total_b, acc_b
     new_peak = tl.maximum(peak, peak_b)
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     a, b = exact_power(peak - shift), exact_power(peak_b - shift)

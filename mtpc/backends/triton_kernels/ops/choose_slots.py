@@ -56,8 +56,8 @@ def score_positions_kernel(  # type: ignore[no-untyped-def]
     reqs = tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, row = locate(reqs, begins, ends, num_reqs, 1)
-    length = tl.load(lens_ptr + request).to(tl.int32)
+    lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, length, row = locate(reqs, begins, ends, lens, num_reqs, 1)
     visible = tl.minimum(length - rows + row + 1, context)
     first = tl.program_id(1) * BLOCK_N
     if (row >= rows) | (length <= 0) | (visible <= COUNT) | (first >= visible):
@@ -103,8 +103,8 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
     reqs = tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, row = locate(reqs, begins, ends, num_reqs, 1)
-    length = tl.load(lens_ptr + request).to(tl.int32)
+    lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
+    request, start, rows, length, row = locate(reqs, begins, ends, lens, num_reqs, 1)
     visible = tl.minimum(length - rows + row + 1, context)
     if (row >= rows) | (length <= 0) | (visible <= 0):
         return

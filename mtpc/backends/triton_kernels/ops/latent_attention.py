@@ -69,8 +69,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
-    length = tl.sum(tl.where(reqs == request, lens, 0)).to(tl.int32)
+    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS)
     if (first >= rows) | (length <= 0):
         return
     lane = tl.arange(0, TILE_ROWS * TILE_HEADS)
@@ -99,10 +98,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
             scores = (dot(q, tl.trans(latent), WIDEN) + dot(q_rope, rope, WIDEN)) * SCALE
             weights, fade, peak_b, total_b = fade_in(scores, visible, peak_b, total_b, 0.0)
             acc_b = acc_b * fade[:, None] + dot(weights.to(latent.dtype), latent, WIDEN)
-        if EACH > 1:
-            peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
-        else:
-            peak, total, acc = peak_b, total_b, acc_b
+        peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b, EACH)
     own = (split * num_tokens + start + row) * HEADS + head
     if DIRECT:  # The only split of the grid is 0.
         found = attended(peak, total, acc, total, False)

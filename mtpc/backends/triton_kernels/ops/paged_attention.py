@@ -85,14 +85,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, first = locate(reqs, begins, ends, num_reqs, TILE_ROWS)
-    length = tl.sum(tl.where(reqs == request, lens, 0)).to(tl.int32)
+    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS)
     if (first >= rows) | (length <= 0):
         return
     lane = tl.arange(0, BLOCK_M)
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
-    live = (row < rows) & (lane < TILE_ROWS * GROUP)
-    position = length - rows + row
+    live, position = (row < rows) & (lane < TILE_ROWS * GROUP), length - rows + row
     own = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
     peak, total, acc = nothing(BLOCK_M, BLOCK_DV)
     lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split,
@@ -119,10 +117,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             visible = visible & ((WINDOW <= 0) | (key[None] > position[:, None] - WINDOW))
             peak_b, total_b, acc_b = _attend(q, k_at, v_at, inside, visible, peak_b, total_b, acc_b,
                                              D, DV, SCALE, SOFTCAP, WIDEN)  # fmt: skip
-        if EACH > 1:
-            peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b)
-        else:
-            peak, total, acc = peak_b, total_b, acc_b
+        peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b, EACH)
     place = own.to(tl.int64) * DV
     if DIRECT:  # The only split of the grid is 0.
         sinks = tl.load(sinks_ptr + head, mask=live & HAS_SINKS, other=0.0).to(tl.float32)
