@@ -15,15 +15,16 @@ from mtpc.ops.ragged import keep_rows
 from mtpc.weights.packing import fill_packed, unpack
 
 
-@torch.library.custom_op("mtpc::pack", mutates_args=("packed",))
-def pack(weight: Tensor, packed: Tensor) -> None:
+@torch.library.custom_op("mtpc::pack", mutates_args=("packed", "finite"))
+def pack(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
     """Write the packed form of a weight to given memory.
 
     Args:
         weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
         packed: [..., ceil(N / 32), K / g, 32, g] of weight's dtype, see `mtpc.weights.packing`.
+        finite: bool [1], which becomes False if the weight holds NaN or infinity.
     """
-    fill_packed(weight, packed)
+    fill_packed(weight, packed, finite)
 
 
 @torch.library.custom_op("mtpc::packed_linear", mutates_args=())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -32,6 +33,7 @@ from mtpc.weights.recipes import (
     Rows,
     make,
     names,
+    packs_all,
     parts_read,
     rows_in_place,
     substitute,
@@ -241,34 +243,41 @@ class WeightSource:
             self._dtypes |= dtypes
             made = self._maker.make(recipe)
         else:
-            early = take_early(recipe, self._checkpoint.meta_tensor)
-            tensors = {
-                next(names(part)): self._read(part, dtypes[next(names(part))])
-                for part in parts_read(early)
-            }
-            view = rows_in_place(early)
-            made = (
-                make(early, tensors.__getitem__, self._fill)
-                if view is None
-                else tensors[next(names(early))][slice(*view)]
-            )
+            made = self._make_plain(take_early(recipe, self._checkpoint.meta_tensor), dtypes)
+        in_map = isinstance(recipe, str) and self._stays_in_map(recipe, made)
+        if in_map:
+            del made  # The next weights are read into its memory.
         # A copy needs its parts no longer. Of an embedding a step reads a few rows.
         for name in dtypes:
             self._checkpoint.release(name)
-        return self._in_map(recipe, made) if isinstance(recipe, str) else made
+        return self._checkpoint.tensor(str(recipe)) if in_map else made
 
-    def _in_map(self, name: str, read: Tensor) -> Tensor:
-        """A weight that steps read as it is stored: a large one in the memory map of its file."""
-        checkpoint = self._checkpoint
-        if read.nbytes < _IN_MAP_BYTES or not checkpoint.is_plain(name):
-            return read
-        in_map = checkpoint.tensor(name)
-        return in_map if in_map.dtype == read.dtype else read
+    def _make_plain(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """Make a weight that is not grouped, and check what it is made of."""
+        packs = packs_all(recipe)
+        tensors = {name: self._read(name, dtypes[name]) for name in names(recipe)}
+        if not packs:
+            self._look(recipe, tensors)
+        view, finite = rows_in_place(recipe), torch.ones(1, dtype=torch.bool)
+        if view is not None:
+            return tensors[next(names(recipe))][slice(*view)]
+        made = make(recipe, tensors.__getitem__, partial(self._fill, finite=finite))
+        if packs and not finite:
+            self._look(recipe, tensors)
+        return made
+
+    def _stays_in_map(self, name: str, read: Tensor) -> bool:
+        """Whether a weight that steps read as it is stored is one in its file's memory map."""
+        if read.nbytes < _IN_MAP_BYTES or not self._checkpoint.is_plain(name):
+            return False
+        return self._checkpoint.meta_tensor(name).dtype == read.dtype
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight that is stored in this form as its codes; any other is rounded to them."""
         if self._checkpoint.specs.get(name) != spec:
-            return quantised_rows(self._read(name, self._dtypes[name]), spec)
+            plain = self._read(name, self._dtypes[name])
+            self._look(name, {name: plain})
+            return quantised_rows(plain, spec)
         stored = self._checkpoint.grouped(name)
 
         def read(start: int, stop: int) -> GroupedWeight:
@@ -314,15 +323,17 @@ class WeightSource:
         bad = {next(names(part)): None for part, finite in self._finite.items() if not finite}
         refuse_not_finite([*bad], str(self._checkpoint.directory))
 
-    def _read(self, part: str | Rows, dtype: torch.dtype) -> Tensor:
-        """The tensor of which a part is read; the part is checked now, while caches have it."""
-        tensor = self._checkpoint.tensor(next(names(part))).to(dtype)
-        if part not in self._finite:
-            looked = [tensor]
-            if isinstance(part, Rows):
-                looked = [tensor.narrow(part.dim, a, b - a) for a, b in part.runs]
-            self._finite[part] = all(map(is_finite, looked))
-        return tensor
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._checkpoint.tensor(name).to(dtype)
+
+    def _look(self, recipe: Recipe, tensors: Mapping[str, Tensor]) -> None:
+        """Check what a recipe reads of tensors, but for what was checked before."""
+        for part in parts_read(recipe):
+            if part not in self._finite:
+                looked = [tensors[next(names(part))]]
+                if isinstance(part, Rows):
+                    looked = [looked[0].narrow(part.dim, a, b - a) for a, b in part.runs]
+                self._finite[part] = all(map(is_finite, looked))
 
 
 def _stored_recipe(name: str, record: StepRecord) -> Recipe | None:

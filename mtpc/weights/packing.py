@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ _HUGE_PAGE = 2 << 20
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag of that name, which Python knows since 3.13; this is its value on x86 and ARM."""
 
-Fill = Callable[[Tensor, Tensor], None]
-"""(weight, packed) packs a weight into given memory: `fill_packed`, or a kernel that does it."""
+
+class Fill(Protocol):
+    """Packs a weight into given memory: `fill_packed`, or a kernel that does it."""
+
+    def __call__(self, weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
+        """See `fill_packed`."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -60,8 +65,17 @@ def count_tiles(features: int) -> int:
     return -(-features // TILE)
 
 
-def fill_packed(weight: Tensor, packed: Tensor) -> None:
-    """Pack a weight into given memory; see `pack`. A cpu kernel does the same faster."""
+def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
+    """Pack a weight into given memory; see `pack`. A cpu kernel does the same faster.
+
+    Args:
+        weight: as there.
+        packed: the memory, of the shape that `pack` gives.
+        finite: bool [1], which becomes False if the weight holds NaN or infinity. A kernel that
+            packs has every value at hand.
+    """
+    if finite is not None:
+        finite.logical_and_(weight.isfinite().all())
     *stack, features, _ = weight.shape
     whole, rest = divmod(features, TILE)
     groups, to = _groups(weight), packed.flatten(-2).view(torch.int32)

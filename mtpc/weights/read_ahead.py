@@ -7,6 +7,7 @@ fault for every few pages.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -23,6 +24,8 @@ from mtpc.weights.packing import map_memory
 
 _BLOCK_BYTES = 16 << 20
 """Of one call of the system."""
+_OWN_BYTES = 2 << 20
+"""A smaller span gets memory of its own: steps may keep it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,50 @@ class Span:
     nbytes: int
 
 
+class _Arena:
+    """Memory that large spans use in turn: the lowest that is free, because new memory is slow.
+
+    Only one thread takes. Memory is given back where its last view ends, in any thread.
+
+    Args:
+        nbytes: of all of it.
+    """
+
+    def __init__(self, nbytes: int):
+        self._memory, self._end = map_memory(max(nbytes, mmap.PAGESIZE)), nbytes
+        self._taken = dict[int, int]()
+        self._given_back = list[int]()
+
+    def take(self, size: int) -> memoryview | None:
+        """So many bytes, a multiple of a page; None if there are not as many side by side."""
+        self._settle()
+        begin = 0
+        for start, end in sorted(self._taken.items()):
+            if start - begin >= size:
+                break
+            begin = end
+        if begin + size > self._end:
+            return None
+        self._taken[begin] = begin + size
+        view = memoryview(self._memory)[begin : begin + size]
+        weakref.finalize(view, self._given_back.append, begin)
+        return view
+
+    def close(self) -> None:
+        """Give back what nobody uses now: a view that lives on keeps the address of all."""
+        self._settle()
+        begin = 0
+        for start, end in [*sorted(self._taken.items()), (self._end, self._end)]:
+            if start > begin and hasattr(mmap, "MADV_DONTNEED"):
+                with contextlib.suppress(OSError):  # A failure only costs memory.
+                    self._memory.madvise(mmap.MADV_DONTNEED, begin, start - begin)
+            begin = end
+
+    def _settle(self) -> None:
+        while self._given_back:
+            del self._taken[self._given_back.pop()]
+
+
 class ReadAhead:
     """Spans of files, read by one thread in their order. A context manager, which ends the thread.
 
@@ -54,8 +101,9 @@ class ReadAhead:
         fit = (span for span in wanted if 0 < span.nbytes <= largest)
         self._waiting = OrderedDict.fromkeys(fit)
         self._limit, self._held = limit, 0
+        most = max((span.nbytes for span in self._waiting), default=0)
+        self._arena = _Arena(_pages(2 * limit + most))
         self._read: dict[Span, Future[memoryview]] = {}
-        self._used: dict[int, list[mmap.mmap]] = {}
         self._files: dict[Path, int] = {}
         self._thread = ThreadPoolExecutor(1, "mtpc-read-ahead")
 
@@ -72,6 +120,7 @@ class ReadAhead:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+        self._arena.close()
 
     def take(self, span: Span) -> tuple[memoryview, int] | None:
         """Memory with a span, and where it begins there; None of one that is not wanted, or again.
@@ -116,18 +165,16 @@ class ReadAhead:
         """Memory with the pages of a file that a span is in. Runs in the thread."""
         first = span.begin // mmap.PAGESIZE * mmap.PAGESIZE
         needed = span.begin + span.nbytes - first
-        size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Touching new memory takes longer than reading a file: layers repeat, and so do sizes.
-        used = self._used.setdefault(size, [])
-        memory = used.pop() if used else map_memory(size)
-        file, view, done = self._open(span.path), memoryview(memory), 0
+        size = _pages(needed)
+        # Touching new memory takes longer than reading a file.
+        view = self._arena.take(size) if size >= _OWN_BYTES else None
+        view = memoryview(map_memory(size)) if view is None else view
+        file, done = self._open(span.path), 0
         while done < needed:
             count = os.preadv(file, [view[done : done + _BLOCK_BYTES]], first + done)
             if count == 0:
                 raise OSError(f"it ends {needed - done} bytes too early")
             done += count
-        if size <= self._limit:
-            weakref.finalize(view, used.append, memory)
         return view
 
     def _open(self, path: Path) -> int:
@@ -139,3 +186,8 @@ class ReadAhead:
                 os.close(self._files[path])
                 self._files[path] = os.open(path, os.O_RDONLY)
         return self._files[path]
+
+
+def _pages(nbytes: int) -> int:
+    """Bytes of the pages that so many bytes take."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

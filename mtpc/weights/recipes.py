@@ -327,6 +327,19 @@ def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
     return recipe.runs[0] if len(recipe.runs) == 1 else None
 
 
+def packs_all(recipe: Recipe) -> bool:
+    """Whether all values of `parts_read` are packed, so that the packing sees each of them."""
+    if isinstance(recipe, Packed):
+        return _takes_all(recipe.part)
+    return False
+
+
+def _takes_all(recipe: Recipe) -> bool:
+    if isinstance(recipe, Join):
+        return all(map(_takes_all, recipe.parts))
+    return isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str))
+
+
 def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):

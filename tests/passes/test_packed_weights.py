@@ -73,6 +73,43 @@ def test_the_kernel_packs_as_the_reference(size: tuple[int, int], stack: tuple[i
 
 
 @pytest.mark.parametrize("fill", [fill_packed, torch.ops.mtpc_cpu.pack])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("size", [(64, 64), (33, 130), (31, 66), (1, 2), (3, 40, 70), (640, 896)])
+def test_packing_finds_each_value_that_is_not_finite(
+    size: tuple[int, ...], bad: float, fill: Fill
+) -> None:
+    """First, middle and last ones, in rows beyond whole tiles and inputs beyond whole lines."""
+    weight, finite = bf16(*size).flatten(), torch.ones(1, dtype=torch.bool)
+    weight[::7] = torch.finfo(torch.bfloat16).max
+    weight[3::7] = torch.finfo(torch.bfloat16).min
+    last, inputs = weight.numel() - 1, size[-1]
+    packed = pack(weight.view(size))
+    fill(weight.view(size), packed, finite)
+    assert finite
+    for at in {0, 1, inputs - 1, last // 2, last - inputs, last - inputs + 1, last - 1, last}:
+        if at < 0:
+            continue
+        kept = weight[at].clone()
+        weight[at] = bad
+        for threads in (1, 2, 5):
+            with run_on(threads):
+                fill(weight.view(size), packed, finite.fill_(True))
+            assert not finite, at
+        weight[at] = kept
+        fill(weight.view(size), packed, finite)
+        assert not finite, "what is False stays so"
+    fill(weight.view(size), packed, finite.fill_(True))
+    assert finite
+
+
+def test_codes_are_never_nan() -> None:
+    """Bytes that would be NaN as bfloat16."""
+    codes, finite = torch.full((32, 64), 255, dtype=torch.uint8), torch.ones(1, dtype=torch.bool)
+    torch.ops.mtpc_cpu.pack(codes, pack(codes), finite)
+    assert finite
+
+
+@pytest.mark.parametrize("fill", [fill_packed, torch.ops.mtpc_cpu.pack])
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights import read_ahead
 from mtpc.weights.read_ahead import ReadAhead, Span
 
 SIZE = 300_000
@@ -56,8 +58,14 @@ def test_bytes_are_the_files(file: Path) -> None:
                 assert ahead.take(span) is None
 
 
-def test_what_lives_keeps_its_memory(file: Path) -> None:
-    """Equal sizes use the same memory in turn, but not while a tensor over it lives."""
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small spans use memory in turn as large ones do."""
+    monkeypatch.setattr(read_ahead, "_OWN_BYTES", 1)
+
+
+def test_what_lives_keeps_its_memory(file: Path, shares: None) -> None:
+    """Spans use the same memory in turn, but not while a tensor over it lives."""
     spans = [Span(file, 8192 * i, 8192) for i in range(30)]
     kept, memories = list[Tensor](), set[int]()
     with ReadAhead(spans, 16384, 16384) as ahead:
@@ -70,6 +78,43 @@ def test_what_lives_keeps_its_memory(file: Path) -> None:
             ahead.release(span)
     assert len(kept) < len(memories) < 20
     assert [bytes(t.numpy()) for t in kept] == [expected(span) for span in spans[::3]]
+
+
+def test_sizes_take_turns_in_the_lowest_memory(file: Path, shares: None) -> None:
+    """Those of any size: bytes that were touched once serve again, and a large one joins them."""
+    sizes = [100_000, 9000, 20_000, 30_000, 4096, 90_000, 1, 50_000]
+    spans = [Span(file, 17 * i, size) for i, size in enumerate(sizes * 3)]
+    lowest, highest = set[int](), set[int]()
+    with ReadAhead(spans, 40_000, SIZE) as ahead:
+        for span in spans:
+            tensor = tensor_of(ahead, span)
+            assert bytes(tensor.numpy()) == expected(span)
+            lowest.add(tensor.data_ptr())
+            highest.add(tensor.data_ptr() + span.nbytes)
+            del tensor
+            ahead.release(span)
+    assert max(highest) - min(lowest) < 100_000 + 2 * 40_000 + 3 * 4096
+
+
+def test_memory_that_nothing_uses_is_given_back_at_the_end(tmp_path: Path) -> None:
+    """Though a tensor over some of it lives: what is around that is not resident any more."""
+    path, size = tmp_path / "large", 8 << 20
+    path.write_bytes(Random(1).randbytes(8 * size))
+    spans = [Span(path, size * i, size) for i in range(8)]
+    with ReadAhead(spans, 8 * size, 8 * size) as ahead:
+        tensors = [tensor_of(ahead, span) for span in spans]
+        kept = tensors[3]
+        del tensors
+        for span in spans:
+            ahead.release(span)
+        before = _resident()
+    assert before - _resident() > 5 * size
+    assert bytes(kept.numpy()) == expected(spans[3])
+
+
+def _resident() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * mmap.PAGESIZE
 
 
 def test_no_more_in_memory_than_allowed(file: Path) -> None:

@@ -71,9 +71,9 @@ def _is_loaded() -> bool:
     return bool(kernel_table())
 
 
-def fill_packed(weight: Tensor, packed: Tensor) -> None:
+def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
     """`mtpc.weights.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
-    torch.ops.mtpc_cpu.pack(weight, packed)
+    torch.ops.mtpc_cpu.pack(weight, packed, finite)
 
 
 def kernel_table() -> dict[Any, Any]:

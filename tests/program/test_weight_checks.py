@@ -1,0 +1,118 @@
+"""NaN and infinity in what a start binds: found, named in one error, and looked for once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import bf16
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtpc.backends.cpu_kernels import fill_packed, load_kernels
+from mtpc.errors import CheckpointError
+from mtpc.program import binding
+from mtpc.program.binding import WeightSource
+from mtpc.weights import packing
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.packing import Fill, pack
+from mtpc.weights.recipes import Blocks, Join, Packed, Recipe, Rows
+
+load_kernels()
+SHAPES = {"q": (64, 66), "k": (33, 66), "v": (31, 66), "down": (70, 34), "norm": (66,)}
+RECIPES: dict[str, Recipe] = {
+    "qkv": Packed(Join("cat", ("q", "k", "v"))),  # The middle one fills no whole tiles.
+    "two": Packed(Join("cat", ("q", "v"))),  # Packed part by part.
+    "down packed": Packed("down"),
+    "share": Packed(Rows(((0, 32), (40, 48)), "down")),
+    "heads": Packed(Blocks(2, 8, 24, True, "q")),
+    "norm": "norm",
+}
+
+
+@pytest.fixture(params=[False, True], ids=["mapped", "read ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        monkeypatch.setattr(Checkpoint, "nbytes", 1 << 60)
+    return bool(request.param)
+
+
+@contextmanager
+def bound(
+    directory: Path, names: list[str], bad: dict[str, int], fill: Fill = fill_packed
+) -> Iterator[tuple[WeightSource, dict[str, Tensor], dict[str, Tensor]]]:
+    """A source, its weights of these names, and what is stored; each bad tensor has one NaN."""
+    stored = {name: bf16(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
+    for i, (name, place) in enumerate(bad.items()):
+        stored[name].view(-1)[place] = (torch.nan, -torch.inf)[i % 2]
+    directory.mkdir(exist_ok=True)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text('{"dtype": "bfloat16"}')
+    record: Any = SimpleNamespace(
+        derived={name: recipe for name, recipe in RECIPES.items() if name != recipe},
+        stored={name: name for name in SHAPES},
+        dtypes=dict.fromkeys(SHAPES, "bfloat16"),
+        ends=(),
+        package=SimpleNamespace(tensors=dict.fromkeys(names)),
+    )
+    source, steps = WeightSource(Checkpoint(directory), fill), {0: SimpleNamespace(record=record)}
+    with source.reading_ahead(steps, {}, 0):  # type: ignore[arg-type]
+        yield source, {name: source.weight(name, record) for name in names}, stored
+
+
+@pytest.mark.parametrize("fill", [fill_packed, packing.fill_packed])
+def test_all_bad_tensors_are_in_one_error(tmp_path: Path, ahead: bool, fill: Fill) -> None:
+    """Those of one packed weight by their own names, and those that are not packed."""
+    bad = {"k": -1, "v": 0, "down": 70 * 34 // 2, "norm": 65}
+    with (
+        bound(tmp_path, ["qkv", "down packed", "norm"], bad, fill) as (source, _, _),
+        pytest.raises(CheckpointError, match=r"4 tensor.* infinity: k, v, down, norm; expected"),
+    ):
+        source.check()
+
+
+@pytest.mark.parametrize("place", [0, 33, 65, 33 * 66 // 2, 33 * 66 - 2, 33 * 66 - 1])
+def test_each_place_is_looked_at(tmp_path: Path, ahead: bool, place: int) -> None:
+    with (
+        bound(tmp_path, ["qkv"], {"k": place}) as (source, _, _),
+        pytest.raises(CheckpointError, match=r"1 tensor\(s\) hold NaN or infinity: k; expected"),
+    ):
+        source.check()
+
+
+def test_a_rank_checks_its_own_rows(tmp_path: Path, ahead: bool) -> None:
+    for place, is_bad in ((31, True), (32, False), (39, False), (40, True), (48, False)):
+        with bound(tmp_path / str(place), ["share"], {"down": place * 34}) as (source, _, _):
+            found = not all(source._finite.values())
+        assert found is is_bad, place
+
+
+def test_rows_that_blocks_leave_out_are_checked_too(tmp_path: Path, ahead: bool) -> None:
+    """Another weight has them, or nothing; the tensor is damaged."""
+    with (
+        bound(tmp_path, ["heads"], {"q": 0}) as (source, _, _),
+        pytest.raises(CheckpointError, match="infinity: q;"),
+    ):
+        source.check()
+
+
+def test_packed_weights_get_no_pass_of_their_own(
+    tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[tuple[int, ...]]()
+    is_finite = binding.is_finite
+    monkeypatch.setattr(
+        binding, "is_finite", lambda tensor: looked.append(tuple(tensor.shape)) or is_finite(tensor)
+    )
+    names = ["qkv", "two", "down packed", "share", "norm"]
+    with bound(tmp_path, names, {}) as (source, made, stored):
+        source.check()
+    assert looked == [SHAPES["norm"]]
+    assert torch.equal(made["qkv"], pack(torch.cat([stored[name] for name in "qkv"])))
+    assert torch.equal(made["down packed"], pack(stored["down"]))
+    assert torch.equal(made["norm"], stored["norm"])
