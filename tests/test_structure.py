@@ -261,8 +261,8 @@ LINES = {
     # Which entry of config.json transformers refuses (`refused_config.py`).
     # Vision towers and positions in images (`vision.py`, `image_inputs.py`), of three kinds of
     # checkpoint. GLM-4.5V, and Gemma 4 with its assistant (`gemma4_assistant.py`, `heads.py`).
-    # LongCat-Flash, and layers with several caches.
-    "models": 7250,
+    # LongCat-Flash, and layers with several caches. What a first draft hands to later ones.
+    "models": 7300,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
@@ -292,7 +292,8 @@ LINES = {
     "server": 4000,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
-    "step": 1310,  # Synthetic acceptance (`synthetic.py`).
+    # What a first draft hands to later ones.
+    "step": 1320,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 950,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).

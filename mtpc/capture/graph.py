@@ -28,6 +28,9 @@ from mtpc.weights.recipes import (
     substitute,
 )
 
+DRAFT_PIECES = ("drafts.", "later_draft")
+"""How the names of pieces begin that are MTP layers."""
+
 
 @dataclass(frozen=True)
 class PassRecord:

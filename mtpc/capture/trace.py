@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from mtpc.capture.graph import StepGraph, WeightTable, module_of
+from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import P
 from mtpc.step.accept import Accept, AcceptPrefill
@@ -56,6 +57,11 @@ class ModelTraces(nn.Module):
         self.drafts = nn.ModuleList(
             export_piece(draft, (ids, fed, *metadata), ({0}, {0}, *given)) for draft in model.drafts
         )
+        if model.later_draft is not None:
+            example = (ids, fed, *metadata, _example(self.drafts[-1], 1))
+            sizes = enumerate(_result(self.drafts[-1], 1).shape)
+            dims = {0} | {dim for dim, size in sizes if isinstance(size, torch.SymInt)}
+            self.later_draft = export_piece(model.later_draft, example, ({0}, {0}, *given, dims))
         read = fed
         if model.chaining == "position" and len(self.drafts):
             read = _example(self.drafts[0], 1)
@@ -97,10 +103,16 @@ def _symbolic(layout: Layout) -> tuple[set[int], ...]:
 
 def _example(piece: Any, place: int = 0) -> Tensor:
     """Zeros of the shape and dtype of one result of a traced piece."""
-    output = next(n for n in piece.graph.nodes if n.op == "output").args[0]
-    value = (output[place] if isinstance(output, (tuple, list)) else output).meta["val"]
-    shape = (TRACE_TOKENS, *value.shape[1:])
+    value = _result(piece, place)
+    shape = (TRACE_TOKENS, *map(nominal, value.shape[1:]))
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+
+def _result(piece: Any, place: int) -> Tensor:
+    """One result of a traced piece, without contents."""
+    output = next(n for n in piece.graph.nodes if n.op == "output").args[0]
+    value: Tensor = (output[place] if isinstance(output, (tuple, list)) else output).meta["val"]
+    return value
 
 
 def export_piece(
@@ -201,7 +213,7 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces = StepPieces()
     pieces.target, pieces.target_head = traces.target, traces.target_head
     pieces.drafts, pieces.draft_heads = traces.drafts, traces.draft_heads
-    for name in ("draft_entry", "draft_tokens", "draft_logits"):
+    for name in ("later_draft", "draft_entry", "draft_tokens", "draft_logits"):
         if hasattr(traces, name):
             setattr(pieces, name, getattr(traces, name))
     more = layout.shape(PROMPT_EMBEDS)[0] if not is_decode and PROMPT_EMBEDS in layout else 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle, groupby, pairwise
 from typing import Literal
 
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph
 from mtpc.cli.anatomy import buffer_groups
 from mtpc.cli.flow import Box, DataEdge, Flow, condense
 from mtpc.cli.svg import Canvas, Font, Heads, Rect
@@ -206,7 +206,7 @@ def _tap_y(edge: DataEdge, flow: Flow, areas: list[Rect]) -> float:
 
 
 def _draw_box(canvas: Canvas, box: Box, area: Rect, graph: StepGraph) -> None:
-    is_model = box.piece == "target" or box.piece.startswith("drafts.")
+    is_model = box.piece == "target" or box.piece.startswith(DRAFT_PIECES)
     has_weights = is_model or box.piece.endswith(("head", "heads"))
     fill, stroke = ("#dbe8fd", "#1d4ed8") if has_weights else ("#ffffff", "#64748b")
     canvas.rect(area, fill, stroke, radius=4)

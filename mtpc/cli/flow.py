@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
-from mtpc.capture.graph import StepGraph, is_buffer_name
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph, is_buffer_name
 from mtpc.cli.anatomy import (
     accesses,
     inner_graph,
@@ -137,16 +137,17 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEd
 
 def _name_boxes(boxes: list[Box]) -> None:
     """Set titles and bands, from the order of the pieces and the buffers that they write."""
-    proposing = [i for i, box in enumerate(boxes) if box.piece.startswith("drafts.")]
+    proposing = [i for i, box in enumerate(boxes) if box.piece.startswith(DRAFT_PIECES)]
     picks = [i for i, box in enumerate(boxes) if box.piece == "pick"]
     first = proposing[0] if proposing else _end_of_accept(boxes)
     last = max(picks, default=first - 1)
     draft = 0
     for index, box in enumerate(boxes):
         box.band = "verify" if index < first else "propose" if index <= last else "advance"
-        if box.piece.startswith("drafts."):
+        if box.piece.startswith(DRAFT_PIECES):
             draft += 1
-            box.title = f"draft {draft}: MTP layer {box.piece.removeprefix('drafts.')}"
+            layer = box.piece.partition(".")[2]
+            box.title = f"draft {draft}: " + (f"MTP layer {layer}" if layer else "last MTP layer")
         elif box.piece == "pick":
             box.title = f"pick draft {draft}"
         elif box.piece == "step":

@@ -106,6 +106,9 @@ class ModelFamily:
             layer index is num_hidden_layers + i.
         make_block: (class of the target's layers, config, layer index) -> the decoder block of an
             MTP layer, where it is not one of those layers.
+        hands_on: config -> whether a step's first draft hands a value of each row to the later
+            drafts: the second result of an MTP layer's block. They give the block that of the last
+            accepted row, as `mtpc_handed`.
         make_layer: (wiring, layer index, what it has of its own) -> a drafter that is no MTP layer.
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
         caches_per_layer: layers that `config.num_hidden_layers` counts, each with state of its own,
@@ -150,6 +153,7 @@ class ModelFamily:
         config, index
     )
     make_layer: Callable[[MTPWiring, int, Collection[str]], Any] | None = None
+    hands_on: Callable[[Any], bool] = lambda config: False
     caches_per_layer: int = 1
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)

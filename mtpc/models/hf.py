@@ -331,6 +331,19 @@ def run_mtp_layer(
     context: Any,
     rotated: Tensor | None = None,
 ) -> Tensor:
+    """The hidden states of `run_mtp_block` alone."""
+    return run_mtp_block(layer, rotary, embedding, features, context, rotated)[0]
+
+
+def run_mtp_block(
+    layer: MTPLayer,
+    rotary: TextRotary,
+    embedding: Tensor,
+    features: Tensor,
+    context: Any,
+    rotated: Tensor | None = None,
+    **options: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """Run an MTP layer over flat rows, without its final norm.
 
     Args:
@@ -340,9 +353,10 @@ def run_mtp_layer(
         features: of the rows, [T, H].
         context: in the place of transformers' cache; has `positions` [T], `layers` and `update`.
         rotated: what the rotary embedding takes, see `TextRotary`; None: the positions.
+        options: of the block.
 
     Returns:
-        Hidden states before the final norm, [T, H].
+        Hidden states before the final norm, [T, H]; what the block gives besides, or None.
     """
     positions = context.positions
     hidden = layer.join(embedding, features, positions)[None]
@@ -354,9 +368,10 @@ def run_mtp_layer(
         position_embeddings=rotary(hidden, positions if rotated is None else rotated),
         mtpc_context=context,
         **{CACHE: context},
+        **options,
     )
     # Some layers also give what they attended to.
-    return out[0][0] if isinstance(out, tuple) else out[0]
+    return (out[0][0], out[1]) if isinstance(out, tuple) else (out[0], None)
 
 
 def embedding_of(decoder: Any, layer: MTPLayer) -> nn.Module:
@@ -384,7 +399,13 @@ class HFDraft(nn.Module):
         self.layer, self.pool = layer, pool
         self.target_norm = None if layer.wiring.final_norm else final_norm_of(decoder, layer)
 
-    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Any:
+        return self.run(ids, features, metadata)[0]
+
+    def run(
+        self, ids: Tensor, features: Tensor, metadata: tuple[Tensor, ...], **options: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The features, and what the layer's block gives besides; `options` are the block's."""
         context = StepContext.of(metadata, self.pool.layers())
         images = self.pool.images
         if images is None:
@@ -392,10 +413,26 @@ class HFDraft(nn.Module):
         else:
             embedding = images.embed_next(self.embedding, ids, context)
             rotated = images.positions(context)
-        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context, rotated)
+        rows = (embedding, features, context, rotated)
+        hidden, more = run_mtp_block(self.layer, self.rotary, *rows, **options)
         if self.layer.wiring.next_features == "before":
-            return hidden
-        return (self.target_norm or self.layer.final_norm)(hidden)
+            return hidden, more
+        return (self.target_norm or self.layer.final_norm)(hidden), more
+
+
+class HandingDraft(HFDraft):
+    """An `HFDraft` that also gives what its rows hand on, see `ModelFamily.hands_on`: [T, ...]."""
+
+    def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Any:
+        return self.run(ids, features, metadata)
+
+
+class LaterDraft(HFDraft):
+    """An `HFDraft` that takes what was handed on to its rows, behind the metadata: [T, ...]."""
+
+    def forward(self, ids: Tensor, features: Tensor, *rows: Tensor) -> Any:
+        *metadata, handed = rows
+        return self.run(ids, features, tuple(metadata), mtpc_handed=handed)[0]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,16 @@ from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
-from mtpc.models.hf import MTPLayer, StepParts, TextRotary, model_class, rotary_of, share_model
+from mtpc.models.hf import (
+    HandingDraft,
+    LaterDraft,
+    MTPLayer,
+    StepParts,
+    TextRotary,
+    model_class,
+    rotary_of,
+    share_model,
+)
 from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
@@ -189,10 +198,14 @@ class SteppedModel:
             TextRotary(rotary_of(decoder), family.position_grids, family.rotary_type(config, i))
             for i in range(len(loaded.mtp_layers))
         ]
-        self.drafts = nn.ModuleList(
-            parts.draft(decoder, rotary, layer, pool)
+        given = [
+            (decoder, rotary, layer, pool)
             for rotary, layer in zip(rotaries, loaded.mtp_layers, strict=True)
-        )
+        ]
+        hands_on = bool(given) and family.hands_on(config)
+        make = HandingDraft if hands_on else parts.draft
+        self.drafts = nn.ModuleList(make(*each) for each in given)
+        self.later_draft: nn.Module | None = LaterDraft(*given[-1]) if hands_on else None
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer) for layer in loaded.mtp_layers
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from mtpc.capture.graph import StepGraph, arguments, get_tensor, is_buffer_name
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor, is_buffer_name
 from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
@@ -116,7 +116,7 @@ def draft_nodes(graph: fx.Graph) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        is_layer = node.meta.get("piece", "").startswith("drafts.")
+        is_layer = node.meta.get("piece", "").startswith(DRAFT_PIECES)
         if is_layer or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

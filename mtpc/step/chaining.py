@@ -152,7 +152,9 @@ class KeepLast(nn.Module):
         last_features.index_copy_(0, state_slots, features[rows])
 
 
-def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, list[Tensor]]:
+def draft_rows(
+    step: Step, inputs: DraftInputs
+) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:
     """A draft of each MTP layer, all over the same, widened rows.
 
     Where K changes between steps it may be less than the number of layers. All layers run
@@ -160,24 +162,24 @@ def draft_rows(step: Step, inputs: DraftInputs) -> tuple[DraftInputs, Tensor, li
     would need is dead code.
 
     Returns:
-        The widened inputs, the last layer's features [T', ...], and the drafts [R].
+        The widened inputs, what the last layer gives [T', ...], and the drafts [R].
     """
     inputs = widened = _widen(step, inputs)
     keeps_embeds = step.key.phase == "prefill" and hasattr(step.state, "chain_embeds")
     if not keeps_embeds:
         _keep_last(step, widened)
-    features, draft = step.draft_rows(0, inputs)
+    given, draft = step.draft_rows(0, inputs)
     drafts = [draft]
     for index in range(1, step.num_layers):
         ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
         inputs = replace(inputs, ids=ids)
         if step.chaining != "target":
-            inputs = replace(inputs, features=features)
-        features, draft = step.draft_rows(index, inputs)
+            inputs = replace(inputs, features=given[0])
+        given, draft = step.draft_rows(index, inputs)
         drafts.append(draft)
     if keeps_embeds:  # Every layer has read the embeddings of the round before.
         _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
-    return widened, features, drafts
+    return widened, given, drafts
 
 
 def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:

@@ -52,6 +52,7 @@ class StepPieces(nn.Module):
     dictate: nn.Module  # Only with synthetic acceptance.
     record: nn.Module
     drafts: nn.ModuleList
+    later_draft: nn.Module  # Only where a draft hands something on.
     draft_heads: nn.ModuleList
     draft_entry: nn.Module  # This piece and the next two: only of a drafter of its own.
     draft_tokens: nn.Module
@@ -225,37 +226,39 @@ class Step(nn.Module):
         if self.chaining == "position":
             return single_position.drafts(self, inputs)
         if self.num_layers == 1:
-            features, draft = self.draft_rows(0, inputs)
+            given, draft = self.draft_rows(0, inputs)
             drafts = [draft]
         else:
-            inputs, features, drafts = chaining.draft_rows(self, inputs)
+            inputs, given, drafts = chaining.draft_rows(self, inputs)
         metadata, lens = inputs.metadata, inputs.accepted.lens
-        features = aten.index_select.default(features, 0, inputs.anchors)
+        features, *handed = (aten.index_select.default(x, 0, inputs.anchors) for x in given)
         for step in range(self.num_layers, self.key.spec_tokens):
             layer, begun = self.draft_index[step], inputs.begun
             results = self.pieces.chain_metadata(lens, begun.active, begun.block_table)
             chained = unpack(Chained, results)
             metadata, lens = self.publish(chained, metadata, self.key.bucket.num_reqs), chained.lens
-            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+            run = self.pieces.later_draft if handed else self.pieces.drafts[layer]
+            features = run(drafts[-1], features, *metadata, *handed)
             drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))
         return drafts[: self.key.spec_tokens]
 
-    def draft_rows(self, step: int, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def draft_rows(self, step: int, inputs: DraftInputs) -> tuple[tuple[Tensor, ...], Tensor]:
         """Draft `step` by one MTP layer over all rows, which also writes their KV.
 
         Returns:
-            The layer's features [T, ...], and the token after each anchor's [R]: the draft. With
-            several K, a step of fewer drafts runs the layer for its KV; the token is then the
-            anchor's own.
+            The layer's features [T, ...] with what it hands on, if anything, and the token after
+            each anchor's [R]: the draft. With several K, a step of fewer drafts runs the layer for
+            its KV; the token is then the anchor's own.
         """
         layer = self.draft_index[step]
-        features = self.pieces.drafts[layer](inputs.ids, inputs.features, *inputs.metadata)
+        results = self.pieces.drafts[layer](inputs.ids, inputs.features, *inputs.metadata)
+        given = (results[0], results[1]) if hasattr(self.pieces, "later_draft") else (results,)
         following = aten.index_select.default(inputs.ids, 0, inputs.anchors)
         if step < self.key.spec_tokens:
-            logits = self.pieces.draft_heads[layer](features)
+            logits = self.pieces.draft_heads[layer](given[0])
             logits = aten.index_select.default(logits, 0, inputs.anchors)
             following = self.pick(step, logits, inputs)
-        return features, following
+        return given, following
 
     def pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
         """Draft `step` of each request, from its row of logits: [R, V] or [R, V_d] -> [R]."""

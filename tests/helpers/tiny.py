@@ -265,6 +265,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "step3p7": _step3p7(2),
     "step3p7@3": _step3p7(3),
 }
+CONFIGS["glm_moe_dsa@shared"] = {
+    **CONFIGS["glm_moe_dsa"],
+    "index_share_for_mtp_iteration": True,
+}
 
 
 OWN = {"step3p5": ("head",), "step3p7": ("head",)}
@@ -272,7 +276,7 @@ OWN = {"step3p5": ("head",), "step3p7": ("head",)}
 
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
-    """The family table's row of this name, which may end in "@" and a number of MTP layers."""
+    """The family table's row of this name, which may end in "@" and what this model has."""
     return next(f for f in FAMILIES if f.name == name.partition("@")[0])
 
 

@@ -100,7 +100,8 @@ def test_several_layers_chain_truly(
 
 
 @pytest.mark.parametrize(
-    ("family", "spec_tokens"), [("mimo_v2", 3), ("step3p7@3", 4), (ASSISTED[0], 3)]
+    ("family", "spec_tokens"),
+    [("mimo_v2", 3), ("step3p7@3", 4), (ASSISTED[0], 3), ("glm_moe_dsa@shared", 3)],
 )
 def test_drafts_after_rejections_at_every_position(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]

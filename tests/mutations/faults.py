@@ -42,6 +42,7 @@ _PLANTED = "models/test_drafts.py::test_drafts_after_rejections_at_every_positio
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
 _STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
+_CHOICE = "models/test_shared_choice.py::"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _LONGCAT = "test_theorem.py::test_speculative_output_equals_plain_decoding[longcat_flash-3]"
@@ -266,16 +267,16 @@ FAULTS = (
     Fault(
         "all drafts of a chain take the first draft",
         STEP,
-        "self.pieces.drafts[layer](drafts[-1], features, *metadata)",
-        "self.pieces.drafts[layer](drafts[0], features, *metadata)",
+        "features = run(drafts[-1], features, *metadata, *handed)",
+        "features = run(drafts[0], features, *metadata, *handed)",
         f"{_DRAFTS}[mimo-trained]",
     ),
     Fault(
         "the chain keeps the first features",
         STEP,
-        """            features = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+        """            features = run(drafts[-1], features, *metadata, *handed)
             drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))""",
-        """            new = self.pieces.drafts[layer](drafts[-1], features, *metadata)
+        """            new = run(drafts[-1], features, *metadata, *handed)
             drafts.append(self.pick(step, self.pieces.draft_heads[layer](new), inputs))""",
         f"{_DRAFTS}[mimo-trained]",
     ),
@@ -328,10 +329,10 @@ FAULTS = (
         "an MTP layer's features are those before its norm",
         HF,
         """        if self.layer.wiring.next_features == "before":
-            return hidden
+            return hidden, more
 """,
         """        if self.layer.wiring.next_features != "":
-            return hidden
+            return hidden, more
 """,
         f"{_DRAFTS}[glm4_moe-random]",
     ),
@@ -609,6 +610,29 @@ FAULTS = (
         'chosen = torch.where(visible, total, float("-inf")).topk',
         "chosen = total.topk",
         _V32,
+    ),
+    Fault(
+        "GLM-5.2: each draft chooses anew",
+        "models/families/glm_moe_dsa.py",
+        "is None else mtpc_handed",
+        "is None else None",
+        f"{_CHOICE}test_drafts_equal_the_wiring[3]",
+    ),
+    Fault(
+        "GLM-5.2: later drafts take the choice of a request's first row",
+        STEP,
+        "(aten.index_select.default(x, 0, inputs.anchors) for x in given)",
+        "(aten.index_select.default(x, 0, i) for x, i in zip(given, (inputs.anchors, aten.slice."
+        "Tensor(inputs.metadata.query_start_loc, 0, 0, -1))))",
+        "models/test_drafts.py::test_drafts_after_rejections_at_every_position"
+        "[glm_moe_dsa@shared-3]",
+    ),
+    Fault(
+        "GLM-5.2: later drafts write keys of the indexer",
+        "models/families/deepseek_v32.py",
+        "        if slots is None:\n            self._write_keys",
+        "        if self.indexer is not None:\n            self._write_keys",
+        f"{_CHOICE}test_drafts_equal_the_wiring[3]",
     ),
     # The engine.
     Fault(

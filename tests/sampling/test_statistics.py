@@ -94,7 +94,7 @@ class TableModel(nn.Module):
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
         self.chaining = "layers"
-        self.draft_entry = self.draft_tokens = self.draft_logits = None
+        self.draft_entry = self.draft_tokens = self.draft_logits = self.later_draft = None
 
     def draft_index(self, step: int) -> int:
         return 0

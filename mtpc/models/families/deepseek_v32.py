@@ -96,13 +96,15 @@ class SparseLatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, H] -> the output [T, H], and the cache slots that were attended to [T, k].
 
-        `slots` are those to attend to; None: what the indexer chooses.
+        `slots` are those to attend to, and no indexer key is written then; None: what the indexer
+        chooses.
         """
         cos, sin = (angle[0] for angle in position_embeddings)
         low = self.q_a_layernorm(self.q_a_proj(hidden))
         state = context.layers[self.layer_idx]
         self._write(hidden, cos, sin, state, context)
         if slots is None:
+            self._write_keys(hidden, cos, sin, state.index, context)
             slots = self._choose(hidden, low, (cos, sin), state.index, context)
         plain, turned = (
             self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
@@ -125,16 +127,19 @@ class SparseLatentAttention(nn.Module):
         return self.o_proj(out.flatten(1)), slots
 
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
-        """Write the rows' latents, each followed by its rotated key, and any indexer keys."""
+        """Write the rows' latents, each followed by its rotated key."""
         latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
         key = rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
         ops.write_cache(state.latent, rows, context.slot_mapping, None)
-        if self.indexer is None:
-            return
+
+    def _write_keys(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, context: Any
+    ) -> None:
+        """Write the rows' indexer keys to pages `keys` [N, P, D]."""
         key = self.indexer.k_norm(self.indexer.wk(hidden))[:, None]
         rows = self.rotate_index(key, cos, sin)[:, 0]
-        ops.write_cache(state.index, rows, context.slot_mapping, None)
+        ops.write_cache(keys, rows, context.slot_mapping, None)
 
     def _choose(
         self,

@@ -1,11 +1,13 @@
 """GLM-5 (GLM-5, 5.1, 5.2): DeepSeek-V3.2 with an indexer for several layers at once.
 
 A layer of indexer type "shared" has no indexer: it attends to what the layer before it attended to.
-The MTP layer always has an indexer of its own. Indexers rotate neighbouring features, where those
-of DeepSeek-V3.2 rotate halves.
+The MTP layer always has an indexer of its own. With `index_share_for_mtp_iteration` it runs for the
+first draft of a step; later drafts attend to what that chose. Indexers rotate neighbouring
+features, where those of DeepSeek-V3.2 rotate halves.
 
 Source: transformers' GlmMoeDsa (5.17 to 5.24) for the target; vLLM's deepseek_v2.py and
-deepseek_mtp.py, which read the MTP layer and its indexer.
+deepseek_mtp.py, which read the MTP layer and its indexer, and llm_base_proposer.py, which chains
+its drafts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SharedChoiceAttention(SparseLatentAttention):
-    """Sparse latent attention that hands its choice to the next layer, or takes it from the last.
+    """Sparse latent attention that hands on its choice, or takes one.
+
+    It comes from the layer before, or from the draft before (`ModelFamily.hands_on`).
 
     Args:
         source: transformers' `GlmMoeDsaAttention`; its parameters are shared.
@@ -50,6 +54,7 @@ class SharedChoiceAttention(SparseLatentAttention):
         position_embeddings: Any,
         mtpc_context: Any,
         prev_topk_indices: Tensor | None = None,
+        mtpc_handed: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None, Tensor]:
         """hidden_states [1, T, H] -> [1, T, H], None, and the cache slots attended to, [T, k].
@@ -62,7 +67,7 @@ class SharedChoiceAttention(SparseLatentAttention):
                 f"layer {self.layer_idx} is 'shared' in indexer_types, and no layer before it is "
                 "'full'; expected the first layer to be 'full'"
             )
-        chosen = prev_topk_indices if self.indexer is None else None
+        chosen = prev_topk_indices if self.indexer is None else mtpc_handed
         rows = (hidden_states[0], position_embeddings, mtpc_context)
         out, slots = self.attend(*rows, chosen)
         return out[None], None, slots
@@ -73,6 +78,11 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     if layer < config.num_hidden_layers and config.indexer_types[layer] == "shared":
         return paged_latent_specs(config, layer, dtype)
     return cache_specs(config, layer, dtype)
+
+
+def _shares_choice(config: Any) -> bool:
+    """Whether later drafts of a step attend to what the indexer chose for the first one."""
+    return bool(getattr(config, "index_share_for_mtp_iteration", False))
 
 
 def _block_config(config: Any) -> Any:
@@ -89,5 +99,6 @@ GLM_MOE_DSA = replace(
     hf_config_class="GlmMoeDsaConfig",
     cache_specs=_cache_specs,
     block_config=_block_config,
+    hands_on=_shares_choice,
     canonical={"GlmMoeDsaAttention": SharedChoiceAttention},
 )

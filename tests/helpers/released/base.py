@@ -136,8 +136,7 @@ class ReleasedMTP:
     def run_block(self, index: int, x: Tensor, kind: str | None = None, window: int = 0) -> Tensor:
         """The decoder layer over rows x [L, H], with a causal mask or one of a sliding window."""
         positions = torch.arange(len(x))[None]
-        distance = positions.t() - positions
-        seen = (distance >= 0) & (distance < (window or len(x)))
+        seen = self.seen(positions, window or len(x))
         mask = torch.zeros(len(x), len(x)).double().masked_fill(~seen, float("-inf"))
         return self.blocks[index](
             x[None],
@@ -145,6 +144,11 @@ class ReleasedMTP:
             position_ids=positions,
             position_embeddings=self.rotate(x[None], positions, kind),
         )[0]
+
+    def seen(self, positions: Tensor, window: int) -> Tensor:
+        """bool [L, L], the positions [1, L] that each row may attend to."""
+        distance = positions.t() - positions
+        return (distance >= 0) & (distance < window)
 
     def rotate(self, x: Tensor, positions: Tensor, kind: str | None = None) -> Any:
         return self.decoder.rotary_emb(x, positions, **({"layer_type": kind} if kind else {}))

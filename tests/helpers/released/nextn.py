@@ -23,7 +23,8 @@ class NextN(ReleasedMTP):
         config = self.private_config()
         for name in ("layer_types", "mlp_layer_types"):
             if getattr(config, name, None):
-                setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
+                kinds = getattr(config, name)
+                setattr(config, name, [*kinds, *[kinds[-1]] * (index + 1)])
         block = type(self.decoder.layers[0])(config, config.num_hidden_layers + index)
         names = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
         state = self.state(index, names)
@@ -64,12 +65,42 @@ class Glm4v(NextN):
 
 
 class GlmDsa(NextN):
-    """GLM-5: the MTP layer has an indexer whatever the target's last layer has."""
+    """GLM-5: the MTP layer has an indexer whatever the target's last layer has.
+
+    With `index_share_for_mtp_iteration`, as vLLM's llm_base_proposer.py (set_skip_topk and
+    compact_topk_indices): the rows of later drafts attend to what the last certain row chose, not
+    even to themselves.
+    """
+
+    certain = 0
+    """Rows that choose for themselves, where later ones do not; 0: all rows do."""
 
     def private_config(self) -> Any:
         config = super().private_config()
-        config.indexer_types = [*config.indexer_types, "full"]
+        config.indexer_types = [*config.indexer_types, *["full"] * self.count]
         return config
 
+    def drafts(self, committed: list[int], count: int) -> list[Tensor]:
+        shares = getattr(self.config, "index_share_for_mtp_iteration", False)
+        self.certain = len(committed) - 1 if shares else 0
+        return super().drafts(committed, count)
+
+    def seen(self, positions: Tensor, window: int) -> Tensor:
+        """Later rows may attend to what the last certain row may attend to."""
+        seen = super().seen(positions, window)
+        return torch.cat([seen[: self.certain], self._later(seen)]) if self.certain else seen
+
+    def _later(self, rows: Tensor) -> Tensor:
+        """For each row of a later draft, what the last certain row has."""
+        return rows[self.certain - 1 : self.certain].expand(len(rows) - self.certain, -1)
+
+    def _share(self, module: Any, inputs: Any, chosen: Tensor) -> Tensor:
+        own = chosen[0]  # [L, k]
+        return torch.cat([own[: self.certain], self._later(own)])[None] if self.certain else chosen
+
     def run_block(self, index: int, x: Tensor, kind: str | None = None, window: int = 0) -> Tensor:
-        return super().run_block(index, x, kind, window)[0]  # A layer also gives what it chose.
+        hook = self.blocks[index].self_attn.indexer.register_forward_hook(self._share)
+        try:
+            return super().run_block(index, x, kind, window)[0]  # A layer also gives its choice.
+        finally:
+            hook.remove()
