@@ -6,21 +6,27 @@ Needs Triton, compiling: `tests/run_triton.sh`. Nothing here runs a kernel.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from helpers.triton_here import COMPILES, NO_COMPILER
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 if not COMPILES:
     pytest.skip(NO_COMPILER, allow_module_level=True)
 
-from dataclasses import replace
-
 from helpers.shipped_launches import SHIPPED
 
 from mtpc.backends.targets import TARGETS, begins_early
+from mtpc.backends.triton_kernels import early_bindings
 from mtpc.backends.triton_kernels.crosscompile import Specialisation, compile_for
 from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.plans import early_in_few_rows, plan
+from mtpc.layout import StepKey
 
 pytestmark = pytest.mark.gpu_compile
 
@@ -63,3 +69,25 @@ def test_other_devices_launch_in_turn(target: str) -> None:
     assert WAIT not in code
     assert "prefetch" not in code
     assert not getattr(compiled.metadata, "launch_pdl", False)
+
+
+@pytest.mark.parametrize(
+    ("requests", "drafts", "early"),
+    [(1, 0, True), (2, 0, True), (1, 1, True), (1, 3, False), (4, 0, False)],
+)
+def test_steps_of_one_or_two_rows_begin_early(requests: int, drafts: int, early: bool) -> None:
+    """Their calls say so, and their operators are those that Triton launches."""
+    graph: Any = SimpleNamespace(key=StepKey.decode(requests, drafts))
+    rows = torch.empty(requests * (drafts + 1), 64, dtype=torch.bfloat16, device="meta")
+    calls = fx.Graph()
+    gate_up = calls.placeholder("gate_up")
+    gate_up.meta["val"] = rows
+    node = calls.call_function(torch.ops.mtpc.silu_and_mul.default, (gate_up,))
+    configure = early_in_few_rows(lambda node, graph: ("KERNEL:threads=64", ()))
+    configs, _ = configure(node, graph)
+    assert configs == ("KERNEL:threads=64;early" if early else "KERNEL:threads=64")
+    found = [b for b in early_bindings(configure) if b.reference is node.target]
+    assert [str(b.target) for b in found] == ["mtpc_loaded.silu_and_mul.default"]
+    assert [b.refuses(node, graph) is None for b in found] == [early]
+    (launch,), _ = plan("silu_and_mul", rows, configs="early" if early else "")
+    assert launch.early == early
