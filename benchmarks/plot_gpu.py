@@ -24,8 +24,6 @@ LABELS = {
     "third": "kernels for few rows",
     "fifth": "launches begin early",
 }
-LAST = "fifth"
-"""The run whose attention is drawn."""
 LIMIT = "#2b2b2b"
 
 Row = Mapping[str, Any]
@@ -74,15 +72,16 @@ def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
 
 
 def _draw_attention(rows: Sequence[Row], axes: Axes) -> None:
-    """Shares of the copy's bandwidth, by length."""
-    lines: dict[str, list[tuple[int, float]]] = {}
+    """Shares of the copy's bandwidth, by length, in the last run that has them."""
+    runs: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         sizes = re.search(r"batch (\d+), (\d+) tokens", row["shape"])
-        is_drawn = row["run"] == LAST and "batch_invariant" not in row["engine"]
-        if row["part"] == "time" and sizes and is_drawn:
+        if row["part"] == "time" and sizes and "batch_invariant" not in row["engine"]:
             rows_each = int(row["batch"]) // int(sizes[1])
             name = f"{row['engine']}, {sizes[1]} x {rows_each} rows"
-            lines.setdefault(name, []).append((int(sizes[2]), 100 * row["of_bandwidth"]))
+            points = runs.setdefault(row["run"], {}).setdefault(name, [])
+            points.append((int(sizes[2]), 100 * row["of_bandwidth"]))
+    lines = runs[[*runs][-1]]
     for name, points in lines.items():
         style = "--" if name.startswith("latent") else "-"
         axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
