@@ -41,7 +41,7 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
         if machine.is_dry:
             row.note = _build_only(directory, options)
             return row
-        from mtpc.backends.triton_kernels.loading import device_target
+        from mtpc.backends.triton_kernels.launch import device_target
         from mtpc.program.cross_compile import build_kernels
 
         target = device_target()

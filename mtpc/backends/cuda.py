@@ -23,7 +23,6 @@ from mtpc.backends.bindings import Binding, BindKernels, Configure
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
-from mtpc.backends.targets import begins_early
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -156,7 +155,8 @@ def open_cuda(
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
-    from mtpc.backends.triton_kernels.loading import CodeObjects, device_target, loaded_bindings
+    from mtpc.backends.triton_kernels.launch import device_target
+    from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows
     from mtpc.backends.triton_kernels.trial import DeviceTimer, device_name
     from mtpc.backends.triton_kernels.tuning import Tuner
@@ -168,7 +168,7 @@ def open_cuda(
         tuner = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
         configure = early_in_few_rows(tuner)
     bindings += loaded_bindings(objects, configure)
-    if not batch_invariant and target and begins_early(target.vendor, target.arch):
+    if not batch_invariant and target and target.begins_early:
         bindings += early_bindings(configure)
     bindings += triton_bindings(configure)
     graphs = TorchGraphs(device)

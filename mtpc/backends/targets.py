@@ -36,6 +36,12 @@ class Target:
         """Name of the target, for `parse_target`."""
         return f"{self.vendor}:{self.arch}"
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether a launch may begin before the one before it has ended: NVIDIA's, from Hopper
+        on."""
+        return self.vendor == "cuda" and int(self.arch) >= 90
+
 
 _KIB = 1024
 TARGETS = {
@@ -48,12 +54,6 @@ TARGETS = {
         Target("cuda", "100", "B200", 32, 227 * _KIB, "cubin"),
     )
 }
-
-
-def begins_early(vendor: str, arch: str) -> bool:
-    """Whether a launch on such a device may begin before the one before it has ended: on NVIDIA's
-    from Hopper on."""
-    return vendor == "cuda" and int(arch) >= 90
 
 
 def parse_target(name: str) -> Target:

@@ -210,7 +210,7 @@ class _ChainedLayer(nn.Module):
         metadata = (*rows, block_table, none, none)
         context = StepContext.of(metadata, self.pool.layers())
         embedding = nn.functional.embedding(ids, self.embedding)
-        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
+        hidden, _ = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
         return self.layer.final_norm(hidden) if self.normed else hidden
 
 

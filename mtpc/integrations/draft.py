@@ -214,7 +214,7 @@ class _Rows(nn.Module):
 
     def forward(self, embedding: Tensor, positions: Tensor, features: Tensor) -> Tensor:
         self.recorder.begin(positions)
-        hidden = run_mtp_layer(self.layer, self.rotary, embedding, features, self.recorder)
+        hidden, _ = run_mtp_layer(self.layer, self.rotary, embedding, features, self.recorder)
         return self.layer.final_norm(hidden) if self.normed else hidden
 
 

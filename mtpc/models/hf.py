@@ -330,18 +330,6 @@ def run_mtp_layer(
     features: Tensor,
     context: Any,
     rotated: Tensor | None = None,
-) -> Tensor:
-    """The hidden states of `run_mtp_block` alone."""
-    return run_mtp_block(layer, rotary, embedding, features, context, rotated)[0]
-
-
-def run_mtp_block(
-    layer: MTPLayer,
-    rotary: TextRotary,
-    embedding: Tensor,
-    features: Tensor,
-    context: Any,
-    rotated: Tensor | None = None,
     **options: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an MTP layer over flat rows, without its final norm.
@@ -414,7 +402,7 @@ class HFDraft(nn.Module):
             embedding = images.embed_next(self.embedding, ids, context)
             rotated = images.positions(context)
         rows = (embedding, features, context, rotated)
-        hidden, more = run_mtp_block(self.layer, self.rotary, *rows, **options)
+        hidden, more = run_mtp_layer(self.layer, self.rotary, *rows, **options)
         if self.layer.wiring.next_features == "before":
             return hidden, more
         return (self.target_norm or self.layer.final_norm)(hidden), more

@@ -255,7 +255,9 @@ class TrainedModel:
         number = self.loaded.config.num_hidden_layers + index
         context = _Context(positions.repeat(len(ids)), {number: cache})
         embedding = embedding_of(decoder, layer)(ids.flatten())
-        hidden = run_mtp_layer(layer, self._rotaries[index], embedding, fed.flatten(0, 1), context)
+        hidden, _ = run_mtp_layer(
+            layer, self._rotaries[index], embedding, fed.flatten(0, 1), context
+        )
         if layer.wiring.next_features == "after":
             hidden = final_norm_of(decoder, layer)(hidden)
         return hidden.unflatten(0, ids.shape)

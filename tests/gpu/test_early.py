@@ -21,7 +21,7 @@ if not COMPILES:
 
 from helpers.shipped_launches import SHIPPED
 
-from mtpc.backends.targets import TARGETS, begins_early
+from mtpc.backends.targets import TARGETS
 from mtpc.backends.triton_kernels import early_bindings
 from mtpc.backends.triton_kernels.crosscompile import Specialisation, compile_for
 from mtpc.backends.triton_kernels.launch import Launch
@@ -63,7 +63,7 @@ def test_every_early_kernel_waits_before_it_reads_or_writes() -> None:
 @pytest.mark.parametrize("target", ["cuda:80", "hip:gfx942"])
 def test_other_devices_launch_in_turn(target: str) -> None:
     device = TARGETS[target]
-    assert not begins_early(device.vendor, device.arch)
+    assert not device.begins_early
     compiled = compile_for(Specialisation.of(_early_launches()["skinny_kernel"], device))
     code = next(compiled.asm[kind] for kind in ("ptx", "amdgcn") if kind in compiled.asm)
     assert WAIT not in code

@@ -124,7 +124,7 @@ def prepare(launch: Launch, target: Target) -> bool:
         hits.append(cache_hit)
 
     triton.knobs.compilation.listener = listen
-    early = early_constants(launch, (target.vendor, target.arch))
+    early = early_constants(launch, target)
     launch.kernel.run(
         grid=launch.grid,
         warmup=True,

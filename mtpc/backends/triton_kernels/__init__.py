@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtpc.backends.bindings import Binding, Configure, by_default
+from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.ops import references
@@ -68,6 +68,32 @@ def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
     }
 
 
+def kernel_bindings(
+    namespace: str,
+    limits: Limits,
+    configure: Configure,
+    library: str = "triton",
+    expected: bool = True,
+) -> tuple[Binding, ...]:
+    """A candidate for each operator that has kernels.
+
+    Args:
+        namespace: of our operators.
+        limits: as of a `Binding`, and so are the rest.
+        configure: chooses how each is run.
+        library: for notes.
+        expected: whether a refusal is noted.
+
+    Raises:
+        BackendError: there is no Triton.
+    """
+    load_kernels()
+    return tuple(
+        Binding(library, reference, target, limits, expected, configure)
+        for reference, target in kernel_table(namespace).items()
+    )
+
+
 def early_bindings(configure: Configure) -> tuple[Binding, ...]:
     """A candidate for each operator that has kernels, for steps whose launches may begin early.
     Inductor would not let them.
@@ -78,16 +104,13 @@ def early_bindings(configure: Configure) -> tuple[Binding, ...]:
     Raises:
         BackendError: there is no Triton.
     """
-    load_kernels()
+    load_kernels()  # It says what is missing.
     from mtpc.backends.triton_kernels.plans import has_early_launches
 
     def limit(node: fx.Node, graph: StepGraph) -> str | None:
         return refuses(node, graph) if has_early_launches(graph) else "its step has many rows"
 
-    return tuple(
-        Binding("triton", reference, target, limit, expected=False, configure=configure)
-        for reference, target in kernel_table("mtpc_loaded").items()
-    )
+    return kernel_bindings("mtpc_loaded", limit, configure, expected=False)
 
 
 def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
@@ -99,11 +122,7 @@ def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     Raises:
         BackendError: there is no Triton.
     """
-    load_kernels()
-    return tuple(
-        Binding("triton", reference, target, refuses, configure=configure)
-        for reference, target in kernel_table().items()
-    )
+    return kernel_bindings("mtpc_triton", refuses, configure)
 
 
 def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
@@ -124,6 +143,7 @@ __all__ = [
     "ELEMENTS",
     "early_bindings",
     "invariantly",
+    "kernel_bindings",
     "kernel_table",
     "load_kernels",
     "refuses",

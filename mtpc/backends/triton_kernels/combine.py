@@ -114,8 +114,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     acc_ptr, stats_ptr, sinks_ptr, lens_ptr, starts_ptr, out_ptr, num_reqs, num_tokens,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, S_PAD: tl.constexpr,
     R_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, ALL_ON: tl.constexpr, AT_ONCE: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    EARLY: tl.constexpr,
+    IN_ORDER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """acc [S, T, N, DV] and stats [S, T, N, 2] (peak, total) -> out [T, N, DV]."""
     await_launches(EARLY)

@@ -8,7 +8,6 @@ between two buckets.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -52,9 +51,7 @@ def configs_of(launch: Launch) -> tuple[Config, ...]:
     found: dict[Config, None] = {}
     for change in (Change(), *choice.changes):
         sizes = {name: int(launch.constants[name] * change.factors.get(name, 1)) for name in names}
-        held = math.prod(launch.constants[name] for name in change.bounded)
-        is_whole = all(sizes[name] >= _LEAST for name in change.factors)
-        if is_whole and (not change.bounded or held <= change.bound):
+        if all(sizes[name] >= _LEAST for name in change.factors):
             threads = change.threads or launch.threads
             stages = change.num_stages or launch.num_stages
             found[Config(threads, stages, tuple(sizes.items()))] = None

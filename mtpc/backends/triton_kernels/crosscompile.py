@@ -101,7 +101,7 @@ class Specialisation:
     @classmethod
     def of(cls, launch: Launch, target: Target) -> Specialisation:
         """The code that a launch needs. Tensors are taken to start at a multiple of 16 bytes."""
-        early = early_constants(launch, (target.vendor, target.arch))
+        early = early_constants(launch, target)
         constants, signature, marks = {**launch.constants, **early}, {}, {}
         for parameter in launch.kernel.params:
             name = parameter.name

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mtpc.backends.targets import begins_early
+from mtpc.backends.targets import Target
 
 if TYPE_CHECKING:
     from mtpc.backends.triton_kernels.launch import Launch
@@ -32,16 +32,16 @@ def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
         gdc_wait()
 
 
-def early_constants(launch: Launch, device: tuple[str, str] | None) -> dict[str, bool]:
+def early_constants(launch: Launch, device: Target | None) -> dict[str, bool]:
     """The constant EARLY of a kernel that has it.
 
     Args:
         launch: may begin early or not.
-        device: vendor and architecture, as of a `Target`; None: Triton does not launch it.
+        device: where Triton launches it; None: not Triton does, or on a device without a row.
     """
     if _PARAMETER not in launch.kernel.arg_names:
         return {}
-    return {_PARAMETER: launch.early and device is not None and begins_early(*device)}
+    return {_PARAMETER: launch.early and device is not None and device.begins_early}
 
 
 def early_options(constants: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.library import wrap_triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels.early import early_constants, early_options
 from mtpc.errors import BackendError
 
@@ -37,16 +38,11 @@ class Change:
         threads: if another number.
         num_stages: if another number.
         factors: by which tile sizes are multiplied.
-        bounded: constants whose product, the number of values that a program accumulates, must be
-            at most `bound`.
-        bound: that bound.
     """
 
     threads: int | None = None
     num_stages: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
-    bounded: tuple[str, ...] = ()
-    bound: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def run(launches: Iterable[Launch]) -> None:
         kernel, device = launch.kernel, None
         if not any(map(_is_traced, launch.arguments.values())):
             options |= FUSION
-            device = _device() if launch.early and not is_interpreted(kernel) else None
+            device = device_target() if launch.early and not is_interpreted(kernel) else None
         elif is_interpreted(kernel):
             continue  # The interpreter would read them; compiled kernels know what fake is.
         else:
@@ -124,10 +120,10 @@ def run(launches: Iterable[Launch]) -> None:
         kernel[launch.grid](**launch.arguments, **constants, **options)
 
 
-def _device() -> tuple[str, str]:
-    """Vendor and architecture of the current device, as Triton names them."""
+def device_target() -> Target | None:
+    """The row of this process's device, or None where the table has none."""
     found = driver.active.get_current_target()
-    return found.backend, str(found.arch)
+    return TARGETS.get(f"{found.backend}:{found.arch}")
 
 
 def widen(kernel: Any, *tensors: Tensor) -> bool:

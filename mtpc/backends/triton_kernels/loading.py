@@ -16,8 +16,8 @@ from torch import fx
 from triton.runtime.cache import get_cache_manager
 
 from mtpc.backends.bindings import Binding, Configure, Limits, by_default
-from mtpc.backends.targets import TARGETS, Target
-from mtpc.backends.triton_kernels import kernel_table, load_kernels, refuses
+from mtpc.backends.targets import Target
+from mtpc.backends.triton_kernels import kernel_bindings, refuses
 from mtpc.backends.triton_kernels.crosscompile import (
     KIND,
     METADATA,
@@ -140,13 +140,8 @@ def loaded_bindings(
     """
     if objects is None or not objects.has_any():
         return ()
-    load_kernels()
     library = f"code built for {objects.target.name}"
-    limits = _limits(objects, configure)
-    return tuple(
-        Binding(library, reference, op, limits, configure=configure)
-        for reference, op in kernel_table("mtpc_loaded").items()
-    )
+    return kernel_bindings("mtpc_loaded", _limits(objects, configure), configure, library)
 
 
 def _limits(objects: CodeObjects, configure: Configure) -> Limits:
@@ -161,11 +156,3 @@ def _limits(objects: CodeObjects, configure: Configure) -> Limits:
             return objects.seed(node_launches(node, configs))
 
     return refuse
-
-
-def device_target() -> Target | None:
-    """The row of this process's device, or None where the table has none."""
-    from triton.runtime import driver
-
-    found = driver.active.get_current_target()
-    return TARGETS.get(f"{found.backend}:{found.arch}")

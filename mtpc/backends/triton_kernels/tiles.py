@@ -18,6 +18,11 @@ def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
     return num_tokens // tile_rows + num_reqs
 
 
+def busy_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
+    """Of `num_tiles`, those that have rows, if requests have as many each."""
+    return num_reqs * -(-num_tokens // (num_reqs * tile_rows))
+
+
 @triton.jit
 def locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's request, the request's first flat row, number of rows and length, and the

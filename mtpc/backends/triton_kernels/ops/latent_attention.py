@@ -24,6 +24,7 @@ from mtpc.backends.triton_kernels.launch import (
 from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.tiles import (
     attended,
+    busy_tiles,
     dot,
     fade_in,
     join,
@@ -123,16 +124,16 @@ def latent_attention(
     table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
     starts = query_start_loc.contiguous()
     (num_tokens, heads, width), (num_reqs, blocks) = q.shape, table.shape
-    rank, page_size, rows_hint = latent_rank, cache.shape[1], -(-num_tokens // num_reqs)
+    rank, page_size = latent_rank, cache.shape[1]
     tile_rows = _TILE // min(power_of_two(heads), _TILE)
     if not batch_invariant:
-        tile_rows = min(power_of_two(rows_hint), tile_rows)
+        tile_rows = min(power_of_two(-(-num_tokens // num_reqs)), tile_rows)
     tile_heads = _TILE // tile_rows
     block_n = 32 if q.dtype.itemsize == 2 else 16
     tiles, head_blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-heads // tile_heads)
     alone = head_blocks if batch_invariant else 0
     most, nbytes = -(-blocks * page_size // block_n), 4 * num_tokens * heads * rank
-    busy = num_reqs * -(-rows_hint // tile_rows) * head_blocks
+    busy = busy_tiles(num_tokens, num_reqs, tile_rows) * head_blocks
     splits = splits_for(busy, most, alone, nbytes)
     acc, stats, out = splits.tensors(q, rank)
     arguments = dict(

@@ -27,6 +27,7 @@ from mtpc.backends.triton_kernels.launch import (
 from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.tiles import (
     attended,
+    busy_tiles,
     dot,
     fade_in,
     join,
@@ -152,7 +153,7 @@ def paged_attention(
     block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
     tiles, blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-width * page_size // block_n)
-    busy = num_reqs * -(-rows_hint // tile_rows) * kv_heads
+    busy = busy_tiles(num_tokens, num_reqs, tile_rows) * kv_heads
     alone, nbytes = kv_heads if batch_invariant else 0, 4 * num_tokens * heads * value_dim
     splits = splits_for(busy, blocks, alone, nbytes, _WAVES)
     acc, stats, out = splits.tensors(q, value_dim)
