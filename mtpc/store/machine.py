@@ -90,7 +90,7 @@ def processor_fields() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Linux's names of the processor's features that this process may use."""
+    """Linux's names of the processor's features that this process may use, and of its vendor."""
     flags = _cpu()[1]
     tiles = {flag for flag in flags if flag.startswith("amx_")}
     return flags if not tiles or may_use_tiles() else flags - tiles
@@ -117,9 +117,10 @@ def compiler_version() -> str | None:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """The processor's name and its feature flags."""
+    """The processor's name; its feature flags and its vendor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     info = {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
     flags = (info.get("flags") or info.get("Features") or "").split()
+    flags.append(info.get("vendor_id", ""))
     return info.get("model name") or platform.processor() or "unknown", frozenset(flags)

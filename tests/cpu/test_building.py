@@ -101,9 +101,15 @@ def test_the_longest_sources_are_there() -> None:
     assert set(LONGEST) <= named
 
 
+RARE = ("avx512_vnni", "portable")
+"""Levels whose sources the other levels compile nearly all of."""
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86")
 @pytest.mark.parametrize(
-    "level", [*X86[:-1], pytest.param(X86[-1], marks=pytest.mark.slow)], ids=lambda each: each.name
+    "level",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.name in RARE)) for each in X86],
+    ids=lambda each: each.name,
 )
 def test_sources_compile_for_the_levels_of_other_machines(
     level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -22,6 +22,7 @@ from mtpc.store.machine import cpu_flags, machine_fields
 
 SAPPHIRE_RAPIDS = frozenset.union(*(level.needs for level in X86)) | {"sse2"}
 ZEN4 = SAPPHIRE_RAPIDS - {"amx_tile", "amx_bf16", "amx_int8"}
+ICE_LAKE = ZEN4 - {"avx512_bf16"} | {"GenuineIntel"}
 NAMES = {level.name: level for level in X86}
 KERNEL_TESTS = [
     "cpu/test_grouped.py",
@@ -39,12 +40,26 @@ def names(flags: frozenset[str], machine: str = "x86_64") -> list[str]:
 
 
 def test_which_levels_run_where() -> None:
-    assert names(SAPPHIRE_RAPIDS) == ["amx", "avx512", "avx2", "portable"]
-    assert names(ZEN4) == ["avx512", "avx2", "portable"]
-    # Skylake has AVX-512 without bfloat16: its lanes would be those of another level.
-    assert names(ZEN4 - {"avx512_bf16"}) == ["avx2", "portable"]
+    assert names(SAPPHIRE_RAPIDS) == ["amx", "avx512", "avx512_vnni", "avx2", "portable"]
+    assert names(ZEN4) == ["avx512", "avx512_vnni", "avx2", "portable"]
+    assert names(ICE_LAKE) == ["avx512_vnni", "avx2", "portable"]
+    # Skylake has AVX-512 without products of int8: its lanes would be those of another level.
+    assert names(ICE_LAKE - {"avx512_vnni"}) == ["avx2", "portable"]
     assert names(frozenset({"sse2", "avx"})) == ["portable"]
     assert names(frozenset({"asimd"}), "aarch64") == ["native"]
+
+
+def test_intel_without_tile_registers_multiplies_floats() -> None:
+    """Its instruction for pairs of bfloat16 takes twice the time of two multiply-adds."""
+    assert names(ZEN4 | {"GenuineIntel"}) == ["avx512_vnni", "avx512", "avx2", "portable"]
+    assert names(SAPPHIRE_RAPIDS | {"GenuineIntel"})[0] == "amx"
+    assert names(ZEN4 | {"AuthenticAMD"})[0] == "avx512"
+
+
+def test_the_flags_say_who_made_the_processor() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    vendors = {line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")}
+    assert vendors <= cpu_flags()
 
 
 def test_tile_registers_are_used_where_linux_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +79,9 @@ def test_the_best_one_is_taken_unless_one_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BackendError, match="'avx2'; this processor runs portable"):
         chosen_level(frozenset())
     monkeypatch.setenv("MTPC_CPU_LEVEL", "mmx")
-    with pytest.raises(BackendError, match="'mmx'; this processor runs avx512, avx2, portable"):
+    with pytest.raises(
+        BackendError, match="'mmx'; this processor runs avx512, avx512_vnni, avx2, portable"
+    ):
         chosen_level(ZEN4)
 
 

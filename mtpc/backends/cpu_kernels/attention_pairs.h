@@ -15,7 +15,7 @@ namespace mtpc {
 /// Whether this level takes the scores of such caches from pairs.
 template <class A, class T>
 inline constexpr bool kPairs =
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     std::is_same_v<A, float> && std::is_same_v<T, BFloat16>;
 #else
     false;
@@ -32,7 +32,7 @@ struct Ahead {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 /// 16 groups of a row of bfloat16, of which `valid` elements exist.
 inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
@@ -81,19 +81,21 @@ inline void pack_keys(const BFloat16* const* keys, bool whole, int64_t shift, in
 template <int kTile>
 void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, float* scores) {
   constexpr int kN = kLanes<float>;
-  const int64_t groups = width / 2;
-  const Group* rows = reinterpret_cast<const Group*>(queries);
+  const InputRows rows = dense_rows(queries, width);
   Vec<float> low[kTile]{}, high[kTile]{};
-  for (int64_t g = 0; g < groups; ++g) {
-    Groups keys[2];
-    std::memcpy(&keys[0], panel + g * kFeatures, sizeof(keys[0]));
-    std::memcpy(&keys[1], panel + g * kFeatures + kN, sizeof(keys[1]));
+  Inputs<kTile> inputs;
+  for (int64_t begin = 0; begin < rows.groups; begin += inputs.kGroups) {
+    const int64_t count = std::min(inputs.kGroups, rows.groups - begin);
+    inputs.take(rows, begin, count);
+    for (int64_t g = 0; g < count; ++g, panel += kFeatures) {
+      Groups keys[2];
+      std::memcpy(&keys[0], panel, sizeof(keys[0]));
+      std::memcpy(&keys[1], panel + kN, sizeof(keys[1]));
 #pragma GCC unroll 8
-    for (int r = 0; r < kTile; ++r) {
-      Group group;
-      std::memcpy(&group, rows + r * groups + g, sizeof(group));
-      low[r] = add_pairs(low[r], Groups{} + group, keys[0]);
-      high[r] = add_pairs(high[r], Groups{} + group, keys[1]);
+      for (int r = 0; r < kTile; ++r) {
+        low[r] = inputs.add(low[r], r, g, keys[0]);
+        high[r] = inputs.add(high[r], r, g, keys[1]);
+      }
     }
   }
 #pragma GCC unroll 8

@@ -1,6 +1,9 @@
 // What products with packed weights are made of: groups of inputs, their dots, rows, sums.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "simd.h"
 #include "tensors.h"
 
@@ -20,18 +23,6 @@ inline constexpr int64_t kGroupBytes = kFeatures * sizeof(Group);
 /// A register of groups, one of each of so many features.
 using Groups = Mask<float>;
 
-/// sums + a.first * b.first + a.second * b.second of pairs of bfloat16, lane by lane.
-inline Vec<float> add_pairs(Vec<float> sums, Groups a, Groups b) {
-#if defined(__AVX512BF16__)
-  return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
-#else
-  const auto first = [](Groups p) { return reinterpret_cast<Vec<float>>(p << 16); };
-  const auto second = [](Groups p) { return reinterpret_cast<Vec<float>>(p & ~0xffff); };
-  sums += first(a) * first(b);
-  return sums + second(a) * second(b);
-#endif
-}
-
 /// Sums of one tile's features, by row.
 template <int kRows>
 using TileSums = float[kRows][kFeatures];
@@ -46,6 +37,79 @@ struct InputRows {
     return {first + row * stride + group, count, stride};
   }
 };
+
+#if defined(__AVX512BF16__)
+
+/// Inputs of kRows rows, as an instruction for pairs of bfloat16 takes them: as they are.
+template <int kRows>
+class Inputs {
+ public:
+  /// Groups of a row that are taken at a time.
+  static constexpr int64_t kGroups = 1 << 30;
+
+  /// Takes `count` groups of each row, from group `begin` on.
+  void take(InputRows x, int64_t begin, int64_t) {
+    first_ = x.first + begin;
+    stride_ = x.stride;
+  }
+
+  /// sums + the products of both elements of row r's group g and of each of `weights`.
+  Vec<float> add(Vec<float> sums, int r, int64_t g, Groups weights) const {
+    const Groups group = Groups{} + first_[r * stride_ + g];
+    return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)group);
+  }
+
+ private:
+  const Group* first_;
+  int64_t stride_;
+};
+
+#else
+
+/// Inputs of kRows rows, widened to float once: that leaves two multiply-adds for each register of
+/// weights.
+template <int kRows>
+class Inputs {
+ public:
+  /// Groups of a row that are taken at a time. Those of twelve rows are 6 KB, and stay in the
+  /// first-level cache.
+  static constexpr int64_t kGroups = 64;
+
+  /// Takes `count` groups of each row, from group `begin` on. Memory beyond them is not read.
+  void take(InputRows x, int64_t begin, int64_t count) {
+    constexpr int64_t kN = kLanes<float>;
+    for (int r = 0; r < kRows; ++r) {
+      const Group* from = x.first + r * x.stride + begin;
+      for (int64_t g = 0; g < count; g += kN) {
+        Groups pairs{};
+        if (g + kN <= count) {
+          std::memcpy(&pairs, from + g, sizeof(pairs));  // Of a fixed size: one instruction.
+        } else {
+          std::memcpy(&pairs, from + g, (count - g) * sizeof(Group));
+        }
+        store(first_[r] + g, first_of(pairs));
+        store(second_[r] + g, second_of(pairs));
+      }
+    }
+  }
+
+  /// sums + the products of both elements of row r's group g and of each of `weights`, in order.
+  Vec<float> add(Vec<float> sums, int r, int64_t g, Groups weights) const {
+    sums += first_[r][g] * first_of(weights);
+    return sums + second_[r][g] * second_of(weights);
+  }
+
+ private:
+  /// A bfloat16 is the upper half of a float.
+  static Vec<float> first_of(Groups pairs) { return reinterpret_cast<Vec<float>>(pairs << 16); }
+  static Vec<float> second_of(Groups pairs) {
+    return reinterpret_cast<Vec<float>>(pairs & ~0xffff);
+  }
+
+  alignas(kVectorBytes) float first_[kRows][kGroups], second_[kRows][kGroups];
+};
+
+#endif
 
 /// Dense rows of so many inputs.
 inline InputRows dense_rows(const BFloat16* first, int64_t inputs) {

@@ -23,6 +23,7 @@ template <int kRows>
 void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRows>& out) {
   constexpr int kCache = kRows <= kStreamedRows ? 3 : 2;
   Vec<float> sums[kRows][kRegisters]{};
+  Inputs<kRows> inputs;
   const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
     Groups weights[kRegisters];
 #pragma GCC unroll 8
@@ -36,21 +37,24 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRo
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Group group = x.first[r * x.stride + k];
 #pragma GCC unroll 8
       for (int i = 0; i < kRegisters; ++i) {
-        sums[r][i] = add_pairs(sums[r][i], weights[i], Groups{} + group);
+        sums[r][i] = inputs.add(sums[r][i], r, k, weights[i]);
       }
     }
     tile += kFeatures;
     fetch.from += fetch.step;
   };
-  int64_t k = 0;
-  for (; k + kTurn<kRows> <= x.groups; k += kTurn<kRows>) {
+  for (int64_t begin = 0; begin < x.groups; begin += inputs.kGroups) {
+    const int64_t count = std::min(inputs.kGroups, x.groups - begin);
+    inputs.take(x, begin, count);
+    int64_t k = 0;
+    for (; k + kTurn<kRows> <= count; k += kTurn<kRows>) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kTurn<kRows>; ++i) add_group(k + i);
+      for (int i = 0; i < kTurn<kRows>; ++i) add_group(k + i);
+    }
+    for (; k < count; ++k) add_group(k);
   }
-  for (; k < x.groups; ++k) add_group(k);
   // One by one: copied as a whole they would live in memory, not in registers.
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
