@@ -1,12 +1,14 @@
 """Tokens per second of a long prompt: mtpc beside its peers, in one run.
 
     python -m benchmarks.prefill                     # the 0.5B shape, 512 tokens, K = 0 and 1
-    python -m benchmarks.prefill --vllm-python VENV/bin/python
+    python -m benchmarks.prefill --vllm-python VENV/bin/python --llama-bench DIRECTORY
+    python -m benchmarks.prefill --prompt-tokens 2048 8192 32768 --peer-context 8192
     python -m benchmarks.prefill --shape tiny --backend eager --no-peers
 
 From a prompt's arrival to its first new token, one prompt at a time, pages of earlier prompts not
-reused. mtpc prefills in chunks; each size of `--chunks` is an engine of its own. Samples are taken
-in turns and set against the machine as in `benchmarks.decode`, whose parts these are.
+reused. llama.cpp's time is that of its prompt alone. mtpc prefills in chunks; each size of
+`--chunks` is an engine of its own. Samples of one length are taken in turns and set against the
+machine as in `benchmarks.decode`, whose parts these are.
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers import vllm_host
+from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.vllm_decoder import VllmProcess
 
 NEW_TOKENS = 8
 """Room behind the prompt; one token is asked for."""
-COLUMNS = ("engine", "K", "ms", "tokens/s", "GFLOP/s", "over transformers", "over vLLM", "samples")
+COLUMNS = (
+    "prompt", "engine", "K", "ms", "tokens/s", "GFLOP/s", "over transformers", "over vLLM",
+    "over llama.cpp", "samples",
+)  # fmt: skip
 NOTES = (
-    "ms: from a prompt's arrival to its first new token; medians.",
+    "prompt: tokens; ms: from a prompt's arrival to its first new token; medians.",
     "GFLOP/s: of the target's layers, two a weight and token; attention and drafts not counted.",
-    "over transformers: tokens/s over generate's; over vLLM: over its CPU build's at the same K.",
+    "over transformers: tokens/s over generate's; over vLLM: over its CPU build's at the same K; "
+    "over llama.cpp: over its BF16's, which computes the prompt alone.",
     SAMPLES_NOTE,
 )
 
@@ -101,6 +108,21 @@ class VllmPrefill(OneLaunch):
         return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
 
 
+class LlamaPrefill(OneLaunch):
+    """llama-batched-bench, a process a sample. Prompts are its own, of the same length."""
+
+    spec_tokens, build_s = 0, 0.0
+
+    def __init__(self, decoder: LlamaDecoder) -> None:
+        self._decoder, self.engine = decoder, decoder.engine
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """The prompts' own time; `new_tokens` is not looked at."""
+        found, cpu_s = self._decoder.run(len(prompts), len(prompts[0]), 1)
+        tokens = sum(len(prompt) for prompt in prompts)
+        return Decoded(len(prompts), tokens, found.prompt_s, None, cpu_s)
+
+
 def _timed(prompts: Prompts, first_token: Any) -> Decoded:
     start = time.perf_counter()
     for prompt in prompts:
@@ -113,17 +135,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    plan = Plan(args.prompt_tokens, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
+    rows = list[dict[str, Any]]()
     with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
         tell(f"write {workdir / 'mimo'}")
         shape = SHAPES[args.shape]
         checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
-        cases = []
+        decoders = list[Decoder]()
         for decoder in _engines(checkpoint, args, tell):
             closing.callback(decoder.close)
-            cases.append(Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0)))
-        sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
-    rows = [asdict(summarise(case, plan.max_foreign)) for case in cases]
+            decoders.append(decoder)
+        for length in args.prompt_tokens:
+            plan = Plan(length, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
+            cases = [
+                Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0))
+                for decoder in decoders
+                if length <= args.peer_context or isinstance(decoder, MtpcPrefill)
+            ]
+            sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
+            found = [asdict(summarise(case, plan.max_foreign)) for case in cases]
+            rows += [{"prompt_tokens": length, **row} for row in found]
     publish("prefill", args, {"rows": rows}, table)
     return 0
 
@@ -139,11 +169,18 @@ def _engines(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> It
     for k in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         directory = checkpoint.directory.absolute()
-        options = vllm_host.arguments(str(directory), k, args.prompt_tokens + NEW_TOKENS, 1)
+        longest = max(n for n in args.prompt_tokens if n <= args.peer_context)
+        options = vllm_host.arguments(str(directory), k, longest + NEW_TOKENS, 1)
         threads = torch.get_num_threads()
         yield VllmPrefill(
             VllmProcess(args.vllm_python, options, directory.parent / "vllm", threads)
         )
+    if args.llama_bench:
+        tell("write a GGUF file")
+        for decoder in llama_decoders(
+            args.llama_bench, args.gguf_python, checkpoint.directory, ("BF16",)
+        ):
+            yield LlamaPrefill(decoder)
 
 
 def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace) -> MtpcPrefill:
@@ -152,7 +189,7 @@ def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace
         target,
         spec_tokens=spec_tokens,
         batch_buckets=(1,),
-        max_len=args.prompt_tokens + NEW_TOKENS,
+        max_len=max(args.prompt_tokens) + NEW_TOKENS,
         prefill_chunk=chunk,
         prefix_caching=False,
         backend=args.backend,
@@ -161,52 +198,59 @@ def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace
     return MtpcPrefill(model, time.perf_counter() - start)
 
 
-def cells(rows: Sequence[Row], target_bytes: int) -> list[list[str]]:
+def cells(rows: Sequence[tuple[int, Row]], target_bytes: int) -> list[list[str]]:
     """The table's body.
 
     Args:
-        rows: measured.
+        rows: a prompt's tokens, and what was measured.
         target_bytes: of the target's layers, in bfloat16.
     """
-    by_key = {(row.engine, row.spec_tokens): row for row in rows}
+    by_key = {(length, row.engine, row.spec_tokens): row for length, row in rows}
 
     def ratio(row: Row, other: Row | None) -> str:
         return f"{row.tokens_per_s / other.tokens_per_s:.2f}x" if other else "-"
 
     return [
         [
+            str(length),
             row.engine,
             str(row.spec_tokens),
             f"{row.ms_per_step:.1f}",
             f"{row.tokens_per_s:.0f}",
             f"{row.tokens_per_s * target_bytes / 1e9:.0f}",
-            ratio(row, by_key.get(("transformers", 0))),
-            ratio(row, by_key.get(("vLLM", row.spec_tokens))),
+            ratio(row, by_key.get((length, "transformers", 0))),
+            ratio(row, by_key.get((length, "vLLM", row.spec_tokens))),
+            ratio(row, by_key.get((length, "llama.cpp BF16", 0))),
             sample_counts(row),
         ]
-        for row in rows
+        for length, row in rows
     ]
 
 
 def table(record: Record) -> Table:
     """A record's table."""
-    rows, told = [Row(**row) for row in record["rows"]], record["arguments"]
-    shape = SHAPES[told["shape"]]
+    rows = [
+        (row["prompt_tokens"], Row(**{k: v for k, v in row.items() if k != "prompt_tokens"}))
+        for row in record["rows"]
+    ]
+    shape = SHAPES[record["arguments"]["shape"]]
     # The step of K = 0 reads the target's layers and the head.
-    target_bytes = rows[0].step_bytes - 2 * shape.hidden_size * shape.vocab_size
-    title = f"A prompt of {told['prompt_tokens']} tokens"
-    return Table(title, COLUMNS, cells(rows, target_bytes), NOTES)
+    target_bytes = rows[0][1].step_bytes - 2 * shape.hidden_size * shape.vocab_size
+    return Table("Prompts from arrival to first token", COLUMNS, cells(rows, target_bytes), NOTES)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("prefill", __doc__)
     add = parser.add_argument
     command.add_model(parser)
-    add("--prompt-tokens", type=positive, default=512, metavar="N")
+    add("--prompt-tokens", nargs="+", type=positive, default=[512], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
     add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     command.add_vllm(parser)
+    command.add_llama(parser)
+    help_ = "the longest prompt of peers, which take minutes for the longest"
+    add("--peer-context", type=positive, default=8192, metavar="N", help=help_)
     command.add_backend(parser)
     command.add_passes(parser)
     command.add_sampling(parser, 5)

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,13 @@ loses results of small models (ggml-org/llama.cpp#22142)."""
 
 class LlamaError(Exception):
     """A program of llama.cpp, or the writer of its files, failed; says what it wrote last."""
+
+
+class LlamaTimes(NamedTuple):
+    """Seconds of a run's prompts, and of its decode steps."""
+
+    prompt_s: float
+    decode_s: float
 
 
 @dataclass(frozen=True)
@@ -88,16 +96,18 @@ class LlamaDecoder(OneLaunch):
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Decode steps of as many requests, of `new_tokens` each."""
-        batch, length = len(prompts), len(prompts[0])
+        found, cpu_s = self.run(len(prompts), len(prompts[0]), new_tokens)
+        return Decoded(new_tokens, len(prompts) * new_tokens, found.decode_s, None, cpu_s)
+
+    def run(self, batch: int, length: int, new_tokens: int) -> tuple[LlamaTimes, float]:
+        """The times of so many requests of one length, and the CPU seconds of its processes."""
         threads, context = str(self._threads), batch * (length + new_tokens)
         before = child_seconds()
         sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
         how = ("-t", threads, "-tb", threads, "--output-format", "jsonl")
         command = [self._program, "-m", self._file, *sizes, *how]
         told = (output for _ in range(ATTEMPTS) if "{" in (output := _run(command)))
-        found = read_result(next(told, ""))
-        cpu_s = child_seconds() - before
-        return Decoded(new_tokens, batch * new_tokens, found, None, cpu_s)
+        return read_result(next(told, "")), child_seconds() - before
 
 
 def llama_decoders(
@@ -116,8 +126,8 @@ def llama_decoders(
         yield LlamaDecoder(programs, files.write(kind), kind, torch.get_num_threads())
 
 
-def read_result(output: str) -> float:
-    """Seconds of decoding in what llama-batched-bench writes as JSON lines.
+def read_result(output: str) -> LlamaTimes:
+    """What llama-batched-bench writes as JSON lines.
 
     Raises:
         LlamaError: there is no line, or not one.
@@ -125,7 +135,7 @@ def read_result(output: str) -> float:
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if len(lines) != 1:
         raise LlamaError(f"{BENCH} wrote {len(lines)} results; expected one, in {output!r}")
-    return float(lines[0]["t_tg"])
+    return LlamaTimes(float(lines[0]["t_pp"]), float(lines[0]["t_tg"]))
 
 
 def _run(command: list[object]) -> str:

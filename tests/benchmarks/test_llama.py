@@ -94,7 +94,8 @@ def test_a_scheme_has_the_bytes_of_its_file(
 
 
 def test_a_result_is_read(tmp_path: Path) -> None:
-    assert read_result(LINE) == 1.75
+    assert read_result(LINE).decode_s == 1.75
+    assert read_result(LINE).prompt_s == json.loads(LINE)["t_pp"]
     for output in ("", LINE + LINE):
         with pytest.raises(LlamaError, match="expected one"):
             read_result(output)

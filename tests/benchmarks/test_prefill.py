@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import transformers
@@ -16,12 +16,23 @@ from benchmarks import memory, prefill
 from benchmarks.harness.decoders import Decoded
 from benchmarks.harness.sampling import Case, Row, Sample, summarise
 from benchmarks.peers import vllm_host
-from benchmarks.prefill import TransformersPrefill
+from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaTimes
+from benchmarks.prefill import LlamaPrefill, TransformersPrefill
 
 PROMPT_TOKENS = 40
 ARGUMENTS = (
     *("--shape", "tiny", "--backend", "eager", "--spec-tokens", "1", "--chunks", "16", "64"),
-    *("--prompt-tokens", str(PROMPT_TOKENS), "--repeats", "2", "--max-foreign", "1"),
+    *(
+        "--prompt-tokens",
+        str(PROMPT_TOKENS),
+        "9",
+        "--peer-context",
+        "9",
+        "--repeats",
+        "2",
+        "--max-foreign",
+        "1",
+    ),
     *("--probe-mib", "1"),
 )
 """No sample counts as disturbed, so that it takes seconds."""
@@ -35,11 +46,14 @@ def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert prefill.main([*ARGUMENTS, *files]) == 0
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     engines = [(row["engine"], row["spec_tokens"]) for row in rows]
-    assert engines == [("transformers", 0), ("mtpc, chunks of 16", 1), ("mtpc, chunks of 64", 1)]
+    ours = [("mtpc, chunks of 16", 1), ("mtpc, chunks of 64", 1)]
+    assert engines == [*ours, ("transformers", 0), *ours]
+    assert [row["prompt_tokens"] for row in rows] == [PROMPT_TOKENS] * 2 + [9] * 3
     for row in rows:
         for sample in row["taken"]:
             # No page was reused: every sample is of a whole prompt.
-            assert (sample["decoded"]["steps"], sample["decoded"]["tokens"]) == (1, PROMPT_TOKENS)
+            decoded = sample["decoded"]
+            assert (decoded["steps"], decoded["tokens"]) == (1, row["prompt_tokens"])
     lines = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert [line["engine"] for line in lines] == [row["engine"] for row in rows]
 
@@ -52,10 +66,27 @@ def _row(engine: Any, seconds: float) -> Row:
 def test_cells() -> None:
     """100 tokens of a target of 3 GB, 1.5 billion weights, in 2 s: 50 a second, 150 GFLOP/s."""
     vllm = SimpleNamespace(engine="vLLM", spec_tokens=0, build_s=0.0, launches=1)
-    rows = [_row(TransformersPrefill(None), 2.0), _row(vllm, 1.0)]
-    first, second = prefill.cells(rows, target_bytes=3 * 10**9)
-    assert first == ["transformers", "0", "1000.0", "50", "150", "1.00x", "0.50x", "1+0"]
-    assert second == ["vLLM", "0", "500.0", "100", "300", "2.00x", "1.00x", "1+0"]
+    rows = [(50, _row(TransformersPrefill(None), 2.0)), (50, _row(vllm, 1.0)), (60, _row(vllm, 1))]
+    first, second, longer = prefill.cells(rows, target_bytes=3 * 10**9)
+    assert first == ["50", "transformers", "0", "1000.0", "50", "150", "1.00x", "0.50x", "-", "1+0"]
+    assert second == ["50", "vLLM", "0", "500.0", "100", "300", "2.00x", "1.00x", "-", "1+0"]
+    assert longer[-4:] == ["-", "1.00x", "-", "1+0"]
+
+
+def test_llama_is_timed_by_its_prompt() -> None:
+    """Its program decodes a token, too, whose time does not count."""
+    asked = list[Any]()
+
+    class Program:
+        engine = "llama.cpp BF16"
+
+        def run(self, *sizes: int) -> tuple[LlamaTimes, float]:
+            asked.append(sizes)
+            return LlamaTimes(prompt_s=2.0, decode_s=9.0), 3.5
+
+    done = LlamaPrefill(cast(LlamaDecoder, Program())).decode([[1, 2, 3]], 8)
+    assert asked == [(1, 3, 1)]
+    assert (done.seconds, done.tokens, done.child_cpu_s) == (2.0, 3, 3.5)
 
 
 def test_vllm_takes_prompts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
