@@ -295,6 +295,27 @@ def test_a_weight_that_the_graph_writes_is_not_packed() -> None:
 
 
 @pytest.mark.usefixtures("without_gradients")
+def test_weights_are_read_by_data() -> None:
+    """As vLLM's norms read theirs: tracing does not see `.data`, and made a constant of it."""
+
+    class Reads(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm.weight.data * F.rms_norm(x, (64,), eps=1e-6)
+            return x + F.linear(F.linear(y, self.up.weight.data), self.down.weight)
+
+    block, x = Reads(), rows(3)
+    called, ours = compiled(block)
+    check_close(called(x), block(x))
+    for changed in (block.norm.weight, block.up.weight):
+        before = block(x)
+        changed.mul_(-4)
+        check_close(called(x), block(x))
+        assert (block(x) - before).abs().max() > 0.1
+    assert len(ours.reports) == 1
+    assert ours.reports[0].kernels["mtpc_cpu.packed_linear.default"] == 2
+
+
+@pytest.mark.usefixtures("without_gradients")
 def test_writes_between_reads_are_left_alone() -> None:
     """Joint projections would read the input once, before the write or after it."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -162,12 +163,17 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | st
         mode.from_tensor(node.meta["example_value"]) if isinstance(value, Tensor) else value
         for node, value in zip(placeholders, inputs, strict=True)
     ]
-    run = fx.Interpreter(module).run
+    run = _Calls(module).run
     try:
         with mode, enable_python_dispatcher():
             traced = make_fx(run, pre_dispatch=True)(*fakes)
     except Exception as error:  # Whatever operators of a host's do when they are traced.
         return f"it cannot be traced again: {type(error).__name__}: {error}"
+    for name, value in [*traced.named_parameters(), *traced.named_buffers()]:
+        if isinstance(value, FakeTensor):
+            return (
+                f"tracing it again loses where {name} comes from, a {value.dtype} of {value.shape}"
+            )
     for node in list(traced.graph.nodes):
         if node.target in _SWITCHES and node.args[_SWITCHES[node.target]]:
             return f"it switches {node.target.__name__.strip('_')} on"
@@ -175,6 +181,19 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | st
         if node.target in _SWITCHES or node.target is _LEAVE:
             traced.graph.erase_node(node)
     return traced
+
+
+class _Calls(fx.Interpreter):
+    """Runs a graph of Dynamo's so that all its calls can be traced."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call `detach` for `.data`, which is the same where no gradient is asked for.
+
+        Tracing does not see `.data`: its result would be a constant without a value.
+        """
+        if target is torch._C._autograd._get_data_attr:
+            return args[0].detach()
+        return super().call_function(target, args, kwargs)
 
 
 def _late_write(graph: fx.Graph) -> fx.Node | None:
