@@ -1,4 +1,4 @@
-"""Parses single arguments of the command line, and explains errors in them."""
+"""Adds and parses single arguments of the command line, and explains errors in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mtpc.config import AUTO
 
@@ -41,6 +41,27 @@ class SuggestingParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(wrong, known, n=1)
         dashes = "" if choice else "--"
         return f"; did you mean {dashes}{near[0]}?" if near else ""
+
+
+def add_values(parser: Any, *rows: tuple[Any, ...]) -> None:
+    """Add options that take a value.
+
+    Args:
+        parser: a parser, or a group of its arguments.
+        *rows: (flag, what parses the text, the value's name in the help, help); a fifth entry is
+            the default, which the help then names.
+    """
+    for flag, kind, metavar, text, *default in rows:
+        shown = f"{text} (default: %(default)s)" if default else text
+        parser.add_argument(
+            flag, type=kind, metavar=metavar, help=shown, default=next(iter(default), None)
+        )
+
+
+def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = False) -> None:
+    """Add options without a value, each a (flag, help); `default` is what an absent one gives."""
+    for flag, text in rows:
+        parser.add_argument(flag, action="store_true", default=default, help=text)
 
 
 def positive(text: str) -> int:

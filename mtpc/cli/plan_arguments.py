@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mtpc.cli.parsing import ids, positive
+from mtpc.cli.parsing import add_switches, ids, positive
 from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
 
 DEFAULT_LEN = 8192
@@ -52,12 +52,8 @@ def microseconds(text: str) -> float:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="directory with config.json, of which headers are read where there are *.safetensors",
-    )
+    text = "directory with config.json, of which headers are read where there are *.safetensors"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     for flag, kind, default, metavar, text in (
         ("--devices", positive, 1, "N", "devices in all"),
         (
@@ -92,8 +88,5 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with pages of K and V of this form"),
     ):
         parser.add_argument(flag, choices=tuple(names), help=text)
-    parser.add_argument(
-        "--enable-expert-parallel",
-        action="store_true",
-        help="give each device whole experts, by transformers' expert plan",
-    )
+    text = "give each device whole experts, by transformers' expert plan"
+    add_switches(parser, ("--enable-expert-parallel", text))
