@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
-from mtpc.cli.plot import Bar, check_plot, draw_plot
+from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
@@ -122,11 +123,7 @@ def command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
-        bars = [
-            Bar(str(v), row["tokens_per_s"], row["tokens_per_step"], row["acceptance_rate"])
-            for v, row in zip(variants, rows, strict=True)
-        ]
-        draw_plot(bars, title, args.plot)
+        draw_plot([str(variant) for variant in variants], rows, title, args.plot)
     return 0
 
 
@@ -252,8 +249,6 @@ def _row(
 
 
 def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console, base = output(), rows[0]["tokens_per_s"]
     title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
     print_table(console, title, COLUMNS, [_cells(row, base) for row in rows])

@@ -16,6 +16,7 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
 from mtpc.wiring import Rules, choices, rule_text
@@ -192,8 +193,6 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console = output()
     if samples:
         rows = [

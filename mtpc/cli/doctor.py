@@ -10,15 +10,15 @@ import argparse
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, Literal
+from typing import Literal
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
+from mtpc.config import cxx_compiler
 from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]
@@ -132,24 +132,15 @@ def _check_demo() -> Finding:
 
 
 def _check_compiler() -> Finding:
-    """Check the compiler that Inductor would call ($CXX, else g++), by running it once."""
-    config = import_module("torch._inductor.config")
-    names = [name for name in _as_tuple(config.cpp.cxx) if name]
+    """Check the compiler of mtpc's kernels ($CXX, else g++), by running it once."""
+    from mtpc.store.machine import compiler_version
+
+    version, path = compiler_version(), shutil.which(cxx_compiler())
+    if version is not None:
+        return Finding("C++ compiler", "ok", f"{version} ({path})")
+    reason = f"{path} --version fails" if path else f"no {cxx_compiler()} in PATH"
     advice = "install g++ >= 12 or clang++ >= 15, or set CXX; --backend eager needs no compiler"
-    for name in names:
-        path = shutil.which(name)
-        if path is None:
-            continue
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout:
-            return Finding("C++ compiler", "ok", f"{done.stdout.splitlines()[0]} ({path})")
-        reason = f"{path} --version exits with {done.returncode}"
-        return Finding("C++ compiler", "optional", reason, advice)
-    return Finding("C++ compiler", "optional", f"no {' or '.join(names)} in PATH", advice)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return Finding("C++ compiler", "optional", reason, advice)
 
 
 def _check_kernels() -> Finding:
