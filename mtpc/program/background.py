@@ -9,11 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-
-import torch
 
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
@@ -99,11 +96,7 @@ class Background:
         graphs = [graph for graphs in self._missing.values() for graph in graphs]
         directory = rest.begun.checkpoint.directory.absolute()
         _check_memory()
-        with building_child() as (process, pipe):
-            with suppress(OSError):  # It has died already; its status says how.
-                pipe.send(
-                    (torch.get_num_threads(), directory, rest.options, graphs, None, True, None)
-                )
+        with building_child(directory, rest.options, graphs, in_background=True) as (process, pipe):
             done = 0
             while not self._closed.is_set():
                 if not pipe.poll(_POLL_S):
@@ -138,7 +131,7 @@ class Background:
             start = time.perf_counter()
             binder = StepBinder(program.shared, rest.weights, rest.begun.source)
             bound = [binder.bind(step) for step in found]
-            rest.begun.check()
+            rest.begun.source.check()
             del self._missing[tier]
             self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]
             program.arrived.append((tuple(self._ready), bound))
