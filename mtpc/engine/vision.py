@@ -188,13 +188,6 @@ class Vision:
             places = self._places(ids, len(images))  # Before any work on the images.
             return self._place(ids, places, self._patches(images), longest)
 
-    def place_patches(
-        self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
-    ) -> tuple[list[int], PromptImages]:
-        """As `place`, of what the image processor has made of the images."""
-        with self._lock:
-            return self._place(ids, self._places(ids, len(images)), images, longest)
-
     def _place(
         self,
         ids: Sequence[int],

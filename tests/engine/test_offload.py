@@ -47,10 +47,10 @@ def test_a_state_goes_to_the_slot(tmp_path: Path) -> None:
     first = offload_of(tmp_path, filled())
     one = request()
     first._states._views[0][0][1] = torch.arange(10.0).view(2, 5)
-    first.save_state(first.block(one, 3), 1)
+    first.save("state", first.block(one, 3), 1)
     again = offload_of(tmp_path, filled())
-    assert [again.has_state(one, n) for n in range(6)] == [n == 3 for n in range(6)]
-    assert again.load_state(one, 3)
+    assert [again.has("state", one, n) for n in range(6)] == [n == 3 for n in range(6)]
+    assert again.load("state", one, 3, one.slot - 1)
     slots = again._states._views[0][1]
     assert slots[1].tolist() == torch.arange(10.0).view(2, 5).tolist()
     assert not slots[[0, 2, 3]].any()
@@ -76,7 +76,7 @@ def test_other_models_and_forms_find_nothing(tmp_path: Path) -> None:
     assert loaded(offload_of(tmp_path, filled().double())) == []
     other = offload_of(tmp_path, filled())
     other = Offload(other.directory, {"kv.0.k": filled()}, {}, PAGE, K, "one", Counter())
-    assert not any(other.has_page(request(), n) for n in range(6))
+    assert not any(other.has("page", request(), n) for n in range(6))
     for lookahead in (1, 3):
         changed = Offload(
             other.directory,
@@ -84,7 +84,7 @@ def test_other_models_and_forms_find_nothing(tmp_path: Path) -> None:
             {"kv.2.state": (torch.zeros(3, 2, 5), torch.zeros(4, 2, 5))},
             PAGE, lookahead, "one", Counter(),
         )  # fmt: skip
-        assert not any(changed.has_page(request(), n) for n in range(5))
+        assert not any(changed.has("page", request(), n) for n in range(5))
 
 
 def flipped(data: bytes, place: int) -> bytes:

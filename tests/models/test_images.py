@@ -136,7 +136,7 @@ def placed(spec: mtpc.SpecModel, ids: list[int], images: list[Any]) -> Any:
     if not isinstance(images[0], Crops):
         return spec.vision.place(ids, images, 128)
     patches = spec.vision.tower.split(processed(images), spec.served.own_tokens)
-    return spec.vision.place_patches(ids, patches, 128)
+    return spec.vision._place(ids, spec.vision._places(ids, len(images)), patches, 128)
 
 
 def add(spec: mtpc.SpecModel, ids: list[int], images: list[Any], new: int = NEW) -> int:
