@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import OptionError
+from mtpc.errors import MtpcError, OptionError
 
 
 def unknown_option(name: str, known: list[str]) -> str:
@@ -18,13 +18,19 @@ def unknown_option(name: str, known: list[str]) -> str:
     return f"unknown option {name!r}; {hint}"
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """An integer of low..high, or from low on."""
+def check_int(
+    name: str,
+    value: Any,
+    low: int,
+    high: int | None = None,
+    refusal: type[MtpcError] = OptionError,
+) -> None:
+    """An integer of low..high, or from low on; `refusal` is what anything else raises."""
     wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
+        raise refusal(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
     if value < low or (high is not None and value > high):
-        raise OptionError(f"{name} is {value}; expected {wanted}")
+        raise refusal(f"{name} is {value}; expected {wanted}")
 
 
 def check_names(option: str, names: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, PROMPT_EMBEDS, ROPE_OFFSETS
+from mtpc.option_checks import check_int
 from mtpc.program.program import Program
 from mtpc.weights.served_model import ServedModel
 
@@ -95,8 +96,7 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
 
 def _check_length(request: Request, options: CompileOptions) -> None:
     length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.sequence_limit
-    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-        raise RequestError(f"max_new_tokens is {new!r}; expected an integer >= 1")
+    check_int("max_new_tokens", new, 1, refusal=RequestError)
     if length + new > limit:
         raise RequestError(
             f"prompt of {length} + max_new_tokens {new} = {length + new} tokens; "

@@ -97,10 +97,21 @@ class Service:
     def encode(
         self, prompts: Sequence[str | list[int]], special_tokens: bool = True
     ) -> list[list[int]]:
-        """The token ids of prompts; if a text is too long, none is tokenised."""
+        """The token ids of prompts; if a text is too long, none is tokenised.
+
+        Raises:
+            ApiError: 400, a text is far too long.
+        """
+        longest = self.engine.engine.longest
+        most = max(MIN_CHARS, CHARS_PER_TOKEN * longest)
         for prompt in prompts:
-            if isinstance(prompt, str):
-                self.check_length(prompt)
+            if isinstance(prompt, str) and len(prompt) > most:
+                raise ApiError(
+                    400,
+                    f"a prompt of {len(prompt)} characters; this server has room for {longest} "
+                    f"tokens, and tokenises at most {most} characters",
+                    code="context_length_exceeded",
+                )
         encode = self.engine.served.encode
         return [encode(p, special_tokens) if isinstance(p, str) else p for p in prompts]
 
@@ -127,21 +138,6 @@ class Service:
         if self.engine.has_ended:
             message = "the engine has failed; restart the server"
             raise ApiError(503, message, code="engine_ended")
-
-    def check_length(self, text: str) -> None:
-        """Check that a prompt may fit, before it is tokenised.
-
-        Raises:
-            ApiError: 400, the text is far too long.
-        """
-        most = max(MIN_CHARS, CHARS_PER_TOKEN * self.engine.engine.longest)
-        if len(text) > most:
-            raise ApiError(
-                400,
-                f"a prompt of {len(text)} characters; this server has room for "
-                f"{self.engine.engine.longest} tokens, and tokenises at most {most} characters",
-                code="context_length_exceeded",
-            )
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
