@@ -50,12 +50,6 @@ class Block:
     following: tuple[Key, ...]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    page: int
-    number: int
-
-
 class Match(NamedTuple):
     """What is known of the beginning of a request's tokens.
 
@@ -151,7 +145,7 @@ class PrefixIndex:
     def __init__(self, num_snapshots: int = 0) -> None:
         self.snapshots = SnapshotIndex(num_snapshots)
         self.keep: Callable[[int], None] = lambda page: None
-        self._entries: dict[Block, _Entry] = {}
+        self._entries: dict[Block, tuple[int, int]] = {}  # A page, and the block's number.
         self._blocks: dict[int, Block] = {}
         self._digests: dict[int, bytes] = {}
         self._numbers = itertools.count(ROOT + 1)
@@ -165,8 +159,7 @@ class PrefixIndex:
 
     def find(self, block: Block) -> tuple[int, int] | None:
         """The page that holds a block, and the block's number; None if no page holds it."""
-        entry = self._entries.get(block)
-        return None if entry is None else (entry.page, entry.number)
+        return self._entries.get(block)
 
     def add(self, block: Block, page: int, digest: bytes = b"") -> int:
         """Record that a page holds a block, and return the block's number.
@@ -181,9 +174,9 @@ class PrefixIndex:
         """
         entry = self._entries.get(block)
         if entry is None:
-            entry = self._entries[block] = _Entry(page, next(self._numbers))
+            entry = self._entries[block] = (page, next(self._numbers))
             self._blocks[page], self._digests[page] = block, digest
-        return entry.number
+        return entry[1]
 
     def digest(self, page: int) -> bytes:
         """What identifies a known page in files."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
 from mtpc.backends.cpu_kernels import fill_packed
@@ -42,37 +42,25 @@ if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Assembler(Protocol[T_co]):
+@dataclass(frozen=True)
+class Assembler(Generic[T]):
     """Makes of compiled steps what its caller runs.
 
     Attributes:
         form: which graphs each step has.
         owns_buffers: the result has state, caches and batch buffers of its own; without that,
             steps are traced over stand-ins, and nothing is written to them.
+        assemble: makes the result of entries of the graph cache. It gets the entries, largest
+            first; the weights that exist, by name; and what makes the others, or None if all exist.
+        compile: makes the result of steps that no cache keeps.
     """
 
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def owns_buffers(self) -> bool: ...
-
-    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> T_co:
-        """Assemble steps of the graph cache.
-
-        Args:
-            steps: the entries, largest first.
-            weights: the weights that exist, by name.
-            source: makes the other weights; None if all exist.
-        """
-        ...
-
-    def compile(self, compiler: StepCompiler) -> T_co:
-        """Assemble steps that no cache keeps."""
-        ...
+    form: Form
+    owns_buffers: bool
+    assemble: Callable[[Steps, WeightTable, WeightSource | None], T]
+    compile: Callable[[StepCompiler], T]
 
 
 @dataclass(frozen=True)

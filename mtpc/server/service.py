@@ -187,11 +187,5 @@ class Service:
 
     def metrics(self) -> str:
         """The server's part of /metrics, in Prometheus' text format."""
-        ready = not self.is_draining and not self.engine.has_ended
-        in_flight = float(self.in_flight)
-        return self.counters.prometheus(
-            {
-                "server_ready": ("1 while the server accepts requests.", float(ready)),
-                "server_choices_in_flight": ("Choices that run or wait.", in_flight),
-            }
-        )
+        is_ready = not self.is_draining and not self.engine.has_ended
+        return self.counters.prometheus(is_ready, self.in_flight)
