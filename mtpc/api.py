@@ -111,7 +111,10 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
-        self.vision = self._open_vision() if options.images else None
+        self.vision: Vision | None = None
+        if options.images:
+            rows = program.shared[PROMPT_EMBEDS]
+            self.vision = Vision(self.served, rows.dtype, rows.device, self.stats)
         self._end_building: Callable[[], object] = lambda: None
 
     def follow(self) -> None:
@@ -285,10 +288,6 @@ class SpecModel:
         size = self.served.vocab_size
         requests = [scoring_request(*row, top, size) for row in zip(rows, firsts, strict=True)]
         return score(self.engine, requests)
-
-    def _open_vision(self) -> Vision:
-        rows = self.program.shared[PROMPT_EMBEDS]
-        return Vision(self.served, rows.dtype, rows.device, self.stats)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
         """The token ids of one prompt, and its images, which are opened and embedded here."""

@@ -251,7 +251,7 @@ def _row(
 def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
     console, base = output(), rows[0]["tokens_per_s"]
     title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
-    print_table(console, title, COLUMNS, [_cells(row, base) for row in rows])
+    print_table(title, COLUMNS, [_cells(row, base) for row in rows])
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 

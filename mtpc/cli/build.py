@@ -125,7 +125,7 @@ def _print_kernels(report: CrossReport) -> None:
         for made in report.kernels
     ]
     columns = ("kernel", "target", "entry", "size", "shared memory", "registers", "spills", "")
-    print_table(console, f"In {report.root}", columns, rows)
+    print_table(f"In {report.root}", columns, rows)
     for key, count in report.launches.items():
         console.print(f"{key}: {count} launches of these kernels")
     for note, times in report.notes.items():
@@ -160,7 +160,6 @@ def _print(report: BuildReport) -> None:
     total = sum(step.step.entry.nbytes for step in report.steps if step.step.entry)
     sums = [sum(column) for column in zip(*(_seconds(b) for b in report.steps), strict=True)]
     print_table(
-        console,
         f"In {report.root}",
         ("step", "entry", "nodes", "after passes", "trace", "rewrite", "lower", "size", ""),
         [*_rows(report)],

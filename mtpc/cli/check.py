@@ -205,7 +205,7 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
             )
             for sample in samples
         ]
-        print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
+        print_table("Accepted drafts by wiring", COLUMNS, rows)
     for fault in verdict.faults:
         text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
         console.print(text, markup=False, soft_wrap=True)

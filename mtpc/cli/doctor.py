@@ -100,9 +100,8 @@ def check_distribution(name: str, version_of: VersionOf) -> Finding:
     low, high = RANGES[name]
     wanted = f"{name}>={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
     advice = f'pip install "{wanted}"'
-    try:
-        version = version_of(name)
-    except metadata.PackageNotFoundError:
+    version = _version(name, version_of)
+    if version is None:
         return Finding(name, "wrong", "not installed", advice)
     release = _release(version)
     if release < low or (high is not None and release >= high):
@@ -193,11 +192,11 @@ def _check_gpu() -> Finding:
 def check_triton(version_of: VersionOf) -> Finding:
     """Check for Triton. It comes with torch's builds for GPUs, under one of three names."""
     for name in ("triton", "triton-rocm", "pytorch-triton-rocm"):
-        try:
-            version = version_of(name)
-            import_module("triton")
-        except metadata.PackageNotFoundError:
+        version = _version(name, version_of)
+        if version is None:
             continue
+        try:
+            import_module("triton")
         except (ImportError, OSError) as error:
             found = f"{name} {version}, cannot be imported: {error}"
             return Finding("triton", "optional", found, f"pip install --force-reinstall {name}")
@@ -227,24 +226,21 @@ def check_aiter(version_of: VersionOf) -> Finding:
     The distribution `aiter` on the public index is a different project.
     """
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
-    try:
-        found = f"amd-aiter {version_of('amd-aiter')}"
-    except metadata.PackageNotFoundError:
-        pass
-    else:
-        return _check_clash(found, version_of)
-    try:
-        version = version_of("aiter")
-    except metadata.PackageNotFoundError:
-        return Finding("aiter", "optional", "amd-aiter is not installed", advice)
-    found = f"aiter {version} is the async-iterator helpers of that name, not AMD's kernels"
-    return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")
+    ours, other = (_version(name, version_of) for name in ("amd-aiter", "aiter"))
+    if ours and other:  # Each has overwritten files of the other.
+        found = f"amd-aiter {ours}, and aiter {other} of the same import name"
+        return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")
+    if ours:
+        return Finding("aiter", "ok", f"amd-aiter {ours}")
+    if other:
+        found = f"aiter {other} is the async-iterator helpers of that name, not AMD's kernels"
+        return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")
+    return Finding("aiter", "optional", "amd-aiter is not installed", advice)
 
 
-def _check_clash(found: str, version_of: VersionOf) -> Finding:
-    """Check that `aiter` is not installed, too. Its files would overwrite those of `amd-aiter`."""
+def _version(name: str, version_of: VersionOf) -> str | None:
+    """A distribution's version; None if it is not installed."""
     try:
-        found += f", and aiter {version_of('aiter')} of the same import name"
+        return version_of(name)
     except metadata.PackageNotFoundError:
-        return Finding("aiter", "ok", found)
-    return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")
+        return None

@@ -119,6 +119,6 @@ def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:
 
     console = output()
     rows = [cells(row, place == 0) for place, row in enumerate(compare(outcomes))]
-    print_table(console, f"Answers of {task}", COLUMNS, rows)
+    print_table(f"Answers of {task}", COLUMNS, rows)
     for note in () if quiet else NOTES:
         console.print(note, style="dim", soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from mtpc.capture.graph import StepGraph
 from mtpc.cli.anatomy import (
@@ -20,9 +19,6 @@ from mtpc.cli.anatomy import (
 from mtpc.cli.tables import format_bytes, format_shape, output, print_table
 from mtpc.layout import BufferSpec, Layout, dtype_name
 from mtpc.layout.buffers import N, P, Q, R, S
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backend: str) -> None:
@@ -40,39 +36,39 @@ def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backen
     if nodes:
         console.print(graph.text(), soft_wrap=True)
         console.print()
-    _print_history(console, graph)
-    _print_counts(console, graph)
-    _print_weights(console, graph)
-    _print_buffers(console, graph, layouts)
-    _print_growth(console, layouts[0])
-    _print_effects(console, graph)
+    _print_history(graph)
+    _print_counts(graph)
+    _print_weights(graph)
+    _print_buffers(graph, layouts)
+    _print_growth(layouts[0])
+    _print_effects(graph)
 
 
-def _print_history(console: Console, graph: StepGraph) -> None:
+def _print_history(graph: StepGraph) -> None:
     columns = ("pass", "rewrites", "seconds", "nodes before", "after")
     rows = [
         (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)
         for r in graph.history
     ]
-    print_table(console, "Passes run", columns, rows)
+    print_table("Passes run", columns, rows)
 
 
-def _print_counts(console: Console, graph: StepGraph) -> None:
+def _print_counts(graph: StepGraph) -> None:
     counted = Counter(operations(graph))
     by_piece, by_operator = Counter[str](), Counter[str]()
     for (piece, name), count in counted.items():
         by_piece[piece] += count
         by_operator[name] += count
     total = ("total", counted.total())
-    print_table(console, "Nodes by piece", ("piece", "nodes"), by_piece.most_common(), total)
+    print_table("Nodes by piece", ("piece", "nodes"), by_piece.most_common(), total)
     rows = [
         (name, count, ", ".join(p for (p, n), _ in counted.most_common() if n == name))
         for name, count in by_operator.most_common()
     ]
-    print_table(console, "Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
+    print_table("Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
 
 
-def _print_weights(console: Console, graph: StepGraph) -> None:
+def _print_weights(graph: StepGraph) -> None:
     """Print the bytes of the weights that the step reads, by how they are stored."""
     kinds = weight_kinds(graph)
     rows = [
@@ -82,10 +78,10 @@ def _print_weights(console: Console, graph: StepGraph) -> None:
     total = ("total", sum(k.count for k in kinds.values()), "",
              format_bytes(sum(k.nbytes for k in kinds.values())))  # fmt: skip
     columns = ("kind", "tensors", "dequantised", "size")
-    print_table(console, "Weights", columns, rows, total)
+    print_table("Weights", columns, rows, total)
 
 
-def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]) -> None:
+def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
     """Print the shared buffers once, and the buffers of a bucket with their size in each bucket."""
     names = ("buffer", "dims", "dtype", "pad", "writer")
     parts = ("Buffers shared by all buckets", True), ("Buffers of one bucket", False)
@@ -104,13 +100,13 @@ def _print_buffers(console: Console, graph: StepGraph, layouts: Sequence[Layout]
         ]
         sums = (sum(group.nbytes(layout) for group in groups) for layout in shown)
         total = ("total", *[""] * (len(names) - 1), *map(format_bytes, sums))
-        print_table(console, title, columns, rows, total)
+        print_table(title, columns, rows, total)
 
 
-def _print_growth(console: Console, layout: Layout) -> None:
+def _print_growth(layout: Layout) -> None:
     """Print the memory of a request: its rows of the state, and its tokens in KV pages."""
     page, request = growth(layout, N), growth(layout, S)
-    console.print(
+    output().print(
         f"A request costs {format_bytes(request)}, whatever its length, and "
         f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
         "tokens.\n"
@@ -132,12 +128,12 @@ def _size(layout: Layout, names: Sequence[str]) -> str:
     return f"{format_shape(layout.shape(names[0]))}{times} {format_bytes(total)}"
 
 
-def _print_effects(console: Console, graph: StepGraph) -> None:
+def _print_effects(graph: StepGraph) -> None:
     columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
-    print_table(console, "Effects on buffers", columns, _effect_rows(graph))
+    print_table("Effects on buffers", columns, _effect_rows(graph))
     if any(node.op == "call_module" for node in graph.graph.nodes):
         text = "  The effects inside pieces are known after the pass fuse-draft-chain."
-        console.print(text, style="dim")
+        output().print(text, style="dim")
 
 
 def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:

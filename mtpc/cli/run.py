@@ -126,7 +126,7 @@ def _print_results(
         _print_text(console, _as_text(result))
         console.print()
     rows = [*_speed(model), *_acceptance(model), *_replays(model)]
-    print_table(console, "Statistics", ("", ""), rows)
+    print_table("Statistics", ("", ""), rows)
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:

@@ -61,7 +61,7 @@ def _print(args: argparse.Namespace, tuned: Tuned) -> None:
         )
         for name, found in (("before", tuned.before), ("after", tuned.after))
     ]
-    print_table(console, "Accepted drafts on held-out text", COLUMNS, rows)
+    print_table("Accepted drafts on held-out text", COLUMNS, rows)
     console.print(
         f"{args.out}: {tuned.gain:+.1%} accepted drafts a step; {len(tuned.tensors)} tensors "
         f"trained on {tuned.texts[0]} texts of {tuned.texts[1]} tokens in {tuned.progress.step} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtpc.config import CompileOptions
@@ -89,9 +90,7 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise RequestError("the prompt is empty; expected at least one token")
-    invalid = [i for i in prompt if not _is_token(i, vocab_size)]
-    if invalid:
-        raise RequestError(f"prompt id {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+    _check_ids("prompt id", prompt, vocab_size)
 
 
 def _check_length(request: Request, options: CompileOptions) -> None:
@@ -108,10 +107,14 @@ def _is_token(value: object, vocab_size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
-def _check_stop_ids(request: Request, vocab_size: int) -> None:
-    invalid = [i for i in request.stop_ids if not _is_token(i, vocab_size)]
+def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
+    invalid = [i for i in ids if not _is_token(i, vocab_size)]
     if invalid:
-        raise RequestError(f"stop_ids has {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+        raise RequestError(f"{what} {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+
+
+def _check_stop_ids(request: Request, vocab_size: int) -> None:
+    _check_ids("stop_ids has", request.stop_ids, vocab_size)
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"

@@ -95,7 +95,13 @@ class Background:
         rest = self._rest
         graphs = [graph for graphs in self._missing.values() for graph in graphs]
         directory = rest.begun.checkpoint.directory.absolute()
-        _check_memory()
+        free = free_bytes()
+        if free is not None and free < WORKER:  # Or the system might kill a process for the memory.
+            raise CapacityError(
+                f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
+                f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with "
+                "`mtpc build`"
+            )
         with building_child(directory, rest.options, graphs, in_background=True) as (process, pipe):
             done = 0
             while not self._closed.is_set():
@@ -137,17 +143,3 @@ class Background:
             program.arrived.append((tuple(self._ready), bound))
             self._say(f"K = {tier} was bound in {time.perf_counter() - start:.2f} s")
         program.building = ""
-
-
-def _check_memory() -> None:
-    """Refuse to build if the system would have to kill a process for the memory.
-
-    Raises:
-        CapacityError: too little memory is free.
-    """
-    free = free_bytes()
-    if free is not None and free < WORKER:
-        raise CapacityError(
-            f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
-            f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with `mtpc build`"
-        )
