@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
@@ -22,9 +21,6 @@ from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
-
-if TYPE_CHECKING:
-    from mtpc.layout import StepKey
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
@@ -192,19 +188,17 @@ def _take(
         raise RequestError(
             f"{args.max_new_tokens} new token(s) take no decode step; expected 2 or more"
         )
+    new = stats.replays - earlier.replays
+    replays = sum(count for key, count in new.items() if key.phase == "decode")
     return Sample(
         1e3 * counts.seconds / counts.steps,
         counts.tokens / counts.seconds,
         counts.tokens / counts.request_steps,
         counts.acceptance_rate,
         results,
-        _decode_replays(stats.replays - earlier.replays) / counts.steps,
+        replays / counts.steps,
         1e6 * (stats.host_gap_s - earlier.host_gap_s) / max(1, stats.host_gaps - earlier.host_gaps),
     )
-
-
-def _decode_replays(replays: Counter[StepKey]) -> int:
-    return sum(count for key, count in replays.items() if key.phase == "decode")
 
 
 def count_kernels(model: mtpc.SpecModel) -> int | None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from mtpc.engine.engine import Engine
@@ -153,12 +152,7 @@ class AsyncEngine:
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def start(self) -> None:
