@@ -79,14 +79,11 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, which may be left out."""
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="directory with config.json and *.safetensors, or an id of the local hub cache "
-        "(default: the demo model)",
+    text = (
+        "directory with config.json and *.safetensors, or an id of the local hub cache "
+        "(default: the demo model)"
     )
+    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
 
 
 _SWITCHES = (
@@ -164,20 +161,12 @@ def add_ranks(parser: Any) -> None:
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:
     """vLLM's options that mtpc has in another form."""
-    group.add_argument(
-        "--max-num-seqs",
-        type=buckets_up_to,
-        dest="batch_buckets",
-        metavar="N",
-        help="most requests that decode at once: as --batch-buckets 1,2,4,..,N",
-    )
-    group.add_argument(
-        "--speculative-config",
-        type=speculative_lists if several_k else speculative,
-        dest="spec_tokens",
-        metavar="JSON",
-        help='as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\'',
-    )
+    add = group.add_argument
+    text = "most requests that decode at once: as --batch-buckets 1,2,4,..,N"
+    add("--max-num-seqs", type=buckets_up_to, dest="batch_buckets", metavar="N", help=text)
+    text = 'as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    kind = speculative_lists if several_k else speculative
+    add("--speculative-config", type=kind, dest="spec_tokens", metavar="JSON", help=text)
 
 
 def _listed(value: object) -> str:

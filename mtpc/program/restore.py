@@ -78,39 +78,21 @@ def restore(
             f"{checkpoint.directory}, {unexplained[0]} first"
         )
         return None
-    kernels = find_kernels(cache)
-    if kernels is None:
-        return None
-    check_pin(options, kernels, steps)
-    load_library(kernels)
-    return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
-
-
-def find_kernels(cache: StepCache) -> Entry | Path | None:
-    """The kernel library that goes with the cache's steps, if it has been compiled."""
     try:
-        return build_kernels(cache.store, frozen=True)
+        kernels = build_kernels(cache.store, frozen=True)
     except CacheError:
         if cache.frozen:
             raise
         return None
-
-
-def check_pin(options: CompileOptions, kernels: Entry | Path, steps: Steps) -> None:
-    """Refuse entries other than the pinned ones, before their code is opened.
-
-    Raises:
-        CacheError: they differ from `require_sha256`.
-    """
     wanted = options.require_sha256
-    if wanted is None:
-        return
-    found = pin_of(kernels, steps)
-    if found != wanted:
+    # Before any code of the entries is opened.
+    if wanted is not None and (found := pin_of(kernels, steps)) != wanted:
         raise CacheError(
             f"require_sha256 is {wanted}, the cache holds {found}: it was built again or by "
             "somebody else; `mtpc build` prints the digest of what it built"
         )
+    load_library(kernels)
+    return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
 
 
 def pin_of(kernels: Entry | Path, steps: Steps) -> str:
