@@ -35,7 +35,7 @@ def command(args: argparse.Namespace) -> int:
         _check_writable(args.svg)
     with show_progress(sys.stderr) as tell:
         graph, layouts, backend = _build(checkpoint, options, args, tell)
-    # Imported here, for they take torch: above, the user sees what is imported.
+    # Both import torch, as the line of progress has said.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
 
