@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, add_result_files, publish
+from mtpc.engine.stats import DraftCounts
 from mtpc.tuning.run import Plan, Tuning
-from mtpc.tuning.texts import Acceptance
 from mtpc.tuning.train import Schedule
 
 COLUMNS = (
@@ -41,7 +41,7 @@ NOTES = (
 
 def table(record: Record) -> Table:
     """A record's table."""
-    found = {name: Acceptance(**record[name]) for name in ("before", "after")}
+    found = {name: DraftCounts(**record[name]) for name in ("before", "after")}
     base = found["before"].per_step
     body = [
         [

@@ -61,7 +61,8 @@ def settle(spec_tokens: int, rates: Any, length: Any) -> Rates:
     if not spec_tokens:
         raise OptionError("synthetic acceptance needs drafts; spec_tokens is 0, expected 1 or more")
     if length is not None:
-        return _of_length(spec_tokens, _golden(length, spec_tokens))
+        tokens = _golden(length, spec_tokens)
+        return tuple(min(max(tokens - 1 - place, 0.0), 1.0) for place in range(spec_tokens))
     if len(row) != spec_tokens:
         raise OptionError(
             f"synthetic_acceptance_rates has {len(row)} entries; expected one for each of "
@@ -110,7 +111,3 @@ def _golden(length: Any, spec_tokens: int) -> float:
             f"among {known}"
         )
     return GOLDEN_LENGTHS[length][spec_tokens]
-
-
-def _of_length(spec_tokens: int, length: float) -> Rates:
-    return tuple(min(max(length - 1 - position, 0.0), 1.0) for position in range(spec_tokens))

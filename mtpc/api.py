@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mtpc.acceptance import settle
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import usable_ends
 from mtpc.engine.completion import Collector
@@ -33,21 +32,19 @@ from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.engine.vision import Messages, Vision, split_images
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout import PROMPT_EMBEDS, Form
+from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.background import Background
-from mtpc.program.binding import WeightSource, bind_program
+from mtpc.program.binding import bind_program
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.open_steps import open_steps
+from mtpc.program.open_steps import Assembler, open_steps
 from mtpc.program.program import Program
-from mtpc.program.step_cache import Steps
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
-    from mtpc.program.compiler import StepCompiler
 
 
 def compile(model: Any, progress: Listener | None = None, **options: Any) -> SpecModel:
@@ -78,7 +75,9 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         CacheError: another user could have written the cache; or it is frozen, and lacks a step.
     """
     with show_compiling(progress) as listener:
-        opened = open_steps(model, options, _ProgramAssembler(listener), listener)
+        bind = partial(bind_program, listener=listener)
+        assembler = Assembler("fused", True, bind, lambda compiler: compiler.compile())
+        opened = open_steps(model, options, assembler, listener)
     opened.made.identity = opened.identity
     program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
     spec = SpecModel(opened.served, opened.options, program, opened.loaded)
@@ -87,23 +86,6 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         background = Background(opened.rest, program, listener)
         spec._end_building = weakref.finalize(spec, background.close)
     return spec
-
-
-@dataclass(frozen=True)
-class _ProgramAssembler:
-    """Makes one program of whole steps, over buffers of its own."""
-
-    listener: Listener
-    form: Form = "fused"
-    owns_buffers = True
-
-    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> Program:
-        """A program of the graph cache's packages."""
-        return bind_program(steps, weights, source, self.listener)
-
-    def compile(self, compiler: StepCompiler) -> Program:
-        """A program that this process compiles."""
-        return compiler.compile()
 
 
 class SpecModel:
@@ -129,7 +111,10 @@ class SpecModel:
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
         self.served = usable_ends(served, self.stats.fallbacks)
-        self.vision = self._open_vision() if options.images else None
+        self.vision: Vision | None = None
+        if options.images:
+            rows = program.shared[PROMPT_EMBEDS]
+            self.vision = Vision(self.served, rows.dtype, rows.device, self.stats)
         self._end_building: Callable[[], object] = lambda: None
 
     def follow(self) -> None:
@@ -303,10 +288,6 @@ class SpecModel:
         size = self.served.vocab_size
         requests = [scoring_request(*row, top, size) for row in zip(rows, firsts, strict=True)]
         return score(self.engine, requests)
-
-    def _open_vision(self) -> Vision:
-        rows = self.program.shared[PROMPT_EMBEDS]
-        return Vision(self.served, rows.dtype, rows.device, self.stats)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
         """The token ids of one prompt, and its images, which are opened and embedded here."""

@@ -201,18 +201,15 @@ class CompileOptions:
         self._check_switches()
         self._settle_tiers()
         self._settle_acceptance()
-        if self.max_len is not None:
-            check_int("max_len", self.max_len, low=2)
+        for name, low in (("max_len", 2), ("prefill_chunk", 1), ("num_pages", 2)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low)
         check_int("page_size", self.page_size, low=1, high=4096)
-        if self.prefill_chunk is not None:
-            check_int("prefill_chunk", self.prefill_chunk, low=1)
         check_int("max_logprobs", self.max_logprobs, low=1, high=64)
         if self.token_mask and not self.sampling:
             raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.images and self.draft is not None:
             raise OptionError("images is True, and draft is set; expected one of them alone")
-        if self.num_pages is not None:
-            check_int("num_pages", self.num_pages, low=2)
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)
         check_int("snapshot_distance", self.snapshot_distance, low=1)
         check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)

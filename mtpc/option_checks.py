@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import OptionError
+from mtpc.errors import MtpcError, OptionError
 
 
 def unknown_option(name: str, known: list[str]) -> str:
@@ -18,20 +18,31 @@ def unknown_option(name: str, known: list[str]) -> str:
     return f"unknown option {name!r}; {hint}"
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """An integer of low..high, or from low on."""
+def check_int(
+    name: str,
+    value: Any,
+    low: int,
+    high: int | None = None,
+    refusal: type[MtpcError] = OptionError,
+) -> None:
+    """An integer of low..high, or from low on; `refusal` is what anything else raises."""
     wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
+        raise refusal(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
     if value < low or (high is not None and value > high):
-        raise OptionError(f"{name} is {value}; expected {wanted}")
+        raise refusal(f"{name} is {value}; expected {wanted}")
+
+
+def _row(value: Any) -> tuple[Any, ...] | None:
+    """The entries of a value; None if it is text, or has none."""
+    is_row = isinstance(value, Iterable) and not isinstance(value, str)
+    return tuple(value) if is_row else None
 
 
 def check_names(option: str, names: Any) -> tuple[str, ...]:
     """Names of passes, as a tuple."""
-    is_row = isinstance(names, Iterable) and not isinstance(names, str)
-    row = tuple(names) if is_row else (None,)
-    if not all(isinstance(name, str) for name in row):
+    row = _row(names)
+    if row is None or not all(isinstance(name, str) for name in row):
         raise OptionError(f"{option} is {names!r}; expected pass names, each a string in a tuple")
     return row
 
@@ -66,28 +77,22 @@ def check_offload(prefix_caching: bool, async_scheduling: bool) -> None:
 
 def check_buckets(buckets: Any) -> tuple[int, ...]:
     """Batch sizes in ascending order without repeats; a number is the only one."""
-    if isinstance(buckets, int):
-        buckets = (buckets,)
-    try:
-        buckets = tuple(buckets)
-    except TypeError:
-        raise OptionError(
-            f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)"
-        ) from None
-    if not buckets:
+    row = (buckets,) if isinstance(buckets, int) else _row(buckets)
+    if row is None:
+        raise OptionError(f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)")
+    if not row:
         raise OptionError("batch_buckets is empty; expected at least one number, such as (1,)")
-    for size in buckets:
+    for size in row:
         check_int("batch_buckets", size, low=1, high=4096)
-    return tuple(sorted(set(buckets)))
+    return tuple(sorted(set(row)))
 
 
 def check_tiers(tiers: Any, least: int, highest: int) -> tuple[int, ...]:
     """At least so many tiers up to the highest, in ascending order without repeats."""
-    is_row = isinstance(tiers, Iterable) and not isinstance(tiers, str)
-    row = tuple(tiers) if is_row else ()
-    for tier in row:
+    row = _row(tiers)
+    for tier in row or ():
         check_int("spec_tiers", tier, low=0, high=highest)
-    if not is_row or len(set(row)) < least:
+    if row is None or len(set(row)) < least:
         raise OptionError(f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)")
     return tuple(sorted(set(row)))
 
@@ -97,12 +102,11 @@ def check_draft_vocab(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, int):
         check_int("draft_vocab", ids, low=1)
         return tuple(range(ids))
-    try:
-        ids = tuple(ids)
-    except TypeError:
+    row = _row(ids)
+    if row is None:
         raise OptionError(
             f"draft_vocab is {ids!r}; expected token ids, or a number n for the n lowest ids"
-        ) from None
-    for token_id in ids:
+        )
+    for token_id in row:
         check_int("draft_vocab", token_id, low=0)
-    return tuple(sorted(set(ids)))
+    return tuple(sorted(set(row)))

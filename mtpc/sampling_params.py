@@ -11,6 +11,7 @@ from secrets import randbits
 from typing import Any
 
 from mtpc.errors import RequestError
+from mtpc.option_checks import check_int
 
 MAX_LOGIT_BIAS = 256
 """The largest number of entries of a request's logit_bias."""
@@ -85,12 +86,12 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0, 10, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_int("top_k", self.top_k, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 2**31 - 1)
+        check_int("top_k", self.top_k, 0, 2**31 - 1, RequestError)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1, RequestError)
         if self.seed is not None:
-            _check_int("seed", self.seed, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED, RequestError)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 2**31 - 1)
+            check_int("logprobs", self.logprobs, 0, 2**31 - 1, RequestError)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "banned_ids", _id_row("banned_ids", self.banned_ids))
         if self.allowed_ids is not None:
@@ -120,7 +121,7 @@ class SamplingParams:
 
     def named_ids(self) -> Iterable[tuple[str, int]]:
         """All token ids of these parameters, each with the name of its field."""
-        yield from (("logit_bias", token_id) for token_id, _ in dict(self.logit_bias).items())
+        yield from (("logit_bias", token_id) for token_id in dict(self.logit_bias))
         yield from (("allowed_ids", token_id) for token_id in self.allowed_ids or ())
         yield from (("banned_ids", token_id) for token_id in self.banned_ids)
 
@@ -152,15 +153,6 @@ def _check_number(name: str, value: Any, low: float, high: float, above: bool = 
     # A NaN fails every comparison.
     if not low <= value <= high or (above and value == low):
         raise RequestError(f"{name} is {value}; expected {wanted}")
-
-
-def _check_int(name: str, value: Any, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(
-            f"{name} is {value!r} ({type(value).__name__}); expected an integer in 0..{high}"
-        )
-    if not 0 <= value <= high:
-        raise RequestError(f"{name} is {value}; expected an integer in 0..{high}")
 
 
 def _id_row(name: str, ids: Any) -> tuple[int, ...]:

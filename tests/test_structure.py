@@ -210,7 +210,7 @@ LINES = {
     # of single options (option_checks.py). `SpecModel.follow` and `close`.
     # `kv_offload_dir`, `draft`, and ranks as torchrun starts them.
     # `images`, and messages as prompts (api.py).
-    ".": 1500,
+    ".": 1450,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
     # Several programs for a sampled row (`filters.py`).
@@ -233,7 +233,7 @@ LINES = {
     # `mtpc tune-head`.
     # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
     # command.
-    "cli": 4800,
+    "cli": 4600,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -244,10 +244,10 @@ LINES = {
     "engine": 5700,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 650,
-    "host": 750,
+    "host": 650,
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
     # (`dynamo/`). Linear layers and experts by the host (`layer_sites.py`, `layer_weights.py`).
-    "integrations": 4250,
+    "integrations": 4200,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
     "layout": 1060,
@@ -283,13 +283,13 @@ LINES = {
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
     # Results in one memory (`packed_results.py`).
-    "program": 4950,
+    "program": 4800,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     # Images in messages.
-    "server": 4000,
+    "server": 3950,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.
@@ -298,7 +298,7 @@ LINES = {
     "store": 950,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
     # Experts on round numbers of rows (`experts.py`).
-    "tuning": 1050,
+    "tuning": 1000,
     # Hub ids, checks of a checkpoint's JSON files, fused projections of queries, keys and values;
     # weights of 4 and 8 bits with scales of groups.
     # Formats of quantised weights (`formats/`), making and writing them. Files apart from weights

@@ -64,7 +64,7 @@ class Table:
     def print(self) -> None:
         """Write it to standard output."""
         console = output()
-        print_table(console, self.title, self.columns, self.cells)
+        print_table(self.title, self.columns, self.cells)
         for note in self.notes:
             console.print(note, style="dim", soft_wrap=True)
 

@@ -30,6 +30,11 @@ def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
             yield piece_of(node), operator_name(node)
 
 
+def position(graph: StepGraph) -> str:
+    """Where in the pipeline of passes the graph stands."""
+    return f"after {graph.history[-1].name}" if graph.history else "as traced, before any pass"
+
+
 @dataclass(frozen=True)
 class WeightKind:
     """Weights of a step that are stored alike.

@@ -22,6 +22,8 @@ from mtpc.cli.parsing import (
     SuggestingParser,
     above_zero,
     acceptance_length,
+    add_switches,
+    add_values,
     ids,
     positive,
     shares,
@@ -92,9 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.set_defaults(parser=command)
-        command.add_argument(
-            "--traceback", action="store_true", help="print the Python traceback of an error"
-        )
+        add_switches(command, ("--traceback", "print the Python traceback of an error"))
         if add_arguments is not None:
             add_arguments(command)
     return parser
@@ -104,9 +104,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
     _add_prompts(parser, DEFAULT_NEW_TOKENS)
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence ids"
-    )
+    add_switches(parser, ("--ignore-eos", "do not stop at the end-of-sequence ids"))
     _add_sampling(parser)
     add_threads(parser)
     add_ranks(parser)
@@ -116,18 +114,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: greedy decoding)")
-    for name, kind, metavar, text in _SAMPLING:
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    add_values(group, *((f"--{name.replace('_', '-')}", *row) for name, *row in _SAMPLING))
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    for flag, kind, metavar, text in (
+    add_values(
+        parser,
         ("--system", str, "TEXT", "the message that begins the conversation"),
         ("--chat-template", Path, "FILE", "Jinja template (default: the checkpoint's)"),
         ("--max-new-tokens", positive, "N", "tokens of an answer (default: what max-len leaves)"),
-    ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+    )
     _add_sampling(parser)
     add_threads(parser)
     add_compile_options(parser, batch_buckets="1")
@@ -151,55 +148,34 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
-    parser.add_argument(
-        "--compare",
-        action="append",
-        metavar="PASS",
-        help="also measure each K with this pass enabled; repeatable",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="rounds of measurements; each round runs every variant once (default: %(default)s)",
-    )
+    text = "also measure each K with this pass enabled; repeatable"
+    parser.add_argument("--compare", action="append", metavar="PASS", help=text)
+    text = "rounds of measurements; each round runs every variant once"
+    add_values(parser, ("--repeats", positive, "N", text, 3))
     for flag, kind, metavar, text in (
         ("length", acceptance_length, "L|NAME", "tokens per step, or a golden length by name"),
         ("rates", shares, "P,P,..", "the share of steps that accept each draft and all before it"),
     ):
-        parser.add_argument(
-            f"--synthetic-acceptance-{flag}",
-            type=kind,
-            metavar=metavar,
-            help=f"accept drafts whatever they are: {text}. The text is then not the model's",
-        )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw speed and acceptance by K: PNG or SVG"
-    )
+        text = f"accept drafts whatever they are: {text}. The text is then not the model's"
+        add_values(parser, (f"--synthetic-acceptance-{flag}", kind, metavar, text))
+    add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(
-        parser,
-        several_k=True,
-        spec_tokens="0,1,2,3",
-        batch_buckets="the number of prompts",
-    )
+    shown = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
+    add_compile_options(parser, several_k=True, **shown)
     add_cache_dir(parser)
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
-    add = parser.add_argument
     text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
-    add("--task", required=True, metavar="FILE|NAME", help=text)
-    add("--limit", type=positive, metavar="N", help="take the first N questions only")
-    text = "new tokens per question of a file (default: %(default)s)"
-    add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    parser.add_argument("--task", required=True, metavar="FILE|NAME", help=text)
+    add_values(parser, ("--limit", positive, "N", "take the first N questions only"))
+    _add_new_tokens(parser, 64, "question of a file")
     text = "leave out transformers, which is slow"
-    add("--no-transformers", action="store_false", dest="transformers", help=text)
-    add("--out", type=Path, metavar="FILE", help="write rows, texts and scores as JSON")
+    parser.add_argument("--no-transformers", action="store_false", dest="transformers", help=text)
+    add_values(parser, ("--out", Path, "FILE", "write rows, texts and scores as JSON"))
     add_threads(parser)
     several = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
     add_compile_options(parser, several_k=True, **several)
@@ -215,24 +191,21 @@ def _add_tune_head(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="OUT", help="the new directory")
     text = "a file of held-out text instead; repeatable"
     add("--held-out", action="append", default=[], type=Path, metavar="TEXT", help=text)
-    for flag, kind, default, metavar, text in (
-        ("--minutes", above_zero, None, "M", "train so long (default: 10, if no steps are given)"),
-        ("--steps", positive, None, "N", "train so many steps at most"),
-        ("--learning-rate", above_zero, 1e-3, "R", "the highest (default: %(default)s)"),
-        ("--batch", positive, 12, "N", "texts a step (default: %(default)s)"),
-        ("--length", positive, 192, "N", "tokens of a text (default: %(default)s)"),
-        ("--seed", whole, 0, "N", "of the order of texts (default: %(default)s)"),
-        (
-            *("--continuations", whole, 1024, "N"),
-            "texts of which the model writes the last three quarters (default: %(default)s)",
-        ),
-        ("--prompts", positive, 64, "N", "held-out prompts (default: %(default)s)"),
-    ):
-        add(flag, type=kind, default=default, metavar=metavar, help=text)
-    text = "new tokens per held-out prompt (default: %(default)s)"
-    add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
-    add("--resume", action="store_true", help="go on with a run that was interrupted")
-    add("--json", type=Path, metavar="FILE", help="write acceptance and losses as JSON")
+    text = "texts of which the model writes the last three quarters"
+    add_values(
+        parser,
+        ("--minutes", above_zero, "M", "train so long (default: 10, if no steps are given)"),
+        ("--steps", positive, "N", "train so many steps at most"),
+        ("--learning-rate", above_zero, "R", "the highest", 1e-3),
+        ("--batch", positive, "N", "texts a step", 12),
+        ("--length", positive, "N", "tokens of a text", 192),
+        ("--seed", whole, "N", "of the order of texts", 0),
+        ("--continuations", whole, "N", text, 1024),
+        ("--prompts", positive, "N", "held-out prompts", 64),
+    )
+    _add_new_tokens(parser, 64, "held-out prompt")
+    add_switches(parser, ("--resume", "go on with a run that was interrupted"))
+    add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
     add_threads(parser)
     add_compile_options(parser, spec_tokens="3", batch_buckets="8")
     add_cache_options(parser)
@@ -242,14 +215,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
-    parser.add_argument(
-        "--floor",
-        type=float,
-        default=ACCEPTANCE_FLOOR,
-        metavar="P",
-        help="a smaller accepted share of first drafts means that the MTP layers belong to another "
-        "model (default: %(default)s)",
+    text = (
+        "a smaller accepted share of first drafts means that the MTP layers belong to another model"
     )
+    add_values(parser, ("--floor", float, "P", text, ACCEPTANCE_FLOOR))
     add_threads(parser)
     add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
@@ -262,37 +231,24 @@ def _add_prompts(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     parser.add_argument(
         "--ids", **prompt, type=ids, metavar='"1 2 3"', help="a prompt as token ids"
     )
-    parser.add_argument(
-        "-n",
-        "--max-new-tokens",
-        type=positive,
-        default=new_tokens,
-        metavar="N",
-        help="new tokens per prompt (default: %(default)s)",
-    )
+    _add_new_tokens(parser, new_tokens, "prompt")
+
+
+def _add_new_tokens(parser: argparse.ArgumentParser, count: int, what: str) -> None:
+    text = f"new tokens per {what} (default: %(default)s)"
+    add = parser.add_argument
+    add("-n", "--max-new-tokens", type=positive, default=count, metavar="N", help=text)
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        dest="cache_dir",
-        metavar="DIR",
-        help="the cache directory (default: MTPC_CACHE_DIR, else the user's)",
-    )
-    parser.add_argument(
-        "--split",
-        action="store_true",
-        help="also build verify and propose as separate graphs, for hosts that schedule",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=positive,
-        metavar="N",
-        help="processes (default: one per core, if memory holds the weights once per process)",
-    )
+    text = "the cache directory (default: MTPC_CACHE_DIR, else the user's)"
+    parser.add_argument("--out", type=Path, dest="cache_dir", metavar="DIR", help=text)
+    text = "also build verify and propose as separate graphs, for hosts that schedule"
+    add_switches(parser, ("--split", text))
+    text = "processes (default: one per core, if memory holds the weights once per process)"
+    add_values(parser, ("--jobs", positive, "N", text))
     parser.add_argument(
         "--target",
         action="append",
@@ -320,11 +276,8 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(parser=parser)
         if name == "inspect":
             action.add_argument("entry", metavar="ENTRY", help="the entry's name, or its beginning")
-            action.add_argument(
-                "--graph",
-                metavar="PASS",
-                help="print the graph after this pass; 'traced' prints the graph before all passes",
-            )
+            text = "print the graph after this pass; 'traced' prints the graph before all passes"
+            action.add_argument("--graph", metavar="PASS", help=text)
         elif name == "why":
             add_checkpoint(action)
             add_threads(action)
@@ -335,13 +288,9 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="remove every entry")
-    parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="also remove entries older than this"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="remove nothing, and show what would be removed"
-    )
+    add_switches(parser, ("--all", "remove every entry"))
+    add_values(parser, ("--older-than", float, "DAYS", "also remove entries older than this"))
+    add_switches(parser, ("--dry-run", "remove nothing, and show what would be removed"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -349,15 +298,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--after", metavar="PASS", help="stop after this pass (default: the last)")
     where.add_argument("--before", metavar="PASS", help="stop before this pass")
-    parser.add_argument(
-        "--phase",
-        choices=("decode", "prefill"),
-        default="decode",
-        help="which step to show (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="R", help="its requests (default: %(default)s)"
-    )
-    parser.add_argument("--nodes", action="store_true", help="print every node of the graph")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the step to a file")
+    phases, text = ("decode", "prefill"), "which step to show (default: %(default)s)"
+    parser.add_argument("--phase", choices=phases, default=phases[0], help=text)
+    add_values(parser, ("--batch", int, "R", "its requests", 1))
+    add_switches(parser, ("--nodes", "print every node of the graph"))
+    add_values(parser, ("--svg", Path, "FILE", "draw the step to a file"))
     add_compile_options(parser)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
-from mtpc.cli.plot import Bar, check_plot, draw_plot
+from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
-
-if TYPE_CHECKING:
-    from mtpc.layout import StepKey
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
@@ -122,11 +119,7 @@ def command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
-        bars = [
-            Bar(str(v), row["tokens_per_s"], row["tokens_per_step"], row["acceptance_rate"])
-            for v, row in zip(variants, rows, strict=True)
-        ]
-        draw_plot(bars, title, args.plot)
+        draw_plot([str(variant) for variant in variants], rows, title, args.plot)
     return 0
 
 
@@ -195,19 +188,17 @@ def _take(
         raise RequestError(
             f"{args.max_new_tokens} new token(s) take no decode step; expected 2 or more"
         )
+    new = stats.replays - earlier.replays
+    replays = sum(count for key, count in new.items() if key.phase == "decode")
     return Sample(
         1e3 * counts.seconds / counts.steps,
         counts.tokens / counts.seconds,
         counts.tokens / counts.request_steps,
         counts.acceptance_rate,
         results,
-        _decode_replays(stats.replays - earlier.replays) / counts.steps,
+        replays / counts.steps,
         1e6 * (stats.host_gap_s - earlier.host_gap_s) / max(1, stats.host_gaps - earlier.host_gaps),
     )
-
-
-def _decode_replays(replays: Counter[StepKey]) -> int:
-    return sum(count for key, count in replays.items() if key.phase == "decode")
 
 
 def count_kernels(model: mtpc.SpecModel) -> int | None:
@@ -252,11 +243,9 @@ def _row(
 
 
 def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console, base = output(), rows[0]["tokens_per_s"]
     title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
-    print_table(console, title, COLUMNS, [_cells(row, base) for row in rows])
+    print_table(title, COLUMNS, [_cells(row, base) for row in rows])
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 

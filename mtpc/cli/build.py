@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
+from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
@@ -108,8 +109,6 @@ def _kernels_as_json(report: CrossReport) -> dict[str, Any]:
 
 
 def _print_kernels(report: CrossReport) -> None:
-    from mtpc.cli.tables import format_bytes, output, print_table
-
     console = output()
     rows = [
         (
@@ -126,7 +125,7 @@ def _print_kernels(report: CrossReport) -> None:
         for made in report.kernels
     ]
     columns = ("kernel", "target", "entry", "size", "shared memory", "registers", "spills", "")
-    print_table(console, f"In {report.root}", columns, rows)
+    print_table(f"In {report.root}", columns, rows)
     for key, count in report.launches.items():
         console.print(f"{key}: {count} launches of these kernels")
     for note, times in report.notes.items():
@@ -157,13 +156,10 @@ def _as_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _print(report: BuildReport) -> None:
-    from mtpc.cli.tables import format_bytes, output, print_table
-
     console = output()
     total = sum(step.step.entry.nbytes for step in report.steps if step.step.entry)
     sums = [sum(column) for column in zip(*(_seconds(b) for b in report.steps), strict=True)]
     print_table(
-        console,
         f"In {report.root}",
         ("step", "entry", "nodes", "after passes", "trace", "rewrite", "lower", "size", ""),
         [*_rows(report)],
@@ -181,8 +177,6 @@ def _seconds(built: Built) -> list[float]:
 
 
 def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
-    from mtpc.cli.tables import format_bytes
-
     for built in report.steps:
         record, entry = built.step.record, built.step.entry
         assert entry is not None  # `build` has read each step from the cache.

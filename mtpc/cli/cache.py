@@ -97,7 +97,6 @@ def _ls(args: argparse.Namespace) -> int:
     store, console = _store(args), output()
     rows = list(examine(store))
     print_table(
-        console,
         f"{store.root}: {len(rows)} entries",
         ("entry", "content", "model", "age", "size", "built in", "state"),
         [_cells(row) for row in rows],
@@ -142,7 +141,7 @@ def _nbytes(store: EntryStore, row: Row) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    store, console = _store(args), output()
+    store = _store(args)
     names = [name for name in store.digests() if name.startswith(args.entry)]
     if len(names) != 1:
         found = ", ".join(name[:8] for name in names) or "none"
@@ -157,27 +156,27 @@ def _inspect(args: argparse.Namespace) -> int:
         _print_graph(entry, args.graph)
         return 0
     rows = sorted(key_of(entry).items())
-    print_table(console, f"{entry.directory}: its key", ("field", "value"), rows)
+    print_table(f"{entry.directory}: its key", ("field", "value"), rows)
     if RECORD in entry.files:
         _print_record(entry)
     files = [
         (name, format_bytes((entry.directory / name).stat().st_size), sha256)
         for name, sha256 in entry.files.items()
     ]
-    print_table(console, "Files", ("file", "size", "SHA-256"), files)
+    print_table("Files", ("file", "size", "SHA-256"), files)
     return 0
 
 
 def _print_record(entry: Entry) -> None:
-    record, console = read_record(entry), output()
+    record = read_record(entry)
     passes = [
         (p.name, str(p.rewrites), str(p.nodes_before), str(p.nodes_after), f"{p.seconds:.2f} s")
         for p in record.history
     ]
     title = f"{record.name} of {record.source}, built {record.created}"
-    print_table(console, title, ("pass", "rewrites", "nodes", "after", "time"), passes)
+    print_table(title, ("pass", "rewrites", "nodes", "after", "time"), passes)
     stages = [(stage, f"{seconds:.1f} s") for stage, seconds in record.seconds.items()]
-    print_table(console, "Build", ("stage", "time"), stages)
+    print_table("Build", ("stage", "time"), stages)
 
 
 def _print_graph(entry: Entry, name: str) -> None:
@@ -211,7 +210,7 @@ def _why(args: argparse.Namespace) -> int:
     if cache is None:
         raise OptionError(f"backend {options.backend!r} has no cache; use {PACKAGING}")
     answers = {str(key): _answer(cache, key) for key in step_keys(options)}
-    print_table(console, str(cache.store.root), ("step", "in the cache?"), answers.items())
+    print_table(str(cache.store.root), ("step", "in the cache?"), answers.items())
     return 0 if all(answer.startswith("yes") for answer in answers.values()) else 1
 
 

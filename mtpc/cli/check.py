@@ -16,11 +16,13 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
 from mtpc.wiring import Rules, choices, rule_text
 
 if TYPE_CHECKING:
+    from mtpc.engine.stats import DraftCounts
     from mtpc.models.load import LoadedModel
     from mtpc.models.mtp_faults import Fault
 
@@ -36,17 +38,13 @@ class Sample:
     Attributes:
         rules: rules that differ from the checkpoint's family.
         tokens_per_step: mean tokens per decode step of one request, the bonus token included.
-        accepted: accepted drafts.
-        drafted: verified drafts.
-        by_position: accepted drafts divided by verified ones, for each position.
+        drafts: accepted and verified ones.
         results: the continuation of each prompt.
     """
 
     rules: Rules
     tokens_per_step: float
-    accepted: int
-    drafted: int
-    by_position: list[float]
+    drafts: DraftCounts
     results: list[Prompt]
 
 
@@ -119,15 +117,7 @@ def _measure(
             compiler.loaded.served(), compiler.options, compiler.compile(), compiler.loaded
         )
         results = model.generate(prompts, new, ignore_eos=True)
-        stats = model.stats
-        yield Sample(
-            rules,
-            stats.acceptance_length,
-            sum(stats.accepted),
-            sum(stats.drafted),
-            stats.acceptance_by_position,
-            results,
-        )
+        yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results)
 
 
 def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
@@ -138,18 +128,12 @@ def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules
         "embedding": loaded.target.get_input_embeddings(),
     }
     matters = {
-        "zero_first_embedding": True,
-        **{
-            role: any(_differs(getattr(layer, role), end) for layer in layers)
-            for role, end in ends.items()
-        },
+        role: any(_differs(getattr(layer, role), end) for layer in layers)
+        for role, end in ends.items()
     }
-    matters |= {
-        "hidden_first": True,
-        "first_features": True,
-        "next_features": options.spec_tokens > 1,
-        "chaining": len(layers) > 1 and options.spec_tokens > 1,
-    }
+    matters |= dict.fromkeys(("hidden_first", "zero_first_embedding", "first_features"), True)
+    matters["next_features"] = options.spec_tokens > 1
+    matters["chaining"] = len(layers) > 1 and options.spec_tokens > 1
     if wiring.only_rules:
         matters = {rule: matters[rule] for rule in wiring.only_rules}
     for rule, values in choices().items():
@@ -167,7 +151,7 @@ def _differs(own: Any, end: Any) -> bool:
 def _judge(samples: list[Sample], floor: float, has_drafter: bool) -> Verdict:
     """What the samples say; the first is that of the given rules."""
     first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
-    highest = max(sample.by_position[0] for sample in samples)
+    highest = max(sample.drafts.by_position[0] for sample in samples)
     if highest < floor:
         return Verdict((_foreign(highest, floor, has_drafter),))
     if best.tokens_per_step < first.tokens_per_step + CLEARLY_MORE:
@@ -180,9 +164,9 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
         {
             "wiring": rule_text(sample.rules),
             "tokens_per_step": sample.tokens_per_step,
-            "accepted": sample.accepted,
-            "drafted": sample.drafted,
-            "by_position": sample.by_position,
+            "accepted": sum(sample.drafts.accepted),
+            "drafted": sum(sample.drafts.drafted),
+            "by_position": sample.drafts.by_position,
             "same_text": sample.results == samples[0].results,
         }
         for sample in samples
@@ -192,21 +176,19 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console = output()
     if samples:
         rows = [
             (
                 rule_text(sample.rules) or "the family's",
                 f"{sample.tokens_per_step:.2f}",
-                f"{sample.accepted} of {sample.drafted}",
-                "  ".join(f"{rate:.1%}" for rate in sample.by_position),
+                f"{sum(sample.drafts.accepted)} of {sum(sample.drafts.drafted)}",
+                "  ".join(f"{rate:.1%}" for rate in sample.drafts.by_position),
                 "yes" if sample.results == samples[0].results else "no",
             )
             for sample in samples
         ]
-        print_table(console, "Accepted drafts by wiring", COLUMNS, rows)
+        print_table("Accepted drafts by wiring", COLUMNS, rows)
     for fault in verdict.faults:
         text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
         console.print(text, markup=False, soft_wrap=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.cli.parsing import (
+    add_switches,
+    add_values,
     buckets_up_to,
     draft_vocab,
     ids,
@@ -45,67 +47,43 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_cache_dir(parser: Any) -> None:
     """Add `--cache-dir`."""
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        metavar="DIR",
-        help="the graph cache (default: MTPC_CACHE_DIR, else the user's)",
-    )
+    text = "the graph cache (default: MTPC_CACHE_DIR, else the user's)"
+    add_values(parser, ("--cache-dir", Path, "DIR", text))
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the graph cache."""
     group = parser.add_argument_group("graph cache")
     add_cache_dir(group)
-    group.add_argument(
-        "--no-cache",
-        action="store_false",
-        dest="use_cache",
-        default=None,
-        help="do not read or write the cache",
-    )
-    group.add_argument(
-        "--frozen",
-        action="store_true",
-        default=None,
-        help="build nothing: a step that is not in the cache is an error",
-    )
-    group.add_argument(
-        "--require-sha256",
-        metavar="DIGEST",
-        help="load only the entries with this digest, which `mtpc build` prints; implies --frozen",
-    )
+    no_cache: Any = {"action": "store_false", "dest": "use_cache", "default": None}
+    group.add_argument("--no-cache", **no_cache, help="do not read or write the cache")
+    text = "build nothing: a step that is not in the cache is an error"
+    add_switches(group, ("--frozen", text), default=None)
+    text = "load only the entries with this digest, which `mtpc build` prints; implies --frozen"
+    group.add_argument("--require-sha256", metavar="DIGEST", help=text)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add `--quiet` and `--json`. With the latter a command sets `args.result`."""
-    for flag, dest, text in (
-        (("-q", "--quiet"), "quiet", "print results only: no stages and no statistics"),
-        (("--json",), "as_json", "print one JSON object, and nothing else"),
-    ):
-        parser.add_argument(*flag, action="store_true", dest=dest, help=text)
+    text = "print results only: no stages and no statistics"
+    parser.add_argument("-q", "--quiet", action="store_true", help=text)
+    text = "print one JSON object, and nothing else"
+    parser.add_argument("--json", action="store_true", dest="as_json", help=text)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add `--threads`."""
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)",
-    )
+    text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
+    add_values(parser, ("--threads", positive, "N", text))
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, which may be left out."""
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="directory with config.json and *.safetensors, or an id of the local hub cache "
-        "(default: the demo model)",
+    text = (
+        "directory with config.json and *.safetensors, or an id of the local hub cache "
+        "(default: the demo model)"
     )
+    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
 
 
 _SWITCHES = (
@@ -135,6 +113,7 @@ def add_compile_options(
         "K,K" if several_k else "K",
         f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
     )
+    pages = f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}"
     for name, kind, metavar, text in (
         ("spec_tokens", numbers if several_k else number, *drafts),
         ("spec_tiers", ids, "K,K", "numbers that 'auto' chooses from (default: 0,1,2,3)"),
@@ -157,12 +136,7 @@ def add_compile_options(
         ("draft", Path, "DIR", "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers"),
         ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
-        (
-            "kv_cache_dtype",
-            str,
-            "NAME",
-            f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}",
-        ),
+        ("kv_cache_dtype", str, "NAME", pages),
         ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
@@ -173,37 +147,26 @@ def add_compile_options(
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
-    for flag, text in _SWITCHES:
-        group.add_argument(flag, action="store_true", default=None, help=text)
+    add_switches(group, *_SWITCHES, default=None)
 
 
 def add_ranks(parser: Any) -> None:
     """Add `--tensor-parallel-size`."""
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=positive,
-        metavar="N",
-        help="processes that share the model, each with its part of the weights (default: 1, or "
-        "torchrun's)",
+    text = (
+        "processes that share the model, each with its part of the weights (default: 1, or "
+        "torchrun's)"
     )
+    add_values(parser, ("--tensor-parallel-size", positive, "N", text))
 
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:
     """vLLM's options that mtpc has in another form."""
-    group.add_argument(
-        "--max-num-seqs",
-        type=buckets_up_to,
-        dest="batch_buckets",
-        metavar="N",
-        help="most requests that decode at once: as --batch-buckets 1,2,4,..,N",
-    )
-    group.add_argument(
-        "--speculative-config",
-        type=speculative_lists if several_k else speculative,
-        dest="spec_tokens",
-        metavar="JSON",
-        help='as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\'',
-    )
+    add = group.add_argument
+    text = "most requests that decode at once: as --batch-buckets 1,2,4,..,N"
+    add("--max-num-seqs", type=buckets_up_to, dest="batch_buckets", metavar="N", help=text)
+    text = 'as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    kind = speculative_lists if several_k else speculative
+    add("--speculative-config", type=kind, dest="spec_tokens", metavar="JSON", help=text)
 
 
 def _listed(value: object) -> str:

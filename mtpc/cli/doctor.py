@@ -10,15 +10,15 @@ import argparse
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, Literal
+from typing import Literal
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
+from mtpc.config import cxx_compiler
 from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]
@@ -100,9 +100,8 @@ def check_distribution(name: str, version_of: VersionOf) -> Finding:
     low, high = RANGES[name]
     wanted = f"{name}>={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
     advice = f'pip install "{wanted}"'
-    try:
-        version = version_of(name)
-    except metadata.PackageNotFoundError:
+    version = _version(name, version_of)
+    if version is None:
         return Finding(name, "wrong", "not installed", advice)
     release = _release(version)
     if release < low or (high is not None and release >= high):
@@ -132,24 +131,15 @@ def _check_demo() -> Finding:
 
 
 def _check_compiler() -> Finding:
-    """Check the compiler that Inductor would call ($CXX, else g++), by running it once."""
-    config = import_module("torch._inductor.config")
-    names = [name for name in _as_tuple(config.cpp.cxx) if name]
+    """Check the compiler of mtpc's kernels ($CXX, else g++), by running it once."""
+    from mtpc.store.machine import compiler_version
+
+    version, path = compiler_version(), shutil.which(cxx_compiler())
+    if version is not None:
+        return Finding("C++ compiler", "ok", f"{version} ({path})")
+    reason = f"{path} --version fails" if path else f"no {cxx_compiler()} in PATH"
     advice = "install g++ >= 12 or clang++ >= 15, or set CXX; --backend eager needs no compiler"
-    for name in names:
-        path = shutil.which(name)
-        if path is None:
-            continue
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout:
-            return Finding("C++ compiler", "ok", f"{done.stdout.splitlines()[0]} ({path})")
-        reason = f"{path} --version exits with {done.returncode}"
-        return Finding("C++ compiler", "optional", reason, advice)
-    return Finding("C++ compiler", "optional", f"no {' or '.join(names)} in PATH", advice)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return Finding("C++ compiler", "optional", reason, advice)
 
 
 def _check_kernels() -> Finding:
@@ -202,11 +192,11 @@ def _check_gpu() -> Finding:
 def check_triton(version_of: VersionOf) -> Finding:
     """Check for Triton. It comes with torch's builds for GPUs, under one of three names."""
     for name in ("triton", "triton-rocm", "pytorch-triton-rocm"):
-        try:
-            version = version_of(name)
-            import_module("triton")
-        except metadata.PackageNotFoundError:
+        version = _version(name, version_of)
+        if version is None:
             continue
+        try:
+            import_module("triton")
         except (ImportError, OSError) as error:
             found = f"{name} {version}, cannot be imported: {error}"
             return Finding("triton", "optional", found, f"pip install --force-reinstall {name}")
@@ -236,24 +226,21 @@ def check_aiter(version_of: VersionOf) -> Finding:
     The distribution `aiter` on the public index is a different project.
     """
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
-    try:
-        found = f"amd-aiter {version_of('amd-aiter')}"
-    except metadata.PackageNotFoundError:
-        pass
-    else:
-        return _check_clash(found, version_of)
-    try:
-        version = version_of("aiter")
-    except metadata.PackageNotFoundError:
-        return Finding("aiter", "optional", "amd-aiter is not installed", advice)
-    found = f"aiter {version} is the async-iterator helpers of that name, not AMD's kernels"
-    return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")
+    ours, other = (_version(name, version_of) for name in ("amd-aiter", "aiter"))
+    if ours and other:  # Each has overwritten files of the other.
+        found = f"amd-aiter {ours}, and aiter {other} of the same import name"
+        return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")
+    if ours:
+        return Finding("aiter", "ok", f"amd-aiter {ours}")
+    if other:
+        found = f"aiter {other} is the async-iterator helpers of that name, not AMD's kernels"
+        return Finding("aiter", "optional", found, f"pip uninstall aiter; {advice}")
+    return Finding("aiter", "optional", "amd-aiter is not installed", advice)
 
 
-def _check_clash(found: str, version_of: VersionOf) -> Finding:
-    """Check that `aiter` is not installed, too. Its files would overwrite those of `amd-aiter`."""
+def _version(name: str, version_of: VersionOf) -> str | None:
+    """A distribution's version; None if it is not installed."""
     try:
-        found += f", and aiter {version_of('aiter')} of the same import name"
+        return version_of(name)
     except metadata.PackageNotFoundError:
-        return Finding("aiter", "ok", found)
-    return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")
+        return None

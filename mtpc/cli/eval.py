@@ -13,6 +13,7 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
@@ -114,11 +115,10 @@ def _engines(
 
 
 def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:
-    from mtpc.cli.tables import output, print_table
     from mtpc.evaluation.compare import COLUMNS, NOTES, cells, compare
 
     console = output()
     rows = [cells(row, place == 0) for place, row in enumerate(compare(outcomes))]
-    print_table(console, f"Answers of {task}", COLUMNS, rows)
+    print_table(f"Answers of {task}", COLUMNS, rows)
     for note in () if quiet else NOTES:
         console.print(note, style="dim", soft_wrap=True)

@@ -5,33 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mtpc.cli.parsing import positive
+from mtpc.cli.parsing import add_switches, add_values, positive
 from mtpc.config import SCHEMES
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Arguments of `mtpc quantize`."""
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="checkpoint of plain weights, or an id of the local hub cache",
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
-    parser.add_argument(
-        "--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}"
-    )
-    parser.add_argument(
-        "--head",
-        action="store_true",
-        help="quantise output heads, too: vLLM reads them since March 2026, SGLang does not",
-    )
-    parser.add_argument(
-        "--keep",
-        action="append",
-        metavar="PATTERN",
-        help="leave modules of these names plain, as '*.self_attn.*'; repeatable",
-    )
+    add = parser.add_argument
+    text = "checkpoint of plain weights, or an id of the local hub cache"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    add("out", type=Path, metavar="OUT", help="the new directory")
+    add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
+    text = "quantise output heads, too: vLLM reads them since March 2026, SGLang does not"
+    add_switches(parser, ("--head", text))
+    text = "leave modules of these names plain, as '*.self_attn.*'; repeatable"
+    add("--keep", action="append", metavar="PATTERN", help=text)
 
 
 def add_graft(parser: argparse.ArgumentParser) -> None:
@@ -46,22 +34,11 @@ def add_graft(parser: argparse.ArgumentParser) -> None:
 
 def add_vocab(parser: argparse.ArgumentParser) -> None:
     """Arguments of `mtpc vocab`."""
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint with the tokenizer (default: the demo model)",
-    )
-    parser.add_argument(
-        "texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted"
-    )
-    parser.add_argument(
-        "-n",
-        "--tokens",
-        type=positive,
-        metavar="N",
-        help="keep the N most frequent tokens (default: all)",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="output file, one id per line"
-    )
+    add = parser.add_argument
+    text = "checkpoint with the tokenizer (default: the demo model)"
+    add_values(parser, ("--checkpoint", Path, "DIR", text))
+    add("texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted")
+    text = "keep the N most frequent tokens (default: all)"
+    add("-n", "--tokens", type=positive, metavar="N", help=text)
+    text = "output file, one id per line"
+    add("--out", type=Path, required=True, metavar="FILE", help=text)

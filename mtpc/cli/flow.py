@@ -139,7 +139,8 @@ def _name_boxes(boxes: list[Box]) -> None:
     """Set titles and bands, from the order of the pieces and the buffers that they write."""
     proposing = [i for i, box in enumerate(boxes) if box.piece.startswith(DRAFT_PIECES)]
     picks = [i for i, box in enumerate(boxes) if box.piece == "pick"]
-    first = proposing[0] if proposing else _end_of_accept(boxes)
+    accepted = next((i + 1 for i, box in enumerate(boxes) if box.piece == "accept"), len(boxes))
+    first = proposing[0] if proposing else accepted
     last = max(picks, default=first - 1)
     draft = 0
     for index, box in enumerate(boxes):
@@ -154,7 +155,3 @@ def _name_boxes(boxes: list[Box]) -> None:
             box.title = "publish metadata" if box.writes else "select rows"
         else:
             box.title = box.piece.replace("_", " ").replace("target head", "head")
-
-
-def _end_of_accept(boxes: list[Box]) -> int:
-    return next((i + 1 for i, box in enumerate(boxes) if box.piece == "accept"), len(boxes))

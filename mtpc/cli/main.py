@@ -49,21 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = import_module(f"mtpc.cli.{module}").command(args)
         sys.stdout.flush()
         return code
-    except MtpcError as error:
-        if args.traceback:
-            traceback.print_exc()
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # The reader of the output has ended: `mtpc inspect --nodes | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except OSError as error:  # A file that a command writes; the system says which, and why not.
+    except (MtpcError, OSError) as error:  # OSError: of a file that a command writes.
         if args.traceback:
             traceback.print_exc()
-        print("error:", error, file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_ERROR
 
 

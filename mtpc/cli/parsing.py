@@ -1,4 +1,4 @@
-"""Parses single arguments of the command line, and explains errors in them."""
+"""Adds and parses single arguments of the command line, and explains errors in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mtpc.config import AUTO
 
@@ -43,17 +43,43 @@ class SuggestingParser(argparse.ArgumentParser):
         return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 
+def add_values(parser: Any, *rows: tuple[Any, ...]) -> None:
+    """Add options that take a value.
+
+    Args:
+        parser: a parser, or a group of its arguments.
+        *rows: (flag, what parses the text, the value's name in the help, help); a fifth entry is
+            the default, which the help then names.
+    """
+    for flag, kind, metavar, text, *default in rows:
+        shown = f"{text} (default: %(default)s)" if default else text
+        parser.add_argument(
+            flag, type=kind, metavar=metavar, help=shown, default=next(iter(default), None)
+        )
+
+
+def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = False) -> None:
+    """Add options without a value, each a (flag, help); `default` is what an absent one gives."""
+    for flag, text in rows:
+        parser.add_argument(flag, action="store_true", default=default, help=text)
+
+
+def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
+    """The error for an argument that cannot be used."""
+    return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
+
+
 def positive(text: str) -> int:
     """Parse an integer that is 1 or more."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer >= 1")
+        raise invalid(text, "an integer >= 1")
     return int(text)
 
 
 def whole(text: str) -> int:
     """Parse an integer that is 0 or more."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected an integer >= 0")
+        raise invalid(text, "an integer >= 0")
     return int(text)
 
 
@@ -64,7 +90,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected a number above 0")
+        raise invalid(text, "a number above 0")
     return value
 
 
@@ -73,9 +99,7 @@ def ids(text: str) -> list[int]:
     try:
         return [int(word) for word in re.split(r"[\s,]+", text.strip()) if word]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is invalid; expected integers such as 1,2,3"
-        ) from None
+        raise invalid(text, "integers such as 1,2,3") from None
 
 
 def number(text: str) -> int | str:
@@ -85,9 +109,7 @@ def number(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is invalid; expected an integer or {AUTO}"
-        ) from None
+        raise invalid(text, f"an integer or {AUTO}") from None
 
 
 def numbers(text: str) -> list[int | str]:
@@ -108,9 +130,7 @@ def speculative(text: str) -> int:
         config = json.loads(text)
         count, method = config.pop("num_speculative_tokens"), config.pop("method", "mtp")
     except (ValueError, AttributeError, KeyError, TypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is invalid; expected a JSON object with num_speculative_tokens"
-        ) from None
+        raise invalid(text, "a JSON object with num_speculative_tokens") from None
     if not isinstance(method, str) or not method.endswith("mtp"):
         raise argparse.ArgumentTypeError(
             f"method is {method!r}; expected 'mtp'; a drafter in a checkpoint of its own is "
@@ -121,7 +141,7 @@ def speculative(text: str) -> int:
             f"{next(iter(config))!r} is not supported; expected num_speculative_tokens and method"
         )
     if isinstance(count, bool) or not isinstance(count, int):
-        raise argparse.ArgumentTypeError(f"{count!r} is invalid; expected an integer")
+        raise invalid(count, "an integer")
     return count
 
 
@@ -143,9 +163,7 @@ def shares(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is invalid; expected numbers such as 0.9,0.6,0.3"
-        ) from None
+        raise invalid(text, "numbers such as 0.9,0.6,0.3") from None
 
 
 def wiring(text: str) -> dict[str, str | bool]:
@@ -154,7 +172,7 @@ def wiring(text: str) -> dict[str, str | bool]:
     for rule in text.split(","):
         name, equals, value = rule.strip().partition("=")
         if not equals:
-            raise argparse.ArgumentTypeError(f"{rule!r} is invalid; expected RULE=VALUE")
+            raise invalid(rule, "RULE=VALUE")
         rules[name] = {"true": True, "false": False}.get(value, value)
     return rules
 

@@ -59,7 +59,6 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
     console, largest = output(), max(models, key=lambda model: model.options.spec_tokens)
     ranks = largest.ranks
     print_table(
-        console,
         f"A rank of {ranks}, {args.devices // ranks} replica(s), memory",
         ("what", "size"),
         [*_memory(largest, device)],
@@ -67,7 +66,6 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
     fits = largest.free(device.memory) >= 0
     if fits:
         print_table(
-            console,
             f"A step of a replica, requests of {largest.options.sequence_limit} tokens, ms",
             ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
             [*_times(models, device, args.batch, args.collective_latency * 1e-6)],

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mtpc.cli.parsing import ids, positive
+from mtpc.cli.parsing import add_switches, ids, invalid, positive
 from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
 
 DEFAULT_LEN = 8192
@@ -23,9 +23,7 @@ def size(text: str) -> int:
     """Parse bytes, or bytes a second: "141GiB", "4.8TB/s"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)(?:/s)?", text.strip())
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is invalid; expected a size with its unit, as 141GiB, 192GB or 4.8TB/s"
-        )
+        raise invalid(text, "a size with its unit, as 141GiB, 192GB or 4.8TB/s")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -35,9 +33,7 @@ def counts(low: int) -> Callable[[str], list[int]]:
     def parse(text: str) -> list[int]:
         found = ids(text)
         if not found or min(found) < low:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is invalid; expected integers >= {low}, as 1,2,3"
-            )
+            raise invalid(text, f"integers >= {low}, as 1,2,3")
         return found
 
     return parse
@@ -46,18 +42,14 @@ def counts(low: int) -> Callable[[str], list[int]]:
 def microseconds(text: str) -> float:
     """Parse a time that is 0 or more."""
     if not re.fullmatch(r"\d+(\.\d+)?", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid; expected microseconds, as 10")
+        raise invalid(text, "microseconds, as 10")
     return float(text)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="directory with config.json, of which headers are read where there are *.safetensors",
-    )
+    text = "directory with config.json, of which headers are read where there are *.safetensors"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     for flag, kind, default, metavar, text in (
         ("--devices", positive, 1, "N", "devices in all"),
         (
@@ -92,8 +84,5 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with pages of K and V of this form"),
     ):
         parser.add_argument(flag, choices=tuple(names), help=text)
-    parser.add_argument(
-        "--enable-expert-parallel",
-        action="store_true",
-        help="give each device whole experts, by transformers' expert plan",
-    )
+    text = "give each device whole experts, by transformers' expert plan"
+    add_switches(parser, ("--enable-expert-parallel", text))

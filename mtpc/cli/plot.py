@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mtpc.errors import OptionError
 
 SUFFIXES = (".png", ".svg")
 _SPEED, _STEP = "#1f6f8b", "#57b0a6"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One variant.
-
-    Attributes:
-        name: what the picture calls it.
-        tokens_per_s: new tokens of all requests per second.
-        tokens_per_step: new tokens of one request per step.
-        acceptance_rate: accepted drafts divided by verified ones, or None.
-    """
-
-    name: str
-    tokens_per_s: float
-    tokens_per_step: float
-    acceptance_rate: float | None
 
 
 def check_plot(path: Path) -> None:
@@ -42,11 +25,14 @@ def check_plot(path: Path) -> None:
         raise OptionError("--plot needs matplotlib, not installed here: pip install matplotlib")
 
 
-def draw_plot(bars: Sequence[Bar], title: str, path: Path) -> None:
+def draw_plot(
+    names: Sequence[str], rows: Sequence[Mapping[str, Any]], title: str, path: Path
+) -> None:
     """Write the picture.
 
     Args:
-        bars: the variants; speeds are shown over that of the first.
+        names: what the picture calls the variants.
+        rows: what `mtpc bench` measured of them; speeds are shown over that of the first.
         title: stands above the picture.
         path: a PNG or SVG file.
 
@@ -56,15 +42,14 @@ def draw_plot(bars: Sequence[Bar], title: str, path: Path) -> None:
     # Here: it takes longer to import than a short run.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.5 + 1.5 * len(bars), 3.6), layout="constrained")
+    figure = Figure(figsize=(2.5 + 1.5 * len(rows), 3.6), layout="constrained")
     speed, accepted = figure.subplots(1, 2)
-    names = [bar.name for bar in bars]
-    drawn = speed.bar(names, [bar.tokens_per_s for bar in bars], color=_SPEED)
-    gains = [f"{bar.tokens_per_s / bars[0].tokens_per_s:.2f}x" for bar in bars]
-    speed.bar_label(drawn, gains)
+    speeds = [row["tokens_per_s"] for row in rows]
+    drawn = speed.bar(names, speeds, color=_SPEED)
+    speed.bar_label(drawn, [f"{tokens_per_s / speeds[0]:.2f}x" for tokens_per_s in speeds])
     speed.set_title("tokens per second")
-    drawn = accepted.bar(names, [bar.tokens_per_step for bar in bars], color=_STEP)
-    rates = [bar.acceptance_rate for bar in bars]
+    drawn = accepted.bar(names, [row["tokens_per_step"] for row in rows], color=_STEP)
+    rates = [row["acceptance_rate"] for row in rows]
     accepted.bar_label(drawn, ["" if rate is None else f"{rate:.0%} accepted" for rate in rates])
     accepted.set_title("tokens per step of a request")
     for axes in (speed, accepted):

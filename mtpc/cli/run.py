@@ -13,6 +13,7 @@ from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.ranks import follow
+from mtpc.cli.tables import output, print_table
 from mtpc.errors import RequestError
 from mtpc.layout.display import show_progress, stage_listener
 
@@ -115,8 +116,6 @@ def _stats(model: mtpc.SpecModel) -> dict[str, Any]:
 def _print_results(
     prompts: Sequence[Prompt], results: Sequence[Prompt], model: mtpc.SpecModel, quiet: bool
 ) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console = output()
     if quiet:
         for result in results:
@@ -127,7 +126,7 @@ def _print_results(
         _print_text(console, _as_text(result))
         console.print()
     rows = [*_speed(model), *_acceptance(model), *_replays(model)]
-    print_table(console, "Statistics", ("", ""), rows)
+    print_table("Statistics", ("", ""), rows)
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:

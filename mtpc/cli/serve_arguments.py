@@ -6,9 +6,11 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mtpc.cli.parsing import add_values
 from mtpc.server.options import HTTP_PARSERS, REASONING, ServerOptions
 from mtpc.server.tool_formats import PARSERS
 
@@ -44,29 +46,22 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     key = group.add_mutually_exclusive_group()
     text = "key that clients must send; other users of this machine can see it in ps"
     key.add_argument("--api-key", metavar="KEY", help=text)
-    key.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file whose first line is the key (default: MTPC_API_KEY, if it is set)",
-    )
+    text = "file whose first line is the key (default: MTPC_API_KEY, if it is set)"
+    add_values(key, ("--api-key-file", Path, "FILE", text))
     text = "Jinja file to use instead of the checkpoint's chat template"
-    add("--chat-template", type=Path, metavar="FILE", help=text)
+    add_values(group, ("--chat-template", Path, "FILE", text))
     text = f"uvicorn's parser: {', '.join(HTTP_PARSERS)} {_default('http')}"
     add("--http", choices=HTTP_PARSERS, metavar="NAME", help=text)
-    add(
-        "--allowed-hosts",
-        type=lambda text: tuple(text.split(",")),
-        metavar="NAMES",
-        help="names that requests may have in their Host header, separated by commas; * allows any "
-        "(default: loopback names, on a loopback address without a key; else any)",
+    text = (
+        "names that requests may have in their Host header, separated by commas; * allows any "
+        "(default: loopback names, on a loopback address without a key; else any)"
     )
+    add_values(group, ("--allowed-hosts", lambda text: tuple(text.split(",")), "NAMES", text))
     _add_formats(add)
     limits = parser.add_argument_group("server limits")
     for name, kind, metavar, text in _LIMITS:
         shown = text if "(default" in text else f"{text} {_default(name)}"
-        flag = f"--{name.replace('_', '-')}"
-        limits.add_argument(flag, type=kind, metavar=metavar, help=shown)
+        add_values(limits, (f"--{name.replace('_', '-')}", kind, metavar, shown))
     _add_sampling(parser)
 
 
@@ -87,24 +82,13 @@ def _add_formats(add: Callable[..., Any]) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--no-sampling",
-        action="store_false",
-        dest="sampling",
-        help="compile for greedy decoding only; the server refuses other requests",
-    )
-    sampling.add_argument(
-        "--no-structured-outputs",
-        action="store_false",
-        dest="token_mask",
-        help="compile no token masks; the server refuses JSON formats and required tools",
-    )
-    sampling.add_argument(
-        "--max-logprobs",
-        type=int,
-        metavar="N",
-        help="most probable tokens that a request may ask to report (default: 5)",
-    )
+    add = partial(sampling.add_argument, action="store_false")
+    text = "compile for greedy decoding only; the server refuses other requests"
+    add("--no-sampling", dest="sampling", help=text)
+    text = "compile no token masks; the server refuses JSON formats and required tools"
+    add("--no-structured-outputs", dest="token_mask", help=text)
+    text = "most probable tokens that a request may ask to report (default: 5)"
+    add_values(sampling, ("--max-logprobs", int, "N", text))
 
 
 def _origins(text: str) -> tuple[str, ...]:

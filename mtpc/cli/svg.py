@@ -56,9 +56,7 @@ class Canvas:
 
     def rect(self, area: Rect, fill: str, stroke: str = "none", radius: float = 0) -> None:
         """Add a filled rectangle, with corners rounded by `radius`."""
-        element = self._add("rect", rx=radius, fill=fill, stroke=stroke)
-        for name in ("x", "y", "width", "height"):
-            element.set(name, _number(getattr(area, name)))
+        self._add("rect", rx=radius, fill=fill, stroke=stroke, **vars(area))
 
     def text(self, x: float, y: float, content: str, font: Font) -> None:
         """Add one line of text, on the baseline `y`."""

@@ -22,7 +22,6 @@ def output() -> Console:
 
 
 def print_table(
-    console: Console,
     title: str,
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -31,7 +30,6 @@ def print_table(
     """Print a table. Columns that hold only numbers and quantities are aligned on the right.
 
     Args:
-        console: where to print.
         title: the text above the table.
         columns: the headings.
         rows: rows with one cell per column.
@@ -57,7 +55,7 @@ def print_table(
     if total is not None:
         table.add_section()
         table.add_row(*(Text(str(cell), style="bold") for cell in total))
-    console.print(table)
+    output().print(table)
 
 
 def format_bytes(count: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.tables import output, print_table
 from mtpc.layout.display import show_progress
 from mtpc.weights.hub import find_directory
 
@@ -50,8 +51,6 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _print(args: argparse.Namespace, tuned: Tuned) -> None:
-    from mtpc.cli.tables import output, print_table
-
     console = output()
     rows = [
         (
@@ -62,7 +61,7 @@ def _print(args: argparse.Namespace, tuned: Tuned) -> None:
         )
         for name, found in (("before", tuned.before), ("after", tuned.after))
     ]
-    print_table(console, "Accepted drafts on held-out text", COLUMNS, rows)
+    print_table("Accepted drafts on held-out text", COLUMNS, rows)
     console.print(
         f"{args.out}: {tuned.gain:+.1%} accepted drafts a step; {len(tuned.tensors)} tensors "
         f"trained on {tuned.texts[0]} texts of {tuned.texts[1]} tokens in {tuned.progress.step} "

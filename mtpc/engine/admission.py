@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtpc.config import CompileOptions
@@ -12,6 +13,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, PROMPT_EMBEDS, ROPE_OFFSETS
+from mtpc.option_checks import check_int
 from mtpc.program.program import Program
 from mtpc.weights.served_model import ServedModel
 
@@ -88,15 +90,12 @@ def _check_prompt(request: Request, vocab_size: int) -> None:
     prompt = request.prompt_ids
     if not prompt:
         raise RequestError("the prompt is empty; expected at least one token")
-    invalid = [i for i in prompt if not _is_token(i, vocab_size)]
-    if invalid:
-        raise RequestError(f"prompt id {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+    _check_ids("prompt id", prompt, vocab_size)
 
 
 def _check_length(request: Request, options: CompileOptions) -> None:
     length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.sequence_limit
-    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-        raise RequestError(f"max_new_tokens is {new!r}; expected an integer >= 1")
+    check_int("max_new_tokens", new, 1, refusal=RequestError)
     if length + new > limit:
         raise RequestError(
             f"prompt of {length} + max_new_tokens {new} = {length + new} tokens; "
@@ -108,10 +107,14 @@ def _is_token(value: object, vocab_size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
-def _check_stop_ids(request: Request, vocab_size: int) -> None:
-    invalid = [i for i in request.stop_ids if not _is_token(i, vocab_size)]
+def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
+    invalid = [i for i in ids if not _is_token(i, vocab_size)]
     if invalid:
-        raise RequestError(f"stop_ids has {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+        raise RequestError(f"{what} {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+
+
+def _check_stop_ids(request: Request, vocab_size: int) -> None:
+    _check_ids("stop_ids has", request.stop_ids, vocab_size)
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise RequestError(
             f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"

@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from mtpc.engine.engine import Engine
@@ -24,7 +23,8 @@ from mtpc.engine.prompts import encode, sampling_each, token_ids
 from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
-from mtpc.errors import OptionError, RequestError, ServingError
+from mtpc.errors import MtpcError, RequestError, ServingError
+from mtpc.option_checks import check_int
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
@@ -53,7 +53,7 @@ class _Mailbox:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._reason: FinishReason | None = None
-        self._error: BaseException | None = None
+        self._error: MtpcError | None = None
         self._is_notified = False
 
     def put(self, output: StepOutput) -> None:
@@ -65,17 +65,8 @@ class _Mailbox:
             self._reason = output.finish_reason
             self._notify_once()
 
-    def fail(self, error: BaseException | None) -> None:
-        """Record that the engine has ended. Without an error, it was closed."""
-        with self._lock:
-            self._error = ServingError(
-                "the engine was closed" if error is None else f"the engine failed: {error!r}"
-            )
-            self._error.__cause__ = error
-            self._notify_once()
-
-    def refuse(self, error: RequestError) -> None:
-        """Record that the engine refused this request. The engine continues with the others."""
+    def fail(self, error: MtpcError) -> None:
+        """Record that there will be no more outputs, and why."""
         with self._lock:
             self._error = error
             self._notify_once()
@@ -108,6 +99,15 @@ class _Mailbox:
             return StepOutput(-1, token_ids, self._reason, logprobs)
 
 
+def _ended(error: BaseException | None) -> ServingError:
+    """What consumers are told when the engine has ended. Without an error, it was closed."""
+    told = ServingError(
+        "the engine was closed" if error is None else f"the engine failed: {error!r}"
+    )
+    told.__cause__ = error
+    return told
+
+
 def _attempt(function: Callable[[], object]) -> BaseException | None:
     """Call a function and return the error that it raises, or None."""
     try:
@@ -133,8 +133,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, served: ServedModel, max_requests: int = 256):
-        if isinstance(max_requests, bool) or not isinstance(max_requests, int) or max_requests < 1:
-            raise OptionError(f"max_requests is {max_requests!r}; expected an integer >= 1")
+        check_int("max_requests", max_requests, 1)
         self.engine, self.served = engine, served
         self._places = asyncio.Semaphore(max_requests)
         # `with` enters this lock in C, so that no interrupt leaves it taken; see `FairLock`.
@@ -153,12 +152,7 @@ class AsyncEngine:
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def start(self) -> None:
@@ -334,7 +328,7 @@ class AsyncEngine:
         try:
             self.engine.submit(request)
         except RequestError as error:
-            mailbox.refuse(error)
+            mailbox.fail(error)
 
     def _withdraw(self, request: Request, reason: FinishReason) -> None:
         """Forget a request, and abort it unless it has ended. It may not be in the engine yet."""
@@ -365,7 +359,7 @@ class AsyncEngine:
             request.on_output = None
             errors.append(_attempt(partial(self.engine.abort, request.request_id)))
         first = next((one for one in errors if one is not None), None)
-        failed = [_attempt(partial(mailbox.fail, first)) for mailbox in mailboxes.values()]
+        failed = [_attempt(partial(mailbox.fail, _ended(first))) for mailbox in mailboxes.values()]
         atexit.unregister(self._end)
         self._ended.set_result(next((one for one in (first, *failed) if one is not None), None))
 

@@ -69,7 +69,7 @@ class Engine:
         write_synthetic_draws(program, options.synthetic_acceptance_rates)
         self._states = SlotStates(program, options)
         self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1, self._states.count)
-        self.slots = FreeList("request slots", SCRATCH_SLOT + 1, program.max_reqs)
+        self.slots = FreeList(SCRATCH_SLOT + 1, program.max_reqs)
         prefill = program.prefill_key()
         self.scheduler = Scheduler(
             self.slots,

@@ -19,7 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,18 +32,20 @@ from mtpc.weights.tensor_file import dtype_code
 
 FORMAT = "mtpc-kv-1"
 """Version of the files. Change it when the same name comes to mean other content."""
+Kind = Literal["page", "state"]
+"""What a file has: a page, or a snapshot."""
 
 
 class _Form:
     """The files of one kind. Each holds one row of every tensor.
 
     Args:
-        kind: "page" or "state", part of the files' names.
+        kind: part of the files' names.
         rows: by name, the tensors [count, ...] whose rows are written.
         into: by name, the tensors into whose rows files are read; their rows have the same form.
     """
 
-    def __init__(self, kind: str, rows: Mapping[str, Tensor], into: Mapping[str, Tensor]):
+    def __init__(self, kind: Kind, rows: Mapping[str, Tensor], into: Mapping[str, Tensor]):
         self.kind = kind
         self.entries: dict[str, dict[str, Any]] = {}
         begin, places = 0, list[tuple[Tensor, Tensor, int, int]]()
@@ -146,12 +148,14 @@ class Offload:
         fallbacks: Counter[str],
     ):
         self.directory, self._fallbacks = directory, fallbacks
-        self._pages = _Form("page", pages, pages)
         snapshots = {name: pair[0] for name, pair in states.items()}
         slots = {name: pair[1] for name, pair in states.items()}
-        self._states = _Form("state", snapshots, slots)
+        self._forms: dict[Kind, _Form] = {
+            "page": _Form("page", pages, pages),
+            "state": _Form("state", snapshots, slots),
+        }
         self._page_size, self._lookahead = page_size, lookahead
-        forms = [self._pages.entries, self._states.entries]
+        forms = [form.entries for form in self._forms.values()]
         root = json.dumps([FORMAT, identity, page_size, lookahead, *forms])
         self._root = hashlib.sha256(root.encode()).digest()
         self._refused: set[str] = set()
@@ -173,36 +177,11 @@ class Offload:
     @property
     def most_pages(self) -> int:
         """The most pages for which the directory has bytes."""
-        return self.directory.max_bytes // self._pages.nbytes
+        return self.directory.max_bytes // self._forms["page"].nbytes
 
-    def has_page(self, request: Request, number: int) -> bool:
-        """Whether a file has the page of a request's block."""
-        return self._has(self._pages, request, number)
-
-    def has_state(self, request: Request, number: int) -> bool:
-        """Whether a file has the snapshot at the end of a request's block."""
-        return self._has(self._states, request, number)
-
-    def load_page(self, request: Request, number: int, page: int) -> bool:
-        """Copy the page of a request's block from its file. Return whether that was possible."""
-        return self._load(self._pages, self.block(request, number), page)
-
-    def load_state(self, request: Request, number: int) -> bool:
-        """Copy the snapshot at the end of a request's block to its slot. Return whether it
-        could."""
-        assert request.slot is not None
-        return self._load(self._states, self.block(request, number), request.slot - 1)
-
-    def save_page(self, block: bytes, page: int) -> None:
-        """Write a page, unless a file has it."""
-        self._save(self._pages, block, page)
-
-    def save_state(self, block: bytes, snapshot: int) -> None:
-        """Write a snapshot, unless a file has it."""
-        self._save(self._states, block, snapshot)
-
-    def _has(self, form: _Form, request: Request, number: int) -> bool:
-        name = form.name(self.block(request, number))
+    def has(self, kind: Kind, request: Request, number: int) -> bool:
+        """Whether a file has the page of a request's block, or the snapshot at the block's end."""
+        name = self._forms[kind].name(self.block(request, number))
         # The end of a text counts as used earlier than its beginning, so that it is removed first.
         return name not in self._refused and self._touch(name, time.time_ns() - number)
 
@@ -213,7 +192,16 @@ class Offload:
             self._count("a file cannot be used", error)
             return False
 
-    def _load(self, form: _Form, block: bytes, row: int) -> bool:
+    def load(self, kind: Kind, request: Request, number: int, row: int) -> bool:
+        """Copy what `has` found from its file. Return whether that was possible.
+
+        Args:
+            kind: of the file.
+            request: whose block it is.
+            number: of the block.
+            row: of the page pools, or of the state of request slots, which begins at slot 1.
+        """
+        form, block = self._forms[kind], self.block(request, number)
         name = form.name(block)
         try:
             if form.read(self.directory, block):
@@ -229,7 +217,9 @@ class Offload:
         self._refused.add(name)
         return False
 
-    def _save(self, form: _Form, block: bytes, row: int) -> None:
+    def save(self, kind: Kind, block: bytes, row: int) -> None:
+        """Write a page or a snapshot, unless a file has it."""
+        form = self._forms[kind]
         name = form.name(block)
         if self._touch(name):
             return

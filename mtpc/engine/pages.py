@@ -12,22 +12,21 @@ from mtpc.errors import CapacityError
 
 
 class FreeList:
-    """Hands out the indices `first`..`first + count - 1`, and takes them back.
+    """Hands out the request slots `first`..`first + count - 1`, and takes them back.
 
-    The index that was returned last is handed out first. At the start, that is the lowest index.
+    The slot that was returned last is handed out first. At the start, that is the lowest slot.
 
     Args:
-        name: what the indices are, for error messages, such as "request slots".
-        first: the lowest index. Lower indices are reserved.
-        count: number of indices.
+        first: the lowest slot. Lower slots are reserved.
+        count: number of slots.
     """
 
-    def __init__(self, name: str, first: int, count: int):
-        self.name, self._first, self.count = name, first, count
+    def __init__(self, first: int, count: int):
+        self._first, self.count = first, count
         self.reset()
 
     def reset(self) -> None:
-        """Take all indices back, even those in use."""
+        """Take all slots back, even those in use."""
         self._free = list(range(self._first + self.count - 1, self._first - 1, -1))
         self._held: set[int] = set()
 
@@ -36,26 +35,26 @@ class FreeList:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free index.
+        """Take a free slot.
 
         Raises:
-            CapacityError: no index is free.
+            CapacityError: no slot is free.
         """
         if not self._free:
-            raise CapacityError(f"all {self.count} {self.name} are taken")
+            raise CapacityError(f"all {self.count} request slots are taken")
         self._held.add(self._free[-1])
         return self._free.pop()
 
-    def give_back(self, index: int) -> None:
-        """Return an index.
+    def give_back(self, slot: int) -> None:
+        """Return a slot.
 
         Raises:
-            CapacityError: the index is not taken, which is a bug of the caller.
+            CapacityError: the slot is not taken, which is a bug of the caller.
         """
-        if index not in self._held:
-            raise CapacityError(f"{self.name} {index} was returned but is not taken")
-        self._held.remove(index)
-        self._free.append(index)
+        if slot not in self._held:
+            raise CapacityError(f"request slot {slot} was returned but is not taken")
+        self._held.remove(slot)
+        self._free.append(slot)
 
 
 class PagePool:

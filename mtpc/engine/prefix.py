@@ -50,12 +50,6 @@ class Block:
     following: tuple[Key, ...]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    page: int
-    number: int
-
-
 class Match(NamedTuple):
     """What is known of the beginning of a request's tokens.
 
@@ -151,7 +145,7 @@ class PrefixIndex:
     def __init__(self, num_snapshots: int = 0) -> None:
         self.snapshots = SnapshotIndex(num_snapshots)
         self.keep: Callable[[int], None] = lambda page: None
-        self._entries: dict[Block, _Entry] = {}
+        self._entries: dict[Block, tuple[int, int]] = {}  # A page, and the block's number.
         self._blocks: dict[int, Block] = {}
         self._digests: dict[int, bytes] = {}
         self._numbers = itertools.count(ROOT + 1)
@@ -165,8 +159,7 @@ class PrefixIndex:
 
     def find(self, block: Block) -> tuple[int, int] | None:
         """The page that holds a block, and the block's number; None if no page holds it."""
-        entry = self._entries.get(block)
-        return None if entry is None else (entry.page, entry.number)
+        return self._entries.get(block)
 
     def add(self, block: Block, page: int, digest: bytes = b"") -> int:
         """Record that a page holds a block, and return the block's number.
@@ -181,9 +174,9 @@ class PrefixIndex:
         """
         entry = self._entries.get(block)
         if entry is None:
-            entry = self._entries[block] = _Entry(page, next(self._numbers))
+            entry = self._entries[block] = (page, next(self._numbers))
             self._blocks[page], self._digests[page] = block, digest
-        return entry.number
+        return entry[1]
 
     def digest(self, page: int) -> bytes:
         """What identifies a known page in files."""
@@ -254,11 +247,11 @@ class PrefixCache:
             return found
         known = self._known(request)
         most, end = self._reusable(request.num_tokens) // self.page_size, len(known)
-        while end < most and files.has_page(request, end):
+        while end < most and files.has("page", request, end):
             end += 1
         while self.distance and end > len(found.pages):
             is_known = end <= len(known) and known[end - 1][0] in snapshots
-            if is_known or files.has_state(request, end - 1):
+            if is_known or files.has("state", request, end - 1):
                 break
             end -= 1
         if end <= len(found.pages):
@@ -283,10 +276,11 @@ class PrefixCache:
             needs_state = False
         if self.offload is None:
             return True
-        numbers = range(first, end)
-        if not all(self.offload.load_page(request, n, request.pages[n]) for n in numbers):
+        files, blocks = self.offload, range(first, end)
+        if not all(files.load("page", request, n, request.pages[n]) for n in blocks):
             return False
-        return not needs_state or self.offload.load_state(request, end - 1)
+        assert request.slot is not None
+        return not needs_state or files.load("state", request, end - 1, request.slot - 1)
 
     def save(self, pages: list[int]) -> None:
         """Write known pages and their snapshots to files, those that matter least first."""
@@ -296,14 +290,14 @@ class PrefixCache:
 
     def _keep_page(self, page: int) -> None:
         if self.offload is not None:
-            self.offload.save_page(self.index.digest(page), page)
+            self.offload.save("page", self.index.digest(page), page)
             snapshot = self.index.snapshots.attached.get(page)
             if snapshot is not None:
                 self._keep_state(page, snapshot)
 
     def _keep_state(self, page: int, snapshot: int) -> None:
         if self.offload is not None:
-            self.offload.save_state(self.index.digest(page), snapshot)
+            self.offload.save("state", self.index.digest(page), snapshot)
 
     def _known(self, request: Request) -> list[tuple[int, int]]:
         """The known pages of a request's beginning, each with the number of its block."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,34 +22,21 @@ from mtpc.program.packed_results import copy_results
 from mtpc.program.program import Program
 
 
-class Moment(Protocol):
-    """A point in a stream of work on the host or on a device."""
-
-    def wait(self) -> None:
-        """Return when the work before this moment is done."""
-        ...
-
-    def seconds_until(self, later: Moment) -> float:
-        """Seconds from here to a later moment of the same stream. Both moments must be past."""
-        ...
-
-
-class HostMoment:
+class Moment:
     """The current moment on the host, where a call returns when its work is done."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Return at once: the work before this moment is already done."""
+        """Return when the work before this moment is done: on the host, at once."""
 
     def seconds_until(self, later: Moment) -> float:
-        """Seconds by the host's clock."""
-        assert isinstance(later, HostMoment)
+        """Seconds from here to a later moment of the same kind. Both moments must be past."""
         return later.time_s - self.time_s
 
 
-class DeviceMoment:
+class DeviceMoment(Moment):
     """An event on a GPU's current stream. The GPU may differ from the thread's current device.
 
     Args:
@@ -89,7 +75,7 @@ class Readout:
         device = program.steps[key].buffers[results[0]].device
         # A decode step is over in a moment, so the host stays awake for it.
         on_device = partial(DeviceMoment, device, key.phase == "prefill")
-        moment = on_device if device.type == "cuda" else HostMoment
+        moment = on_device if device.type == "cuda" else Moment
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()

@@ -49,6 +49,33 @@ class DecodeCounts:
         return self.accepted / self.drafted if self.drafted else None
 
 
+@dataclass(frozen=True)
+class DraftCounts:
+    """Counts of drafts by position, up to a moment or between two.
+
+    Attributes:
+        accepted: accepted drafts.
+        drafted: verified ones.
+    """
+
+    accepted: list[int]
+    drafted: list[int]
+
+    def __sub__(self, earlier: DraftCounts) -> DraftCounts:
+        pairs = ((self.accepted, earlier.accepted), (self.drafted, earlier.drafted))
+        return DraftCounts(*(list(map(operator.sub, *pair)) for pair in pairs))
+
+    @property
+    def by_position(self) -> list[float]:
+        """Accepted drafts divided by verified ones."""
+        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def per_step(self) -> float:
+        """Accepted drafts a decode step and request."""
+        return sum(self.by_position)
+
+
 @dataclass
 class Stats:
     """Counts since the engine was made, and the state of its queue and page pool.
@@ -211,9 +238,14 @@ class Stats:
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else 0.0
 
     @property
+    def drafts(self) -> DraftCounts:
+        """The counts of drafts so far."""
+        return DraftCounts(list(self.accepted), list(self.drafted))
+
+    @property
     def acceptance_by_position(self) -> list[float]:
         """For each draft position, accepted drafts divided by verified drafts."""
-        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+        return self.drafts.by_position
 
     @property
     def prompts_per_prefill(self) -> float:

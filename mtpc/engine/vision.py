@@ -111,7 +111,6 @@ class Vision:
         dtype: of the embeddings: the model's.
         device: where the tower runs.
         stats: counts images.
-        most_kept: bytes of embeddings to keep, at most.
     """
 
     def __init__(
@@ -120,13 +119,11 @@ class Vision:
         dtype: torch.dtype,
         device: torch.device | str,
         stats: Stats,
-        most_kept: int = MOST_KEPT_BYTES,
     ):
         assert served.directory is not None  # Compiling has refused other models.
         self._served, self._directory = served, served.directory
         self._dtype, self._device, self._stats = dtype, device, stats
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._most_kept = most_kept
         self._lock = threading.Lock()
 
     @cached_property
@@ -188,13 +185,6 @@ class Vision:
             places = self._places(ids, len(images))  # Before any work on the images.
             return self._place(ids, places, self._patches(images), longest)
 
-    def place_patches(
-        self, ids: Sequence[int], images: Sequence[ImagePatches], longest: int
-    ) -> tuple[list[int], PromptImages]:
-        """As `place`, of what the image processor has made of the images."""
-        with self._lock:
-            return self._place(ids, self._places(ids, len(images)), images, longest)
-
     def _place(
         self,
         ids: Sequence[int],
@@ -251,7 +241,7 @@ class Vision:
         stats.images_embedded += 1
         kept[digest] = rows
         stats.image_bytes += rows.nbytes
-        while stats.image_bytes > self._most_kept:
+        while stats.image_bytes > MOST_KEPT_BYTES:
             stats.image_bytes -= kept.popitem(last=False)[1].nbytes
         return rows
 

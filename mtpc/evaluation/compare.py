@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mtpc.engine.stats import DraftCounts
 from mtpc.evaluation.engines import AnsweringEngine, MtpcEngine
 from mtpc.evaluation.tasks import Question
 
@@ -43,18 +44,14 @@ class Outcome:
 def measured(engine: AnsweringEngine) -> Iterator[Outcome]:
     """An outcome to fill in; its time and drafts are those of the block."""
     outcome = Outcome(engine.name, engine.spec_tokens)
-    stats = engine.model.stats if isinstance(engine, MtpcEngine) else None
-    before = (list(stats.accepted), list(stats.drafted)) if stats else ([], [])
+    model = engine.model if isinstance(engine, MtpcEngine) else None
+    before = model.stats.drafts if model is not None else DraftCounts([], [])
     start = time.perf_counter()
     yield outcome
     outcome.seconds = time.perf_counter() - start
-    if isinstance(engine, MtpcEngine):
-        stats = engine.model.stats
-        after = (stats.accepted, stats.drafted)
-        outcome.accepted, outcome.drafted = (
-            [now - then for now, then in zip(late, early, strict=True)]
-            for late, early in zip(after, before, strict=True)
-        )
+    if model is not None:
+        found = model.stats.drafts - before
+        outcome.accepted, outcome.drafted = found.accepted, found.drafted
 
 
 def answer_questions(
@@ -115,7 +112,6 @@ def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> Row:
     apart = [a - b for a, b in zip(outcome.scores, first.scores, strict=True)]
     plain = next((o for o in outcomes if o.engine == outcome.engine and o.spec_tokens == 0), None)
     error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
-    pairs = zip(outcome.accepted, outcome.drafted, strict=True)
     return Row(
         engine=outcome.engine,
         spec_tokens=outcome.spec_tokens,
@@ -127,7 +123,7 @@ def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> Row:
         difference_error=error,
         texts_changed=_changed(outcome, first),
         texts_changed_from_plain=None if plain is None else _changed(outcome, plain),
-        acceptance_by_position=[a / d if d else 0.0 for a, d in pairs],
+        acceptance_by_position=DraftCounts(outcome.accepted, outcome.drafted).by_position,
         seconds=outcome.seconds,
     )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +127,18 @@ def run_tasks(engine: AnsweringEngine, tasks: Sequence[Any], limit: int | None) 
     Raises:
         OptionError: the harness cannot run the tasks.
     """
-    with _as_option_errors(tasks), measured(engine) as outcome:
-        found = lm_eval.simple_evaluate(
-            HarnessModel(engine), tasks=list(tasks), limit=limit, bootstrap_iters=0
-        )
+    try:
+        with measured(engine) as outcome:
+            found = lm_eval.simple_evaluate(
+                HarnessModel(engine), tasks=list(tasks), limit=limit, bootstrap_iters=0
+            )
+    except MtpcError:
+        raise
+    except Exception as error:  # As a rule a data set cannot be had.
+        raise OptionError(
+            f"lm-evaluation-harness cannot run {', '.join(map(str, tasks))}: "
+            f"{type(error).__name__}: {error}; tasks of a file (--task FILE.jsonl) need no network"
+        ) from error
     for name, samples in found["samples"].items():
         filters = {sample["filter"]: None for sample in samples}
         for sample in samples:
@@ -153,17 +160,3 @@ def _text(responses: Any) -> str:
 def _number(value: Any) -> float:
     """A question's metric; a perplexity's is a log-probability and the number of its parts."""
     return value[0] / value[1] if isinstance(value, tuple) else float(value)
-
-
-@contextmanager
-def _as_option_errors(tasks: Sequence[Any]) -> Iterator[None]:
-    """One error for whatever the harness raises: data sets that cannot be had are the usual one."""
-    try:
-        yield
-    except MtpcError:
-        raise
-    except Exception as error:
-        raise OptionError(
-            f"lm-evaluation-harness cannot run {', '.join(map(str, tasks))}: "
-            f"{type(error).__name__}: {error}; tasks of a file (--task FILE.jsonl) need no network"
-        ) from error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,11 +11,11 @@ from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
 from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart, Parts
-from mtpc.layout import Form, Part, StepKey, graph_keys, parts_of
+from mtpc.layout import Form, Part, graph_keys, parts_of
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.binding import WeightSource
-from mtpc.program.open_steps import open_steps
+from mtpc.program.open_steps import Assembler, open_steps
 from mtpc.program.step_cache import Steps
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def compile_host(
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
     with show_compiling(progress) as listener:
-        opened = open_steps(model, options, _PartsAssembler(form), listener)
+        assembler = Assembler(form, False, _cached, partial(_compiled, form))
+        opened = open_steps(model, options, assembler, listener)
     return HostedModel(
         opened.served,
         opened.options,
@@ -71,33 +71,26 @@ def compile_host(
     )
 
 
-@dataclass(frozen=True)
-class _PartsAssembler:
-    """Keeps every graph apart, to be bound to a host's tensors."""
+def _cached(steps: Steps, weights: WeightTable, source: WeightSource | None) -> Parts:
+    """Packages of the graph cache, which share one table of weights."""
+    return {key: CachedPart(step, weights, source) for key, step in steps.items()}
 
-    form: Form
-    owns_buffers = False
 
-    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> Parts:
-        """Packages of the graph cache, which share one table of weights."""
-        return {key: CachedPart(step, weights, source) for key, step in steps.items()}
+def _compiled(form: Form, compiler: StepCompiler) -> Parts:
+    """Packages of this process, or graphs."""
+    from mtpc.capture.split import split_step
 
-    def compile(self, compiler: StepCompiler) -> Parts:
-        """Packages of this process, or graphs."""
-        return dict(self._lowered(compiler))
-
-    def _lowered(self, compiler: StepCompiler) -> Iterator[tuple[tuple[StepKey, Part], Lowered]]:
-        from mtpc.capture.split import split_step
-
-        graphs: dict[Part, StepGraph] = {}
-        for key, part in graph_keys(compiler.options, self.form):
-            if part == parts_of(key, self.form)[0]:
-                graph = compiler.rewritten(key)
-                graphs = {"step": graph}
-                if self.form != "fused" and key.spec_tokens:
-                    split = split_step(graph)
-                    graphs |= {"verify": split.verify, "propose": split.propose}
-            yield (key, part), _lower(graphs[part], compiler.backend)
+    parts: Parts = {}
+    graphs: dict[Part, StepGraph] = {}
+    for key, part in graph_keys(compiler.options, form):
+        if part == parts_of(key, form)[0]:
+            graph = compiler.rewritten(key)
+            graphs = {"step": graph}
+            if form != "fused" and key.spec_tokens:
+                split = split_step(graph)
+                graphs |= {"verify": split.verify, "propose": split.propose}
+        parts[key, part] = _lower(graphs[part], compiler.backend)
+    return parts
 
 
 def _lower(graph: StepGraph, backend: Backend) -> Lowered:

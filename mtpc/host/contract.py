@@ -39,10 +39,7 @@ class HostBuffer:
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides of a contiguous tensor of this shape, in elements."""
-        sizes = [1]
-        for size in reversed(self.shape[1:]):
-            sizes.append(sizes[-1] * max(size, 1))
-        return tuple(reversed(sizes)) if self.shape else ()
+        return torch.empty(self.shape, device="meta").stride()
 
     def allocate(self, device: torch.device | str = "cpu") -> Tensor:
         """A new tensor for this buffer, filled with `pad`."""

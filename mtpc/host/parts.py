@@ -1,4 +1,8 @@
-"""Compiled steps, and halves of steps, that are not yet bound to tensors."""
+"""Compiled steps, and halves of steps, that are not yet bound to tensors.
+
+Each has the `layout` of its buffers, and can be bound to any number of sets of tensors: its `bind`
+gives a replay over tensors by buffer name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,23 +19,6 @@ from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.layout import Layout, Part, StepKey
 from mtpc.program.binding import StepBinder, WeightSource
 from mtpc.program.step_cache import CachedStep
-
-
-class Lowered(Protocol):
-    """A compiled graph that can be bound to any number of sets of tensors."""
-
-    @property
-    def layout(self) -> Layout:
-        """Its buffers."""
-        ...
-
-    def bind(self, tensors: Mapping[str, Tensor]) -> Run:
-        """A replay over these tensors, by buffer name."""
-        ...
-
-
-Parts = dict[tuple[StepKey, Part], Lowered]
-"""Every graph of a hosted model."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +74,8 @@ class CachedPart:
     def bind(self, tensors: Mapping[str, Tensor]) -> Run:
         """Open the package, and read the weights that the table lacks."""
         return StepBinder(tensors, self.weights, self.source).bind(self.step).replay
+
+
+Lowered = GraphPart | PackagePart | CachedPart
+Parts = dict[tuple[StepKey, Part], Lowered]
+"""Every graph of a hosted model."""

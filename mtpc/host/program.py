@@ -101,16 +101,11 @@ class HostProgram:
             HostError: the program has no such step.
         """
         own = self._tensors(key)
-        rows = zip(
-            own["batch.out_token_ids"].tolist(),
-            own["batch.num_emitted"].tolist(),
-            own["batch.num_accepted"].tolist(),
-            own["batch.stop_reason"].tolist(),
-            strict=True,
-        )
+        names = ("out_token_ids", "num_emitted", "num_accepted", "stop_reason")
+        columns = [own[f"batch.{name}"].tolist() for name in names]
         return [
             RowResult(token_ids[:emitted], accepted, STOP_REASONS.get(code))
-            for token_ids, emitted, accepted, code in rows
+            for token_ids, emitted, accepted, code in zip(*columns, strict=True)
         ]
 
     def _run(self, key: StepKey, part: Part) -> None:

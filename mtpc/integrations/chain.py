@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from mtpc.backends import Backend
 from mtpc.capture.graph import StepGraph, WeightTable
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
+from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
@@ -94,7 +95,7 @@ class DraftChain:
         layer = _ChainedLayer(draft, pools)
         heads = _Head(head, plan.vocab_size, None if draft.returns_normed else draft.final_norm)
         self._buffer_names = layer.buffer_names()
-        self._lowering = Lowering(backend, self._buffer_names)
+        self._lowering = Lowering(backend, self._buffer_names, CompileOptions())
         self._weights = WeightTable(_weights(layer, heads, self._buffer_names))
         self._pieces = _export(layer, heads, pools)
         self._width, self._dtype = head.shape[1], head.dtype

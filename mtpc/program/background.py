@@ -9,11 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-
-import torch
 
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
@@ -98,12 +95,14 @@ class Background:
         rest = self._rest
         graphs = [graph for graphs in self._missing.values() for graph in graphs]
         directory = rest.begun.checkpoint.directory.absolute()
-        _check_memory()
-        with building_child() as (process, pipe):
-            with suppress(OSError):  # It has died already; its status says how.
-                pipe.send(
-                    (torch.get_num_threads(), directory, rest.options, graphs, None, True, None)
-                )
+        free = free_bytes()
+        if free is not None and free < WORKER:  # Or the system might kill a process for the memory.
+            raise CapacityError(
+                f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
+                f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with "
+                "`mtpc build`"
+            )
+        with building_child(directory, rest.options, graphs, in_background=True) as (process, pipe):
             done = 0
             while not self._closed.is_set():
                 if not pipe.poll(_POLL_S):
@@ -138,23 +137,9 @@ class Background:
             start = time.perf_counter()
             binder = StepBinder(program.shared, rest.weights, rest.begun.source)
             bound = [binder.bind(step) for step in found]
-            rest.begun.check()
+            rest.begun.source.check()
             del self._missing[tier]
             self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]
             program.arrived.append((tuple(self._ready), bound))
             self._say(f"K = {tier} was bound in {time.perf_counter() - start:.2f} s")
         program.building = ""
-
-
-def _check_memory() -> None:
-    """Refuse to build if the system would have to kill a process for the memory.
-
-    Raises:
-        CapacityError: too little memory is free.
-    """
-    free = free_bytes()
-    if free is not None and free < WORKER:
-        raise CapacityError(
-            f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
-            f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with `mtpc build`"
-        )

@@ -315,7 +315,7 @@ class WeightSource:
         )
 
     def check(self) -> None:
-        """Check the tensors that were read so far.
+        """Check the tensors that were read so far: all of them, once the steps are bound.
 
         Raises:
             CheckpointError: tensors hold NaN or infinity.

@@ -126,8 +126,8 @@ def build(
     source = open_checkpoint(directory, options.draft)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
-    tell = _Teller(listener, start)
-    builder = _Builder(directory, options, check, tell)
+    tell = Teller(listener, start)
+    builder = Builder(directory, options, check, tell)
     tasks = [
         Task(k, key, part, ranks)
         for ranks in parts
@@ -207,7 +207,7 @@ def default_jobs() -> int:
     return max(1, min(os.cpu_count() or 1, fit))
 
 
-class _Teller:
+class Teller:
     """Turns what happens into `Progress`; counts what is done."""
 
     def __init__(self, listener: Listener, start: float):
@@ -236,7 +236,7 @@ class _Teller:
         return self._done == self._total
 
 
-class _Builder:
+class Builder:
     """Builds tasks in one process.
 
     Args:

@@ -25,13 +25,7 @@ from mtpc.layout.buffers import text_of
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.forecast import Forecast
-from mtpc.program.step_cache import (
-    CONSTANTS,
-    CachedStep,
-    StepCache,
-    Steps,
-    graph_file,
-)
+from mtpc.program.step_cache import CONSTANTS, CachedStep, StepCache, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.weights.recipes import Recipe, names
 
@@ -98,8 +92,10 @@ class CachingCompiler:
         assert isinstance(mode, StepMode), "steps of packages leave sizes open"
         held = [name for name in package.tensors if not is_buffer_name(name)]
         constants = self._constants(held)
-        self._save_constants(constants, directory)
-        derived = {n: r for n, r in self.compiler.weights.recipes.items() if n in held}
+        weights = self.compiler.weights
+        tensors = {name: weights[name].detach().clone() for name in sorted(constants)}
+        save_file(tensors, directory / CONSTANTS)
+        derived = {n: r for n, r in weights.recipes.items() if n in held}
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
         loaded = self.compiler.loaded
@@ -110,7 +106,7 @@ class CachingCompiler:
             package=package,
             derived=derived,
             stored=stored,
-            dtypes={n: dtype_name(self.compiler.weights[n].dtype) for n in stored},
+            dtypes={n: dtype_name(weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(base - self._recipes.keys() - constants)),
             ends=tuple(sorted(loaded.ends() & stored.keys())),
             max_positions=loaded.max_positions,
@@ -163,11 +159,6 @@ class CachingCompiler:
             if name.startswith("constant.")
             or (name in self._recipes and self._recipes[name] is None)
         }
-
-    def _save_constants(self, names: set[str], directory: Path) -> None:
-        weights = self.compiler.weights
-        tensors = {name: weights[name].detach().clone() for name in sorted(names)}
-        save_file(tensors, directory / CONSTANTS)
 
 
 class _Timer:

@@ -17,10 +17,11 @@ import sys
 import threading
 from _thread import interrupt_main
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +40,9 @@ from mtpc.program.processes import (
 from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from mtpc.program.build import Check
 
 LARGE = 256 * 2**20
 """From so many bytes of weights on, a process is worth the four seconds that it takes to start."""
@@ -88,13 +92,9 @@ def build_in_child(
     except (CacheWriteError, BackendError):
         return False
     check = partial(check_model, owns_buffers=owns_buffers)
-    _build(source, (source.directory.absolute(), options, graphs, check, False, ranks), listener)
-    return True
-
-
-def _build(source: Checkpoint, job: tuple[Any, ...], listener: Listener) -> None:
-    with building_child() as (process, pipe):
-        for event in _events(pipe, (torch.get_num_threads(), *job)):
+    job = (source.directory.absolute(), options, graphs, check, False, ranks)
+    with building_child(*job) as (process, pipe):
+        for event in _events(pipe):
             if isinstance(event, MtpcError):
                 raise event
             listener(event)
@@ -104,12 +104,12 @@ def _build(source: Checkpoint, job: tuple[Any, ...], listener: Listener) -> None
             f"the process that compiled {source.directory} ended with "
             f"{how_it_ended(status)}; what it had finished is in the cache"
         )
+    return True
 
 
-def _events(pipe: Connection, job: tuple[Any, ...]) -> Iterator[Progress | MtpcError]:
+def _events(pipe: Connection) -> Iterator[Progress | MtpcError]:
     """What a child says of its job, until it closes its end: done, or dead."""
     try:
-        pipe.send(job)
         while True:
             yield pipe.recv()
     except (EOFError, OSError):
@@ -117,10 +117,29 @@ def _events(pipe: Connection, job: tuple[Any, ...]) -> Iterator[Progress | MtpcE
 
 
 @contextmanager
-def building_child() -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """A process that builds, and the pipe to it; it ends where the block does."""
+def building_child(
+    directory: Path,
+    options: CompileOptions,
+    graphs: Graphs,
+    check: Check | None = None,
+    in_background: bool = False,
+    ranks: Ranks | None = None,
+) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+    """A process that builds graphs, and the pipe from it; it ends where the block does.
+
+    Args:
+        directory: the checkpoint.
+        options: as for `mtpc.program.build.build`.
+        graphs: which steps.
+        check: sees the model, and may refuse it.
+        in_background: whether the build gives way to the process that serves.
+        ranks: whose part of the steps this is; None: the whole.
+    """
     process, pipe = start_python(__name__)
     try:
+        with suppress(OSError):  # It has died already; its status says how.
+            job = (directory, options, graphs, check, in_background, ranks)
+            pipe.send((torch.get_num_threads(), *job))
         yield process, pipe
     finally:
         pipe.close()

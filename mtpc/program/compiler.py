@@ -95,16 +95,9 @@ class StepCompiler:
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
         self._pools = self._traced_pools()
-        self._lowering = Lowering(
-            backend,
-            {id(t): name for name, t in (*self.shared.items(), *self._pools.items())},
-            options.disabled_passes,
-            options.enabled_passes,
-            options.draft_vocab,
-            options.quantize,
-            options.verify_passes,
-            self.share.sharding(self._cut) if self.share else None,
-        )
+        names = {id(t): name for name, t in (*self.shared.items(), *self._pools.items())}
+        sharding = self.share.sharding(self._cut) if self.share else None
+        self._lowering = Lowering(backend, names, options, sharding)
         self._traces: ModelTraces | None = None
         self.pattern: LayerPattern | None = None
 

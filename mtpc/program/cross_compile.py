@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from mtpc.backends.cross import CrossBackend
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.configs import all_configured
@@ -84,7 +82,7 @@ def build_kernels(
         compiler = StepCompiler(loaded, chosen, backend, listener, Layout.reserve)
         compiler.weights.defers = True
         for key in largest_first(compiler.keys):
-            launches = _launches(compiler, key)
+            launches = step_launches(compiler.rewritten(key))
             counts[key] = len(launches)
             for target in targets:
                 compiler.tell(f"compile for {target.name}", key)
@@ -105,11 +103,3 @@ def _for_target(
             if is_default:
                 raise
             notes[f"left out: {error}"] += 1
-
-
-@torch.no_grad()
-def _launches(compiler: StepCompiler, key: StepKey) -> list[Launch]:
-    compiler.tell("trace", key)
-    graph = compiler.trace(key)
-    compiler.tell("rewrite", key)
-    return step_launches(compiler.rewrite(graph))

@@ -111,15 +111,11 @@ class LeadingProgram(Program):
     def _send(self, number: int) -> None:
         data = json.dumps([number, self._events], separators=(",", ":")).encode()
         self._events = []
-        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
-        sent = len(data).to_bytes(4, "little") + data
-        head = torch.frombuffer(bytearray(sent), dtype=torch.uint8)[:_FIRST_BYTES]
-        first[: len(head)] = head
-        dist.broadcast(first, group=self.ranks.control, group_src=0)
-        if len(sent) > _FIRST_BYTES:
-            rest = torch.frombuffer(bytearray(sent[_FIRST_BYTES:]), dtype=torch.uint8)
-            dist.broadcast(rest, group=self.ranks.control, group_src=0)
-        self.sent_bytes += max(len(sent), _FIRST_BYTES)
+        sent = bytearray(len(data).to_bytes(4, "little") + data).ljust(_FIRST_BYTES, b"\0")
+        for part in torch.frombuffer(sent, dtype=torch.uint8).tensor_split([_FIRST_BYTES]):
+            if len(part):
+                dist.broadcast(part, group=self.ranks.control, group_src=0)
+        self.sent_bytes += len(sent)
 
 
 @dataclass

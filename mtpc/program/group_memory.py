@@ -63,7 +63,9 @@ def share_memory(ranks: Ranks, slot_bytes: int = SLOT_BYTES) -> str:
     with ExitStack() as stack:
         places = ranks.tell_all(_place(ranks, slot_bytes, stack))
         fault = _first_fault(ranks, [place.fault for place in places])
-        fault = fault or _first_fault(ranks, [_apart(place, places[0]) for place in places])
+        apart = "is on another machine than rank 0"
+        others = [apart * (place.machine != places[0].machine) for place in places]
+        fault = fault or _first_fault(ranks, others)
         if fault:
             return fault
         own, number = "", 0
@@ -98,10 +100,6 @@ def _place(ranks: Ranks, slot_bytes: int, stack: ExitStack) -> _Place:
         return _Place(machine, os.getpid(), f"/proc/{os.getpid()}/fd/{file.fileno()}")
     except OSError as error:
         return _Place(fault=f"cannot share memory: {error}")
-
-
-def _apart(place: _Place, first: _Place) -> str:
-    return "" if place.machine == first.machine else "is on another machine than rank 0"
 
 
 def _first_fault(ranks: Ranks, faults: list[str]) -> str:

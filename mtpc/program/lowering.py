@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtpc.backends.base import Backend
 from mtpc.capture.graph import StepGraph
+from mtpc.config import CompileOptions
 from mtpc.passes import Sharding, Verifier, run_pipeline, select_passes
 from mtpc.program.program import CapturedStep
 
@@ -27,21 +28,14 @@ class Lowering:
     Attributes:
         backend: lowers and captures; its passes end the pipeline.
         buffer_names: layout name by tensor id, for state that model pieces hold.
-        disabled: names of passes to leave out.
-        enabled: names of passes to run that are off by default.
-        draft_vocab: token ids that drafts may be; empty: all.
-        quantize: scheme for weights that are not quantised; None leaves them as they are.
-        verify_passes: recompute every value on fake tensors after each pass, not only at the end.
+        options: say which passes run, on which token ids and by which scheme, and how each pass is
+            verified.
         sharding: what this rank holds of the model; None is all.
     """
 
     backend: Backend
     buffer_names: Mapping[int, str]
-    disabled: tuple[str, ...] = ()
-    enabled: tuple[str, ...] = ()
-    draft_vocab: tuple[int, ...] = ()
-    quantize: str | None = None
-    verify_passes: bool = False
+    options: CompileOptions
     sharding: Sharding | None = None
 
     def rewrite(
@@ -57,17 +51,17 @@ class Lowering:
         Raises:
             GraphError: a pass left an invalid graph.
         """
-        enabled = (*self.enabled, *self.backend.enables)
+        options = self.options
         passes = select_passes(
             self.buffer_names,
-            self.disabled,
-            enabled,
-            self.draft_vocab,
-            self.quantize,
+            options.disabled_passes,
+            (*options.enabled_passes, *self.backend.enables),
+            options.draft_vocab,
+            options.quantize,
             self.sharding,
         )
         pipeline = (*passes, *self.backend.legalise())
-        verify = Verifier(self.verify_passes)
+        verify = Verifier(options.verify_passes)
 
         def check(graph: StepGraph, name: str) -> None:
             verify(graph, name)

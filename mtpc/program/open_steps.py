@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
 from mtpc.backends.cpu_kernels import fill_packed
+from mtpc.backends.package import DEVICE
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError, OptionError
@@ -41,37 +42,25 @@ if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Assembler(Protocol[T_co]):
+@dataclass(frozen=True)
+class Assembler(Generic[T]):
     """Makes of compiled steps what its caller runs.
 
     Attributes:
         form: which graphs each step has.
         owns_buffers: the result has state, caches and batch buffers of its own; without that,
             steps are traced over stand-ins, and nothing is written to them.
+        assemble: makes the result of entries of the graph cache. It gets the entries, largest
+            first; the weights that exist, by name; and what makes the others, or None if all exist.
+        compile: makes the result of steps that no cache keeps.
     """
 
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def owns_buffers(self) -> bool: ...
-
-    def assemble(self, steps: Steps, weights: WeightTable, source: WeightSource | None) -> T_co:
-        """Assemble steps of the graph cache.
-
-        Args:
-            steps: the entries, largest first.
-            weights: the weights that exist, by name.
-            source: makes the other weights; None if all exist.
-        """
-        ...
-
-    def compile(self, compiler: StepCompiler) -> T_co:
-        """Assemble steps that no cache keeps."""
-        ...
+    form: Form
+    owns_buffers: bool
+    assemble: Callable[[Steps, WeightTable, WeightSource | None], T]
+    compile: Callable[[StepCompiler], T]
 
 
 @dataclass(frozen=True)
@@ -137,12 +126,6 @@ def open_steps(
     return opened
 
 
-def _say_which_drafts(source: Checkpoint, report: Callable[[str], None]) -> None:
-    """Say that a drafter takes the place of MTP layers that the target has."""
-    if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
-        report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
-
-
 def _prepare(
     model: Any,
     options: CompileOptions,
@@ -156,7 +139,8 @@ def _prepare(
     source = model
     if isinstance(model, (str, Path)):
         source = open_checkpoint(Path(model), options.drafter)
-        _say_which_drafts(source, report)
+        if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
+            report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
     elif options.kv_offload_dir is not None:
         raise OptionError(
             "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
@@ -164,10 +148,8 @@ def _prepare(
         )
     settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
     graphs = tuple(graph_keys(settled, assembler.form))
-    return _Opener(
-        *(source, settled, assembler, interrupts.tell, report, interrupts, graphs, settled.tiers),
-        ranks=ranks,
-    )
+    tiers = settled.tiers
+    return _Opener(source, settled, assembler, report, interrupts, graphs, tiers, ranks=ranks)
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -185,7 +167,6 @@ class _Opener(Generic[T]):
     source: Any
     options: CompileOptions
     assembler: Assembler[T]
-    progress: Listener
     report: Report
     interrupts: HeldInterrupts
     graphs: tuple[tuple[StepKey, Part], ...]
@@ -257,9 +238,10 @@ class _Opener(Generic[T]):
                 f"{found.checkpoint.directory}: {type(error).__name__}: {error}; remove them: "
                 "mtpc cache prune --all"
             ) from error
+        later = (found, weights, cache, self.options, self.rest, self.tiers)
         return Opened(
-            made, found.served(), options, found.device, Counter(), found.check, None, cache,
-            self._later(found, weights, cache, self.options), self._identity(options, PACKAGING),
+            made, found.served(), options, DEVICE, Counter(), found.source.check, None, cache,
+            Rest(*later) if self.rest else None, self._identity(options, PACKAGING),
         )  # fmt: skip
 
     def _identity(self, options: CompileOptions, backend: str) -> str:
@@ -269,20 +251,13 @@ class _Opener(Generic[T]):
         self.report("read the weights, to know their pages in kv_offload_dir")
         return page_identity(self.source, options, backend)
 
-    def _later(
-        self, begun: Restored, weights: WeightTable, cache: StepCache, options: CompileOptions
-    ) -> Rest | None:
-        """What is still to be built, for the K that the caller asked for."""
-        tiers = self.tiers
-        return Rest(begun, weights, cache, options, self.rest, tiers) if self.rest else None
-
     def build_in_child(self, cache: StepCache | None) -> bool:
         """Fill the cache in a process of its own, which pays for a large checkpoint."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
-        graphs, owns, rank = self.graphs, self.assembler.owns_buffers, self.ranks
+        listener, owns, rank = self.interrupts.tell, self.assembler.owns_buffers, self.ranks
         return build_in_child(
-            self.source, self.options, graphs, cache, self.progress, owns, rank and rank.place
+            self.source, self.options, self.graphs, cache, listener, owns, rank and rank.place
         )
 
     def compiled(self, cache: StepCache | None) -> Opened[T]:
@@ -347,12 +322,8 @@ class _Opener(Generic[T]):
         from mtpc.models.load import load, place
 
         options = self.options
-        needs_mtp = options.spec_tokens > 0
-        loaded = load(
-            *(self.source, options.dtype, needs_mtp, options.wiring, headers_only),
-            draft=options.drafter,
-        )
-        return place(loaded, backend.device)
+        given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring, headers_only)
+        return place(load(*given, draft=options.drafter), backend.device)
 
     def _compiler(
         self,
@@ -366,4 +337,5 @@ class _Opener(Generic[T]):
         # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
         own = self.assembler.owns_buffers and cache is None
         new_buffer = Layout.allocate if own else Layout.reserve
-        return StepCompiler(loaded, options, backend, self.progress, new_buffer, self.ranks)
+        listener = self.interrupts.tell
+        return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks)

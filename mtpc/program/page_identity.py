@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.program.model_key import checkpoint_fields
@@ -33,15 +31,11 @@ def page_identity(checkpoint: Checkpoint, options: CompileOptions, backend: str)
     """
     directory = options.kv_offload_dir
     assert directory is not None
-    _make(directory)
-    fields = program_fields(backend, checkpoint_fields(checkpoint), options)
-    del fields[_ROWS_IN_RINGS]
-    weights = content_digest(checkpoint.paths, directory / MEMORY)
-    return digest({**fields, **processor_fields(), "weights": weights})
-
-
-def _make(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"kv_offload_dir is {directory}, which cannot be made: {error}") from None
+    fields = program_fields(backend, checkpoint_fields(checkpoint), options)
+    del fields[_ROWS_IN_RINGS]
+    weights = content_digest(checkpoint.paths, directory / MEMORY)
+    return digest({**fields, **processor_fields(), "weights": weights})

@@ -6,16 +6,16 @@ what is about to run, and mapping the weights into memory.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
-from mtpc.backends.package import DEVICE
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import Graphs, step_name
 from mtpc.program.binding import WeightSource
-from mtpc.program.step_cache import CachedStep, StepCache, Steps, program_pin
+from mtpc.program.step_cache import CachedStep, StepCache, Steps
 from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
@@ -45,21 +45,8 @@ class Restored:
         return options.for_model(self._first.record.max_positions)
 
     @property
-    def device(self) -> str:
-        """Where packages run, as torch names it."""
-        return DEVICE
-
-    @property
     def _first(self) -> CachedStep:
         return next(iter(self.steps.values()))
-
-    def check(self) -> None:
-        """Refuse unusable weights; called after the steps are bound, when all have been read.
-
-        Raises:
-            CheckpointError: weights hold NaN or infinity.
-        """
-        self.source.check()
 
 
 def restore(
@@ -91,44 +78,27 @@ def restore(
             f"{checkpoint.directory}, {unexplained[0]} first"
         )
         return None
-    kernels = find_kernels(cache)
-    if kernels is None:
-        return None
-    check_pin(options, kernels, steps)
-    load_library(kernels)
-    return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
-
-
-def find_kernels(cache: StepCache) -> Entry | Path | None:
-    """The kernel library that goes with the cache's steps, if it has been compiled."""
     try:
-        return build_kernels(cache.store, frozen=True)
+        kernels = build_kernels(cache.store, frozen=True)
     except CacheError:
         if cache.frozen:
             raise
         return None
-
-
-def check_pin(options: CompileOptions, kernels: Entry | Path, steps: Steps) -> None:
-    """Refuse entries other than the pinned ones, before their code is opened.
-
-    Raises:
-        CacheError: they differ from `require_sha256`.
-    """
     wanted = options.require_sha256
-    if wanted is None:
-        return
-    found = pin_of(kernels, steps)
-    if found != wanted:
+    # Before any code of the entries is opened.
+    if wanted is not None and (found := pin_of(kernels, steps)) != wanted:
         raise CacheError(
             f"require_sha256 is {wanted}, the cache holds {found}: it was built again or by "
             "somebody else; `mtpc build` prints the digest of what it built"
         )
+    load_library(kernels)
+    return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
 
 
 def pin_of(kernels: Entry | Path, steps: Steps) -> str:
-    """The digest of a program's entries, its kernels included."""
+    """One SHA-256 over a program's entries by the names of what they are for, kernels included."""
     entries = {step_name(*key): step.entry for key, step in steps.items() if step.entry}
     if isinstance(kernels, Entry):
         entries["kernels"] = kernels
-    return program_pin(entries)
+    lines = [f"{name} {entry.pin}\n" for name, entry in sorted(entries.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

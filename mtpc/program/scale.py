@@ -9,6 +9,7 @@ of experts those that some row chooses, each row `k` of `E` at random: a share 1
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -178,10 +179,9 @@ class RankModel:
 
     def by_kind(self) -> dict[tuple[str, str], int]:
         """("target" or "mtp", kind of shard) -> bytes of a rank."""
-        found: dict[tuple[str, str], int] = {}
+        found = Counter[tuple[str, str]]()
         for weight in self.weights.values():
-            key = (weight.part.partition(".")[0], weight.kind)
-            found[key] = found.get(key, 0) + weight.nbytes
+            found[weight.part.partition(".")[0], weight.kind] += weight.nbytes
         return found
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections import Counter
@@ -382,9 +381,3 @@ def read_record(entry: Entry) -> StepRecord:
             f"{entry.directory}: {RECORD} is not a record as mtpc writes it: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def program_pin(entries: Mapping[str, Entry]) -> str:
-    """One SHA-256 over all entries that a program loads, by the name of what each is for."""
-    lines = [f"{name} {entry.pin}\n" for name, entry in sorted(entries.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

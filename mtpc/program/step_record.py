@@ -75,22 +75,14 @@ class StepRecord:
     def to_json(self) -> str:
         """The record as JSON; equal records give equal text."""
         value = {
+            **vars(self),
             "format": FORMAT,
             "step": asdict(self.step),
-            "part": self.part,
             "buffers": [_buffer_to_json(spec) for spec in self.buffers],
             "package": asdict(self.package),
             "derived": {name: recipes.to_json(recipe) for name, recipe in self.derived.items()},
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
-            "dtypes": dict(self.dtypes),
-            "unexplained": list(self.unexplained),
-            "ends": list(self.ends),
-            "max_positions": self.max_positions,
-            "vocab_size": self.vocab_size,
             "history": [asdict(passed) for passed in self.history],
-            "seconds": dict(self.seconds),
-            "source": self.source,
-            "created": self.created,
         }
         return json.dumps(value, indent=1, sort_keys=True) + "\n"
 

@@ -1,6 +1,6 @@
 """Processes that build beside this one: copies of it, made when it has traced a model.
 
-    this process: tasks ->               | worker: `Builder.run`
+    this process: tasks ->               | worker: `build.Builder.run`
     <- stages, lines, what is finished   | as any other builder, through the cache
 
 A copy has what this process has loaded and traced, at once and in the same memory. It has none of
@@ -23,7 +23,7 @@ from mtpc.errors import BackendError, MtpcError
 from mtpc.program.processes import end_with_parent, ended_by_sigterm, how_it_ended
 
 if TYPE_CHECKING:
-    from mtpc.program.build import Task
+    from mtpc.program.build import Builder, Task, Teller
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
@@ -46,27 +46,6 @@ class Tell(Protocol):
         ...
 
 
-class Counted(Tell, Protocol):
-    """Also knows when all is done."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-
-class Builder(Protocol):
-    """What workers are copies of.
-
-    Attributes:
-        tell: hears of its progress.
-    """
-
-    tell: Tell
-
-    def run(self, tasks: Iterator[Task]) -> None:
-        """Build tasks until there are none left."""
-        ...
-
-
 class Workers:
     """Copies of this process that build, and what they say.
 
@@ -80,7 +59,7 @@ class Workers:
         tell: hears of the progress of all.
     """
 
-    def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Counted):
+    def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Teller):
         context = multiprocessing.get_context("fork")
         self._tell, self.line, self.finished = tell, tell.line, tell.finished
         self._tasks, self._events = context.Queue(), context.Queue()
@@ -134,15 +113,10 @@ class Workers:
         self._check_alive()
 
     def _pass_on(self, kind: str, data: tuple[Any, ...]) -> None:
-        if kind == "tell":
-            self._tell(*data)
-        elif kind == "line":
-            self._tell.line(*data)
-        elif kind == "finished":
-            self._tell.finished(*data)
-        else:
+        if kind == "error":
             name, message = data
             raise getattr(errors, name)(message)
+        getattr(self._tell, kind)(*data)
 
     def _check_alive(self) -> None:
         """End the build if a worker died without an error, usually for want of memory."""
@@ -154,7 +128,7 @@ class Workers:
             )
 
 
-def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: Counted) -> None:
+def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: Teller) -> None:
     """Build tasks in this process, and in so many copies of it.
 
     Raises:
@@ -170,13 +144,13 @@ def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: C
 
 
 class _Remote:
-    """A worker's `Tell`: sends what it hears to the parent."""
+    """A worker's `Tell`: sends what it hears to the parent, by the names of the methods."""
 
     def __init__(self, events: Any):
         self._events = events
 
     def __call__(self, stage: str, task: Task) -> None:
-        self._events.put(("tell", (stage, task)))
+        self._events.put(("__call__", (stage, task)))
 
     def line(self, text: str, fraction: float | None = None, /) -> None:
         self._events.put(("line", (text, fraction)))

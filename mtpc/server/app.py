@@ -88,7 +88,7 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or a conversation."""
         service = self._service
-        fields = await self._fields("tokenize", request)
+        fields, _ = await self._fields("tokenize", request)
         if ("prompt" in fields) == ("messages" in fields):
             raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
 
@@ -118,7 +118,8 @@ class Endpoints:
         """The text of token ids, with special tokens."""
         service = self._service
         served = service.engine.served
-        ids = (await self._fields("detokenize", request))["tokens"]
+        fields, _ = await self._fields("detokenize", request)
+        ids = fields["tokens"]
         wrong = [i for i in ids if not 0 <= i < served.vocab_size]
         if wrong:
             message = f"tokens has {wrong[0]}; expected ids below {served.vocab_size}"
@@ -126,34 +127,31 @@ class Endpoints:
         loop, decode = asyncio.get_running_loop(), partial(served.decode, ids, True)
         return JSONResponse({"prompt": await loop.run_in_executor(service.tokenisers, decode)})
 
-    async def _fields(self, endpoint: str, request: Request) -> dict[str, Any]:
-        """The checked fields of a small request."""
+    async def _fields(self, endpoint: str, request: Request) -> tuple[dict[str, Any], int]:
+        """The checked fields of a request, and the bytes of its body."""
         options = self._service.options
         body = await read_body(request, options.max_body_bytes, options.body_seconds)
         fields = check_fields(endpoint, parse_json(body))
         if "model" in fields:
             self._check_model(fields["model"])
-        return fields
+        return fields, len(body)
 
     async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
         service, start_s = self._service, time.perf_counter()
         service.check_ready()
-        options = service.options
-        body = await read_body(request, options.max_body_bytes, options.body_seconds)
-        fields = check_fields("chat" if is_chat else "completions", parse_json(body))
-        self._check_model(fields["model"])
+        fields, length = await self._fields("chat" if is_chat else "completions", request)
         count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
         # From here until the end of the reply, shutdown waits for this request.
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
             make = partial(self._prepare, fields, is_chat)
-            if is_chat or len(body) > LONG_BODY:
+            if is_chat or length > LONG_BODY:
                 loop = asyncio.get_running_loop()
                 threads = service.renderers if is_chat else service.tokenisers
                 prepared = await loop.run_in_executor(threads, make)
             else:
                 prepared = make()
-            job = make_job(fields, prepared, service.engine, is_chat, options.max_tokens)
+            job = make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
             answer = Answer(
                 is_chat,
                 fields["model"],

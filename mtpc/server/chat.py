@@ -38,7 +38,11 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        self._renderer = Renderer(_without_marks(source))
+        # In the place of a mark, what holds in any case.
+        plain = _TRAINING_MARKS.sub(
+            lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", source
+        )
+        self._renderer = Renderer(plain)
         self.source = source
         self._special_tokens = dict(special_tokens)
 
@@ -139,10 +143,3 @@ def _text(token: Any) -> str | None:
     """
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _without_marks(source: str) -> str:
-    def replace(match: re.Match[str]) -> str:
-        return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
-
-    return _TRAINING_MARKS.sub(replace, source)

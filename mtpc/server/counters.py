@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from mtpc.engine.metrics import PREFIX, Sample, metric_lines
 
@@ -68,22 +68,28 @@ class ServerCounters:
             _REQUEST_S,
         )
 
-    def prometheus(self, gauges: Mapping[str, tuple[str, float]]) -> str:
+    def prometheus(self, is_ready: bool, in_flight: int) -> str:
         """All counts in Prometheus' text format.
 
         Args:
-            gauges: for each gauge's name its description and its value; they come first.
+            is_ready: whether the server accepts requests.
+            in_flight: choices that run or wait.
         """
-        lines: list[str] = []
-        for name, (description, value) in gauges.items():
-            lines += metric_lines("gauge", name, description, [({}, value)])
         responses: list[Sample] = [
             ({"path": path, "status": status}, count)
             for (path, status), count in sorted(self.responses.items())
         ]
-        description = "Responses, by path and status code."
-        lines += metric_lines("counter", "http_responses_total", description, responses)
-        description, count = "Clients that disconnected early.", self.disconnects
-        lines += metric_lines("counter", "http_disconnects_total", description, [({}, count)])
+
+        def one(value: float) -> list[Sample]:
+            return [({}, float(value))]
+
+        left, lines = one(self.disconnects), list[str]()
+        for metric in (
+            ("gauge", "server_ready", "1 while the server accepts requests.", one(is_ready)),
+            ("gauge", "server_choices_in_flight", "Choices that run or wait.", one(in_flight)),
+            ("counter", "http_responses_total", "Responses, by path and status code.", responses),
+            ("counter", "http_disconnects_total", "Clients that disconnected early.", left),
+        ):
+            lines += metric_lines(*metric)
         lines += [*self.first_token_s.lines(), *self.request_s.lines()]
         return "\n".join(lines) + "\n"

@@ -58,22 +58,18 @@ def _number(name: str, value: Any) -> float:
     return value
 
 
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "true or false")
-    return value
+def _of_type(kind: type, wanted: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _refuse(name, value, wanted)
+        return value
+
+    return check
 
 
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _refuse(name, value, "a string")
-    return value
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refuse(name, value, "an object")
-    return value
+_boolean = _of_type(bool, "true or false")
+_string = _of_type(str, "a string")
+_object = _of_type(dict, "an object")
 
 
 def _top_k(name: str, value: Any) -> int:

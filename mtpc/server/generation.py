@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from mtpc.server.grammars import Matcher
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat may use all tokens that are left."""
 
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
+"""Fields of a request that are those of `SamplingParams`; `logprobs` of a chat is another."""
 Sink = Callable[[int, Piece], Awaitable[None]]
 """Receives a choice's index and its next piece."""
 
@@ -170,33 +173,19 @@ def _default_tokens(
     return max(min(limits), 1)
 
 
-_SAMPLING = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-)
-
-
 def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> SamplingParams:
     """The request's sampling parameters.
 
     The default temperature is 1, as OpenAI's, or 0 for a model compiled without sampling.
     """
-    given = {name: fields[name] for name in _SAMPLING if name in fields}
-    default = 1.0 if engine.engine.options.sampling else 0.0
+    given = {name: value for name, value in fields.items() if name in _SAMPLING}
+    given.setdefault("temperature", 1.0 if engine.engine.options.sampling else 0.0)
     logprobs = fields.get("logprobs")
     if is_chat:
         if "top_logprobs" in fields and not logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = fields.get("top_logprobs", 0) if logprobs else None
-    temperature = fields.get("temperature", default)
-    return SamplingParams(temperature=temperature, logprobs=logprobs, **given)
+    return SamplingParams(logprobs=logprobs, **given)
 
 
 async def run_choices(engine: AsyncEngine, job: Job, sink: Sink) -> Usage:

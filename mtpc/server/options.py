@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import OptionError, ServingError
+from mtpc.option_checks import check_int
 from mtpc.server.tool_formats import PARSERS
 
 REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
@@ -88,10 +89,8 @@ class ServerOptions:
             if entry.name.endswith("_seconds"):
                 _check_seconds(entry.name, value)
             elif entry.name.startswith("max_") and value is not None:
-                _check_count(entry.name, value, 0 if entry.name == "max_queue" else 1)
-        _check_count("port", self.port, 0)
-        if self.port > 65535:
-            raise OptionError(f"port is {self.port}; expected 0..65535")
+                check_int(entry.name, value, 0 if entry.name == "max_queue" else 1)
+        check_int("port", self.port, 0, 65535)
         if self.http not in HTTP_PARSERS:
             raise OptionError(f"http is {self.http!r}; expected one of {', '.join(HTTP_PARSERS)}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -138,11 +137,6 @@ def require_packages(
         raise ServingError(
             f"{user} needs {', '.join(missing)}, not installed here: pip install 'mtpc[{extra}]'"
         )
-
-
-def _check_count(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise OptionError(f"{name} is {value!r}; expected an integer >= {low}")
 
 
 def _check_hosts(names: Any) -> None:

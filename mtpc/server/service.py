@@ -97,10 +97,21 @@ class Service:
     def encode(
         self, prompts: Sequence[str | list[int]], special_tokens: bool = True
     ) -> list[list[int]]:
-        """The token ids of prompts; if a text is too long, none is tokenised."""
+        """The token ids of prompts; if a text is too long, none is tokenised.
+
+        Raises:
+            ApiError: 400, a text is far too long.
+        """
+        longest = self.engine.engine.longest
+        most = max(MIN_CHARS, CHARS_PER_TOKEN * longest)
         for prompt in prompts:
-            if isinstance(prompt, str):
-                self.check_length(prompt)
+            if isinstance(prompt, str) and len(prompt) > most:
+                raise ApiError(
+                    400,
+                    f"a prompt of {len(prompt)} characters; this server has room for {longest} "
+                    f"tokens, and tokenises at most {most} characters",
+                    code="context_length_exceeded",
+                )
         encode = self.engine.served.encode
         return [encode(p, special_tokens) if isinstance(p, str) else p for p in prompts]
 
@@ -127,21 +138,6 @@ class Service:
         if self.engine.has_ended:
             message = "the engine has failed; restart the server"
             raise ApiError(503, message, code="engine_ended")
-
-    def check_length(self, text: str) -> None:
-        """Check that a prompt may fit, before it is tokenised.
-
-        Raises:
-            ApiError: 400, the text is far too long.
-        """
-        most = max(MIN_CHARS, CHARS_PER_TOKEN * self.engine.engine.longest)
-        if len(text) > most:
-            raise ApiError(
-                400,
-                f"a prompt of {len(text)} characters; this server has room for "
-                f"{self.engine.engine.longest} tokens, and tokenises at most {most} characters",
-                code="context_length_exceeded",
-            )
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
@@ -191,11 +187,5 @@ class Service:
 
     def metrics(self) -> str:
         """The server's part of /metrics, in Prometheus' text format."""
-        ready = not self.is_draining and not self.engine.has_ended
-        in_flight = float(self.in_flight)
-        return self.counters.prometheus(
-            {
-                "server_ready": ("1 while the server accepts requests.", float(ready)),
-                "server_choices_in_flight": ("Choices that run or wait.", in_flight),
-            }
-        )
+        is_ready = not self.is_draining and not self.engine.has_ended
+        return self.counters.prometheus(is_ready, self.in_flight)

@@ -94,12 +94,6 @@ def _parse_hermes(text: str, schemas: Mapping[str, Schema]) -> Call | None:
     return Call(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def _hermes_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    start = f'\n{{"name": {json.dumps(name)}, "arguments": '
-    end = lark.text("}\n")
-    return f"{lark.text(start)} {lark.json(schema)} {end}"
-
-
 def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[..., Call | None]:
     """A parser of a name and JSON arguments between what two patterns match."""
 
@@ -111,15 +105,14 @@ def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[...,
     return parse
 
 
-def _fenced_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    start = f"function<｜tool▁sep｜>{name}\n```json\n"
-    end = lark.text("\n```")
-    return f"{lark.text(start)} {lark.json(schema)} {end}"
+def _headed_grammar(start: str, end: str = "") -> Callable[[Lark, str, Schema], str]:
+    """A grammar of JSON arguments between two texts; `start` has NAME in the function's place."""
 
+    def grammar(lark: Lark, name: str, schema: Schema) -> str:
+        head = lark.text(start.replace("NAME", name))
+        return f"{head} {lark.json(schema)} {lark.text(end) if end else ''}"
 
-def _bare_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    start = lark.text(f"{name}<｜tool▁sep｜>")
-    return f"{start} {lark.json(schema)}"
+    return grammar
 
 
 def _is_text(schema: Any) -> bool:
@@ -203,7 +196,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         "deepseek_v3",
         ("<｜tool▁sep｜>", "```json"),
         parse=_parse_headed(_FENCE_HEAD, _FENCE_TAIL),
-        grammar=_fenced_grammar,
+        grammar=_headed_grammar("function<｜tool▁sep｜>NAME\n```json\n", "\n```"),
         head=_FENCE_HEAD,
         tail=_FENCE_TAIL,
         **_DEEPSEEK,
@@ -212,7 +205,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         "deepseek_v31",
         ("<｜tool▁sep｜>",),
         parse=_parse_headed(_BARE_HEAD, re.compile(r"\s*$")),
-        grammar=_bare_grammar,
+        grammar=_headed_grammar("NAME<｜tool▁sep｜>"),
         head=_BARE_HEAD,
         **{**_DEEPSEEK, "between": ""},
     ),
@@ -230,7 +223,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         "hermes",
         ("<tool_call>",),
         parse=_parse_hermes,
-        grammar=_hermes_grammar,
+        grammar=_headed_grammar('\n{"name": "NAME", "arguments": ', "}\n"),
         head=_HERMES_HEAD,
         tail=re.compile(r"\s*\}\s*$"),
         **_CALL,

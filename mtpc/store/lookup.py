@@ -56,8 +56,7 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
         CacheError: another user could have written the cache.
     """
     if COMPILER in wanted or wanted.get("kind") != KERNELS:
-        found = _checked(store, digest(wanted))
-        return found[0] if found else None
+        return _checked(store, digest(wanted))
     damage: DamagedEntryError | None = None
     for name, fields in peek(store):
         if {field: v for field, v in fields.items() if field != COMPILER} == dict(wanted):
@@ -67,19 +66,19 @@ def find(store: EntryStore, wanted: Fields) -> Entry | None:
                 damage = error  # The entry of another compiler may be good.
                 continue
             if found is not None:
-                return found[0]
+                return found
     if damage is not None:
         raise damage
     return None
 
 
-def _checked(store: EntryStore, name: str) -> tuple[Entry, dict[str, str]] | None:
-    """An entry and its key after the checks of both; None if there is no such entry."""
+def _checked(store: EntryStore, name: str) -> Entry | None:
+    """An entry, after it and its key are checked; None if there is no such entry."""
     entry = store.read(name)
-    if entry is None:
-        return None
     try:
-        return entry, key_of(entry)
+        if entry is not None:
+            key_of(entry)
+        return entry
     except DamagedEntryError:
         if store.directory(name).exists():
             raise
@@ -101,17 +100,6 @@ def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
             continue  # Removed meanwhile. A lookup of this entry raises an error.
         if fields is not None:
             yield name, fields
-
-
-def readable(store: EntryStore) -> Iterator[tuple[Entry, dict[str, str]]]:
-    """All entries that are not damaged, with their keys."""
-    for name in store.digests():
-        try:
-            found = _checked(store, name)
-        except DamagedEntryError:
-            continue  # A lookup of this entry raises an error.
-        if found is not None:
-            yield found
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mtpc
+from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.tuning.chain import TrainedModel
-from mtpc.tuning.texts import (
-    PROMPT_TOKENS,
-    Acceptance,
-    Texts,
-    continue_rows,
-    measure_acceptance,
-    read_texts,
-)
+from mtpc.tuning.texts import PROMPT_TOKENS, Texts, continue_rows, measure_drafts, read_texts
 from mtpc.tuning.train import Progress, Schedule, Tell, Training
 from mtpc.weights.checkpoint import Checkpoint, listing
 from mtpc.weights.shards import copy_replacing, refuse_existing
@@ -70,8 +64,8 @@ class Tuned:
         tensors: names of the tensors that were replaced.
     """
 
-    before: Acceptance
-    after: Acceptance
+    before: DraftCounts
+    after: DraftCounts
     texts: tuple[int, int]
     progress: Progress
     tensors: tuple[str, ...]
@@ -151,7 +145,7 @@ class Tuning:
         count, length = texts.rows.shape
         return Tuned(before, after, (count, length), progress, tuple(tensors))
 
-    def _prepare(self, resume: bool) -> tuple[Texts, Acceptance]:
+    def _prepare(self, resume: bool) -> tuple[Texts, DraftCounts]:
         """Texts and acceptance before, from an interrupted run or made now."""
         here = self.directory
         if here.exists() and not resume:
@@ -195,8 +189,8 @@ class Tuning:
             "texts": digests,
         }
 
-    def _measure(self, model: mtpc.SpecModel, texts: Texts) -> Acceptance:
-        return measure_acceptance(model, texts.prompts, self._plan.new_tokens)
+    def _measure(self, model: mtpc.SpecModel, texts: Texts) -> DraftCounts:
+        return measure_drafts(model, texts.prompts, self._plan.new_tokens)
 
     def _quiet(self, progress: mtpc.Progress) -> None:
         if progress.stage:
@@ -269,7 +263,9 @@ def _device(backend: str) -> str:
     return "cuda" if has_gpu else "cpu"
 
 
-def _write_prepared(path: Path, texts: Texts, before: Acceptance, settings: dict[str, Any]) -> None:
+def _write_prepared(
+    path: Path, texts: Texts, before: DraftCounts, settings: dict[str, Any]
+) -> None:
     tensors = {
         "rows": texts.rows.contiguous(),
         "prompts": texts.prompts.contiguous(),
@@ -281,7 +277,7 @@ def _write_prepared(path: Path, texts: Texts, before: Acceptance, settings: dict
     scratch.replace(path)
 
 
-def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, Acceptance]:
+def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCounts]:
     """What `_write_prepared` wrote.
 
     Raises:
@@ -298,4 +294,4 @@ def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, Accepta
                 "directory to begin anew"
             )
     texts = Texts(found["rows"], found["prompts"])
-    return texts, Acceptance(found["accepted"].tolist(), found["drafted"].tolist())
+    return texts, DraftCounts(found["accepted"].tolist(), found["drafted"].tolist())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtpc.engine.stats import DraftCounts
 from mtpc.errors import RequestError
 from mtpc.weights.served_model import ServedModel
 
@@ -116,38 +117,8 @@ def continue_rows(model: SpecModel, rows: Tensor, count: int) -> Tensor:
     return changed
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Drafts of greedy decoding.
-
-    Attributes:
-        accepted: accepted drafts by position.
-        drafted: verified ones.
-    """
-
-    accepted: list[int]
-    drafted: list[int]
-
-    @property
-    def by_position(self) -> list[float]:
-        """Accepted drafts divided by verified ones."""
-        pairs = zip(self.accepted, self.drafted, strict=True)
-        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
-
-    @property
-    def per_step(self) -> float:
-        """Accepted drafts a decode step and request."""
-        return sum(self.by_position)
-
-
-def measure_acceptance(model: SpecModel, prompts: Tensor, new_tokens: int) -> Acceptance:
-    """Decode after prompts [M, P], and count the engine's drafts."""
-    stats = model.stats
-    before = (list(stats.accepted), list(stats.drafted))
+def measure_drafts(model: SpecModel, prompts: Tensor, new_tokens: int) -> DraftCounts:
+    """Decode greedily after prompts [M, P], and count the engine's drafts."""
+    before = model.stats.drafts
     model.generate(prompts.tolist(), new_tokens, ignore_eos=True)
-    after = (stats.accepted, stats.drafted)
-    accepted, drafted = (
-        [now - then for now, then in zip(late, early, strict=True)]
-        for late, early in zip(after, before, strict=True)
-    )
-    return Acceptance(accepted, drafted)
+    return model.stats.drafts - before

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ FEATURE_BYTES = 2 << 30
 LOGIT_VALUES = 1 << 26
 """Logits of drafts that are held at once: 256 MiB in float32. A step takes fewer texts at a time
 where theirs are more."""
-SAVE_SECONDS = 60.0
+TELL_SECONDS, SAVE_SECONDS = 5.0, 60.0
 
 Tell = Callable[[str], None]
 
@@ -168,17 +169,20 @@ class Training:
 
     def run(self, tell: Tell, save_seconds: float = SAVE_SECONDS) -> Progress:
         """Train to the end of the schedule. The state is saved now and then, and at the end."""
-        at, saved, losses = self.progress, time.monotonic(), _Mean()
+        at, saved, found = self.progress, time.monotonic(), list[tuple[float, list[float]]]()
+        told = saved
         while self._share() < 1:
             start, used = time.monotonic(), time.process_time()
-            losses.add(*self._step())
+            found.append(self._step())
             now = time.monotonic()
             at.step, at.seconds = at.step + 1, at.seconds + now - start
             at.processor_seconds += time.process_time() - used
             is_over = self._share() >= 1
-            if losses.seconds(now) > 5 or is_over:
-                at.curve.append({"step": at.step, "seconds": round(at.seconds, 1), **losses.take()})
+            if now - told > TELL_SECONDS or is_over:
+                point = {"step": at.step, "seconds": round(at.seconds, 1), **_means(found)}
+                at.curve.append(point)
                 tell(self._line())
+                told, found = now, []
             if now - saved >= save_seconds or is_over:
                 self.save()
                 saved = now
@@ -240,25 +244,8 @@ class Training:
         self._optimizer.load_state_dict(value["optimizer"])
 
 
-class _Mean:
-    """Mean loss and shares since the last report."""
-
-    def __init__(self) -> None:
-        self._losses: list[float] = []
-        self._right: list[list[float]] = []
-        self._since = time.monotonic()
-
-    def add(self, loss: float, right: list[float]) -> None:
-        self._losses.append(loss)
-        self._right.append(right)
-
-    def seconds(self, now: float) -> float:
-        return now - self._since
-
-    def take(self) -> dict[str, Any]:
-        """The means; what comes next begins anew."""
-        count = len(self._losses)
-        shares = [sum(column) / count for column in zip(*self._right, strict=True)]
-        mean = sum(self._losses) / count
-        self.__init__()  # type: ignore[misc]
-        return {"loss": round(mean, 4), "right": [round(share, 4) for share in shares]}
+def _means(found: list[tuple[float, list[float]]]) -> dict[str, Any]:
+    """The means of steps' losses, and of their shares of right drafts by position."""
+    losses, shares = zip(*found, strict=True)
+    right = [round(fmean(column), 4) for column in zip(*shares, strict=True)]
+    return {"loss": round(fmean(losses), 4), "right": right}

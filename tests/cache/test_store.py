@@ -31,10 +31,11 @@ from helpers.store_writer import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtpc.cli.cache import examine
 from mtpc.errors import DamagedEntryError
 from mtpc.store.entries import SUMS, EntryStore, _parse_sums, _render_sums
 from mtpc.store.key import digest
-from mtpc.store.lookup import KEY, find, key_of, nearest, peek, readable
+from mtpc.store.lookup import KEY, find, key_of, nearest, peek
 from mtpc.store.machine import COMPILER
 
 ROOT = os.geteuid() == 0
@@ -395,4 +396,5 @@ def test_entries_under_other_names(store: EntryStore) -> None:
             find(store, wanted)
     (put(store, model="fourth").directory / KEY).write_bytes(b"{}")
     assert len(store.digests()) == 4
-    assert list(readable(store)) == [(whole, {**FIELDS, "model": "third"})]
+    rows = [(row.entry, row.fields) for row in examine(store) if row.entry is not None]
+    assert rows == [(whole, {**FIELDS, "model": "third"})]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import mtpc
 from mtpc.engine import engine as engine_module
-from mtpc.engine.readout import DeviceMoment, HostMoment, Readout
+from mtpc.engine.readout import DeviceMoment, Moment, Readout
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Layout, StepKey
 from mtpc.layout.buffers import batch_specs
@@ -192,7 +192,7 @@ class LateDevice:
 
         class LateReadout:
             def __init__(self, program: Program, key: StepKey):
-                self.begin = self.end = HostMoment()
+                self.begin = self.end = Moment()
                 self.replay_s, self.results = 1e-3, dict[str, Tensor]()
                 device.queue.append(self._replay)
                 self._key = key

@@ -46,12 +46,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_state_goes_to_the_slot(tmp_path: Path) -> None:
     first = offload_of(tmp_path, filled())
     one = request()
-    first._states._views[0][0][1] = torch.arange(10.0).view(2, 5)
-    first.save_state(first.block(one, 3), 1)
+    first._forms["state"]._views[0][0][1] = torch.arange(10.0).view(2, 5)
+    first.save("state", first.block(one, 3), 1)
     again = offload_of(tmp_path, filled())
-    assert [again.has_state(one, n) for n in range(6)] == [n == 3 for n in range(6)]
-    assert again.load_state(one, 3)
-    slots = again._states._views[0][1]
+    assert [again.has("state", one, n) for n in range(6)] == [n == 3 for n in range(6)]
+    assert again.load("state", one, 3, one.slot - 1)
+    slots = again._forms["state"]._views[0][1]
     assert slots[1].tolist() == torch.arange(10.0).view(2, 5).tolist()
     assert not slots[[0, 2, 3]].any()
 
@@ -76,7 +76,7 @@ def test_other_models_and_forms_find_nothing(tmp_path: Path) -> None:
     assert loaded(offload_of(tmp_path, filled().double())) == []
     other = offload_of(tmp_path, filled())
     other = Offload(other.directory, {"kv.0.k": filled()}, {}, PAGE, K, "one", Counter())
-    assert not any(other.has_page(request(), n) for n in range(6))
+    assert not any(other.has("page", request(), n) for n in range(6))
     for lookahead in (1, 3):
         changed = Offload(
             other.directory,
@@ -84,7 +84,7 @@ def test_other_models_and_forms_find_nothing(tmp_path: Path) -> None:
             {"kv.2.state": (torch.zeros(3, 2, 5), torch.zeros(4, 2, 5))},
             PAGE, lookahead, "one", Counter(),
         )  # fmt: skip
-        assert not any(changed.has_page(request(), n) for n in range(5))
+        assert not any(changed.has("page", request(), n) for n in range(5))
 
 
 def flipped(data: bytes, place: int) -> bytes:
@@ -108,7 +108,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_damage_is_refused_and_mended(kind: str, tmp_path: Path) -> None:
     save_all(offload_of(tmp_path, filled()))
     again = offload_of(tmp_path, filled())
-    path = tmp_path / again._pages.name(again.block(request(), 3))
+    path = tmp_path / again._forms["page"].name(again.block(request(), 3))
     path.write_bytes(DAMAGE[kind](path.read_bytes()))
     assert loaded(again) == [0, 1, 2, 4, 5]
     assert list(again._fallbacks) == [
@@ -123,7 +123,7 @@ def test_another_blocks_file_is_refused(tmp_path: Path) -> None:
     """Though nothing is wrong with it but its name."""
     save_all(offload_of(tmp_path, filled()))
     again = offload_of(tmp_path, filled())
-    names = [tmp_path / again._pages.name(again.block(request(), n)) for n in range(6)]
+    names = [tmp_path / again._forms["page"].name(again.block(request(), n)) for n in range(6)]
     shutil.copyfile(names[2], names[4])
     assert loaded(again) == [0, 1, 2, 3, 5]
     assert sum(again._fallbacks.values()) == 1
@@ -133,7 +133,7 @@ def test_bytes_are_bounded(tmp_path: Path) -> None:
     """What was used longest ago goes first, and of a text its end; other files stay."""
     kept = tmp_path / "notes.txt"
     kept.write_text("mine")
-    size = offload_of(tmp_path, filled())._pages.nbytes
+    size = offload_of(tmp_path, filled())._forms["page"].nbytes
     offload = offload_of(tmp_path, filled(), max_bytes=6 * size)
     others = [[n, *TEXT[1:]] for n in range(3)]
     save_all(offload)
@@ -202,7 +202,7 @@ def writer(path: Path, max_bytes: int, seed: int) -> subprocess.Popen[bytes]:
 
 def test_processes_share_a_directory_and_are_killed(tmp_path: Path) -> None:
     """Two write, read and evict in one directory, and each is killed: bounds hold, files verify."""
-    size = offload_of(tmp_path, filled())._pages.nbytes
+    size = offload_of(tmp_path, filled())._forms["page"].nbytes
     most = 40 * size
     processes = [writer(tmp_path, most, seed) for seed in (1, 2)]
     try:

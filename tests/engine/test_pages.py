@@ -83,7 +83,7 @@ def test_what_identifies_a_page() -> None:
 
 
 def test_nothing_is_given_back_twice() -> None:
-    pool, slots = PagePool(1, 3), FreeList("request slots", 1, 1)
+    pool, slots = PagePool(1, 3), FreeList(1, 1)
     pages = pool.take(2)
     pool.give_back(pages)
     with pytest.raises(CapacityError, match="returned but is not taken"):

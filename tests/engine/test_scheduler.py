@@ -251,7 +251,7 @@ def test_chunks_end_at_snapshots() -> None:
     """At every distance, and at the last page end some tokens before the prompt's end."""
     pool = PagePool(1, 60, num_snapshots=9)
     prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS, distance=10)
-    slots = FreeList("request slots", 1, 3)
+    slots = FreeList(1, 3)
     scheduler = Scheduler(slots, pool, prefixes, pages_for, Bucket(2, 4), CHUNK, SPEC_TOKENS + 1)
     scheduler.add(request(0, 43, 4))
     ends = [0]

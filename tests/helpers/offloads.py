@@ -46,15 +46,15 @@ def request(text: list[int] = TEXT) -> Request:
 def save_all(offload: Offload, text: list[int] = TEXT) -> None:
     one = request(text)
     for number in range(6):
-        offload.save_page(offload.block(one, number), number)
+        offload.save("page", offload.block(one, number), number)
 
 
 def loaded(offload: Offload, text: list[int] = TEXT) -> list[int]:
     """The blocks of a text whose pages files have; all that is read is right, or an error."""
     one, found = request(text), []
-    pages = offload._pages._views
+    pages = offload._forms["page"]._views
     for number in range(6):
-        if offload.has_page(one, number) and offload.load_page(one, number, 7):
+        if offload.has("page", one, number) and offload.load("page", one, number, 7):
             for rows, _, _ in pages:
                 assert rows[7].tolist() == filled()[number].tolist()
             found.append(number)

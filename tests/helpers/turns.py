@@ -24,7 +24,7 @@ def make(
 ) -> Scheduler:
     pool = PagePool(1, pages)
     prefixes = PrefixCache(pool.index, PAGE, SPEC_TOKENS) if reuse else None
-    places = FreeList("request slots", 1, slots)
+    places = FreeList(1, slots)
     prefill = Bucket(rows, CHUNK // rows)
     return Scheduler(places, pool, prefixes, pages_for, prefill, busy, SPEC_TOKENS + 1)
 

@@ -136,7 +136,7 @@ def placed(spec: mtpc.SpecModel, ids: list[int], images: list[Any]) -> Any:
     if not isinstance(images[0], Crops):
         return spec.vision.place(ids, images, 128)
     patches = spec.vision.tower.split(processed(images), spec.served.own_tokens)
-    return spec.vision.place_patches(ids, patches, 128)
+    return spec.vision._place(ids, spec.vision._places(ids, len(images)), patches, 128)
 
 
 def add(spec: mtpc.SpecModel, ids: list[int], images: list[Any], new: int = NEW) -> int:
@@ -323,11 +323,14 @@ def test_pages_are_reused_by_image(
         assert request.num_cached <= 13
 
 
-def test_an_image_that_comes_again(seeing: Callable[..., mtpc.SpecModel]) -> None:
+def test_an_image_that_comes_again(
+    seeing: Callable[..., mtpc.SpecModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its embeddings are kept, as far as there is memory for them: what came last stays."""
     spec, stats = seeing("qwen3_5", 3), Stats(0)
     ids, images = PROMPTS[0]
-    vision = Vision(spec.served, torch.float64, "cpu", stats, most_kept=16 * 64 * 8)
+    monkeypatch.setattr("mtpc.engine.vision.MOST_KEPT_BYTES", 16 * 64 * 8)
+    vision = Vision(spec.served, torch.float64, "cpu", stats)
     _, first = vision.place(ids, images, 128)
     _, again = vision.place(ids, images, 128)
     assert torch.equal(first.embeds, again.embeds)

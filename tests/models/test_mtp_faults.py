@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mtpc.cli.check import Sample, _judge, _print
 from mtpc.cli.main import main
+from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError
 from mtpc.models.graft import graft
 from mtpc.models.load import load
@@ -145,7 +146,8 @@ def test_acceptance_under_the_floor(
     rates: tuple[float, ...], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best wiring counts."""
-    samples = [Sample((), 1.3, 1, 4, [rate, 0.9], [[1]]) for rate in rates]
+    counts = [DraftCounts([round(1000 * rate), 9], [1000, 10]) for rate in rates]
+    samples = [Sample((), 1.3, drafts, [[1]]) for drafts in counts]
     verdict = _judge(samples, 0.25, has_drafter=False)
     _print(samples, verdict, ())
     assert bool(verdict.faults or verdict.better) == bool(code)

@@ -786,16 +786,16 @@ FAULTS = (
     ),
     Fault(
         "in files: a state goes to the neighbour's slot",
-        "engine/offload.py",
-        "self.block(request, number), request.slot - 1)",
-        "self.block(request, number), request.slot - 2)",
+        "engine/prefix.py",
+        "request, end - 1, request.slot - 1)",
+        "request, end - 1, request.slot - 2)",
         f"{_RESTART}[qwen3_next]",
     ),
     Fault(
         "in files: a page without its state counts",
         "engine/prefix.py",
-        "            if is_known or files.has_state(request, end - 1):\n",
-        "            if is_known or files.has_page(request, end - 1):\n",
+        '            if is_known or files.has("state", request, end - 1):\n',
+        '            if is_known or files.has("page", request, end - 1):\n',
         f"{_RESTART}[step3p7]",
     ),
     Fault(

@@ -153,7 +153,7 @@ def test_decoding_is_the_tokenizers(word_spec: mtpc.SpecModel, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"port": 70000}, r"expected 0\.\.65535"),
+        ({"port": 70000}, r"in 0\.\.65535"),
         ({"port": "80"}, "port is '80'"),
         ({"max_requests": 0}, "max_requests is 0; expected an integer >= 1"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5"),

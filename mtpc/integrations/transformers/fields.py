@@ -6,6 +6,7 @@ docs/embedding-transformers.md contains the same table, and a test compares the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from transformers import GenerationConfig
@@ -32,16 +33,11 @@ class Field:
     only_with: str = ""
 
 
-def _honoured(how: str) -> Field:
-    return Field("honoured", how)
+_honoured, _irrelevant = partial(Field, "honoured"), partial(Field, "irrelevant")
 
 
 def _refused(how: str, *neutral: Any, only_with: str = "") -> Field:
     return Field("refused", how, (None, *neutral), only_with)
-
-
-def _irrelevant(how: str) -> Field:
-    return Field("irrelevant", how)
 
 
 _BEAMS = "each row decodes one sequence; there are no beams"

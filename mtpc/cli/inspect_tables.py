@@ -1,0 +1,164 @@
+"""The tables of `mtpc inspect`: passes, operators, weights, buffers and effects of one step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from mtpc.capture.graph import StepGraph
+from mtpc.cli.anatomy import (
+    accesses,
+    actor,
+    buffer_groups,
+    growth,
+    operations,
+    position,
+    weight_kinds,
+)
+from mtpc.cli.tables import format_bytes, format_shape, output, print_table
+from mtpc.layout import BufferSpec, Layout, dtype_name
+from mtpc.layout.buffers import N, P, Q, R, S
+
+
+def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backend: str) -> None:
+    """Print all tables.
+
+    Args:
+        graph: the step.
+        layouts: its buffers in each bucket.
+        nodes: whether to print every node, too.
+        backend: the name of the backend that it is for.
+    """
+    console = output()
+    title = f"{graph.key} {position(graph)}: {graph.num_nodes} nodes, for backend {backend}"
+    console.print(title, style="bold", soft_wrap=True)
+    if nodes:
+        console.print(graph.text(), soft_wrap=True)
+        console.print()
+    _print_history(graph)
+    _print_counts(graph)
+    _print_weights(graph)
+    _print_buffers(graph, layouts)
+    _print_growth(layouts[0])
+    _print_effects(graph)
+
+
+def _print_history(graph: StepGraph) -> None:
+    columns = ("pass", "rewrites", "seconds", "nodes before", "after")
+    rows = [
+        (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)
+        for r in graph.history
+    ]
+    print_table("Passes run", columns, rows)
+
+
+def _print_counts(graph: StepGraph) -> None:
+    counted = Counter(operations(graph))
+    by_piece, by_operator = Counter[str](), Counter[str]()
+    for (piece, name), count in counted.items():
+        by_piece[piece] += count
+        by_operator[name] += count
+    total = ("total", counted.total())
+    print_table("Nodes by piece", ("piece", "nodes"), by_piece.most_common(), total)
+    rows = [
+        (name, count, ", ".join(p for (p, n), _ in counted.most_common() if n == name))
+        for name, count in by_operator.most_common()
+    ]
+    print_table("Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
+
+
+def _print_weights(graph: StepGraph) -> None:
+    """Print the bytes of the weights that the step reads, by how they are stored."""
+    kinds = weight_kinds(graph)
+    rows = [
+        (kind, found.count, found.dequantised, format_bytes(found.nbytes))
+        for kind, found in sorted(kinds.items(), key=lambda item: -item[1].nbytes)
+    ]
+    total = ("total", sum(k.count for k in kinds.values()), "",
+             format_bytes(sum(k.nbytes for k in kinds.values())))  # fmt: skip
+    columns = ("kind", "tensors", "dequantised", "size")
+    print_table("Weights", columns, rows, total)
+
+
+def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
+    """Print the shared buffers once, and the buffers of a bucket with their size in each bucket."""
+    names = ("buffer", "dims", "dtype", "pad", "writer")
+    parts = ("Buffers shared by all buckets", True), ("Buffers of one bucket", False)
+    for title, shared in parts:
+        shown = layouts[:1] if shared else layouts
+        groups = buffer_groups(
+            graph.layout, (name for name, spec in graph.layout.items() if spec.shared == shared)
+        )
+        columns = (*names, *(_bucket_heading(layout, shared) for layout in shown))
+        rows = [
+            (
+                *_spec_cells(group.label, group.spec),
+                *(_size(layout, group.names) for layout in shown),
+            )
+            for group in groups
+        ]
+        sums = (sum(group.nbytes(layout) for group in groups) for layout in shown)
+        total = ("total", *[""] * (len(names) - 1), *map(format_bytes, sums))
+        print_table(title, columns, rows, total)
+
+
+def _print_growth(layout: Layout) -> None:
+    """Print the memory of a request: its rows of the state, and its tokens in KV pages."""
+    page, request = growth(layout, N), growth(layout, S)
+    output().print(
+        f"A request costs {format_bytes(request)}, whatever its length, and "
+        f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
+        "tokens.\n"
+    )
+
+
+def _bucket_heading(layout: Layout, shared: bool) -> str:
+    return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
+
+
+def _spec_cells(label: str, spec: BufferSpec) -> tuple[str, ...]:
+    dims = format_shape(spec.dims)
+    return label, dims, dtype_name(spec.dtype), str(spec.pad), ", ".join(spec.writers)
+
+
+def _size(layout: Layout, names: Sequence[str]) -> str:
+    times = f" x {len(names)}" if len(names) > 1 else ""
+    total = sum(layout.nbytes(name) for name in names)
+    return f"{format_shape(layout.shape(names[0]))}{times} {format_bytes(total)}"
+
+
+def _print_effects(graph: StepGraph) -> None:
+    columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
+    print_table("Effects on buffers", columns, _effect_rows(graph))
+    if any(node.op == "call_module" for node in graph.graph.nodes):
+        text = "  The effects inside pieces are known after the pass fuse-draft-chain."
+        output().print(text, style="dim")
+
+
+def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row with the order of accesses, the writers and the readers of each buffer.
+
+    Buffers of several layers share a row if these are the same.
+    """
+    order: dict[str, list[str]] = {name: [] for name in graph.layout}
+    actors: dict[tuple[str, str], Counter[str]] = {}
+    for access in accesses(graph):
+        what = actor(access.node)
+        for kind, names in (("r", access.reads), ("w", access.writes)):
+            for name in names:
+                order[name].append(kind)
+                actors.setdefault((name, kind), Counter())[what] += 1
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in graph.layout:
+        runs = [(kind, len(list(run))) for kind, run in groupby(order[name])]
+        in_order = " ".join(kind if n == 1 else f"{kind}{n}" for kind, n in runs)
+        written, read = (_listing(actors.get((name, kind), Counter())) for kind in "wr")
+        alike.setdefault((in_order or "-", written, read), []).append(name)
+    for cells, members in alike.items():
+        for group in buffer_groups(graph.layout, members):
+            yield group.label, *cells
+
+
+def _listing(counts: Counter[str]) -> str:
+    return ", ".join(f"{what} x {n}" if n > 1 else what for what, n in counts.items()) or "-"
