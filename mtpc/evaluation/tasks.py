@@ -77,7 +77,7 @@ def _question(line: str, place: str) -> Question:
         raise OptionError(f"{place}: prompt is {prompt!r}; expected text")
     if "messages" in fields and not _are_messages(prompt):
         raise OptionError(f"{place}: messages is {prompt!r}; expected objects of role and content")
-    answers = _texts(fields.get("answer"), f"{place}: answer")
+    answers = _texts(fields.get("answer", []), f"{place}: answer")
     if not answers:
         raise OptionError(f"{place}: answer is missing; expected a text, or several")
     return Question(prompt, answers, _texts(fields.get("stop", []), f"{place}: stop"))

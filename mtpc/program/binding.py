@@ -196,8 +196,8 @@ class WeightSource:
             weights: those that exist.
             needed: bytes of memory that all weights and buffers will take.
         """
-        free = free_bytes() or 0
-        if 2 * self._checkpoint.nbytes <= free:
+        free = free_bytes()
+        if free is None or 2 * self._checkpoint.nbytes <= free:
             yield  # The page cache keeps the files, and may have them: maps are faster then.
             return
         room, wanted = max(0, free - needed) // 2, self._wanted(steps, weights)
