@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
-from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.capture.inline import all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.ops.signatures import value_of
@@ -108,7 +108,11 @@ def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx
 
 def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:
     """Append the attribute of a derived weight, made once per program; `like` lends fakes."""
-    tensor = graph.weights.derive(name, recipe)
+    return emit_attribute(graph, name, graph.weights.derive(name, recipe), like)
+
+
+def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+    """Append the attribute of a tensor that is not a parameter; `like` lends fakes."""
     set_tensor(graph.module, name, tensor, buffer=True)
     node = graph.graph.get_attr(name)
     node.meta = {"val": like.meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
@@ -177,23 +181,11 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 def _has_value(node: fx.Node) -> bool:
     """Whether `val` is for the arguments that the call has now."""
     now = (fx.node.map_aggregate(node.args, value_of), fx.node.map_aggregate(node.kwargs, value_of))
-    return "given" in node.meta and _same(now, node.meta["given"])
+    return "given" in node.meta and all_same(now, node.meta["given"], _same)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether arguments are equal; tensors are if they are the same object."""
-    if isinstance(one, (tuple, list)):
-        return (
-            isinstance(other, (tuple, list))
-            and len(one) == len(other)
-            and all(map(_same, one, other))
-        )
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and list(one) == list(other)
-            and all(_same(one[name], other[name]) for name in one)
-        )
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     return type(one) is type(other) and bool(one == other)
@@ -202,6 +194,14 @@ def _same(one: Any, other: Any) -> bool:
 def sweep(graph: StepGraph) -> int:
     """Erase what a rewrite left unused; returns nodes erased."""
     return eliminate_dead_nodes(graph.graph)
+
+
+def tidy(graph: StepGraph, rewrites: int) -> int:
+    """Sweep and refresh values after rewrites, if there are any; returns their number."""
+    if rewrites:
+        sweep(graph)
+        refresh_values(graph)
+    return rewrites
 
 
 def is_call(node: Any, *targets: Any) -> bool:
