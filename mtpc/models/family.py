@@ -93,7 +93,7 @@ class ModelFamily:
     Attributes:
         name: short name for messages and docs.
         architectures: `architectures` entries of config.json that this family serves.
-        hf_class: name of the target's class in transformers.
+        class_name: name of the target's class in transformers, if it is not the first architecture.
         own_class: returns the target's class if transformers has none, or one whose tensors are not
             those of checkpoints.
         hf_config_class: name of the config's class in transformers.
@@ -103,7 +103,7 @@ class ModelFamily:
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
         block_prefix: prefix of the decoder block's names below `layer_prefix`.
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
-            layer index is num_hidden_layers + i.
+            layer index is num_hidden_layers + i. By default a copy.
         make_block: (class of the target's layers, config, layer index) -> the decoder block of an
             MTP layer, where it is not one of those layers.
         hands_on: config -> whether a step's first draft hands a value of each row to the later
@@ -142,13 +142,12 @@ class ModelFamily:
 
     name: str
     architectures: tuple[str, ...]
-    hf_class: str
     hf_config_class: str
     wiring: MTPWiring
     num_mtp_layers: Callable[[Any], int | None]
     layer_prefix: Callable[[int, int], str]
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
-    block_config: Callable[[Any], Any]
+    block_config: Callable[[Any], Any] = copy.deepcopy
     make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(
         config, index
     )
@@ -167,9 +166,15 @@ class ModelFamily:
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked_gate_up: tuple[str, str] | None = None
+    class_name: str = ""
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, Any] = field(default_factory=dict)
     config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
+
+    @property
+    def hf_class(self) -> str:
+        """Name of the target's class in transformers."""
+        return self.class_name or self.architectures[0]
 
     def inner_names(self) -> dict[str, str]:
         """Patterns of stored names inside a multimodal model -> what they become in the text model:

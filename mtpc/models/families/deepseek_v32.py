@@ -175,16 +175,18 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 
 def block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layers after the decoder's; they have routed experts."""
+    """A copy of the config with the MTP layers after the decoder's; they have routed experts.
+
+    Each has an indexer of its own, which is not so of all layers of GLM-5's decoder.
+    """
     kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
-    return layers_after(config, nextn_layers(config), **kinds)
+    return layers_after(config, nextn_layers(config), indexer_types="full", **kinds)
 
 
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
     architectures=("DeepseekV32ForCausalLM",),
-    hf_class="DeepseekV32ForCausalLM",
     hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
     cache_kinds=(IndexedLatent,),

@@ -7,7 +7,6 @@ Source: the released checkpoints' tensor names, and transformers' generic MtpMod
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 from mtpc.models.caches import paged_kv_specs
@@ -40,12 +39,10 @@ def nextn_prefix(num_hidden_layers: int, index: int) -> str:
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
-    hf_class="Glm4MoeForCausalLM",
     hf_config_class="Glm4MoeConfig",
     wiring=NEXTN_WIRING,
     num_mtp_layers=nextn_layers,
     layer_prefix=nextn_prefix,
     cache_specs=paged_kv_specs,
-    block_config=copy.deepcopy,
     shared_tensors=SHARED_WITH_TARGET,
 )

@@ -14,7 +14,7 @@ from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 MIMO = ModelFamily(
     name="mimo",
     architectures=("MiMoForCausalLM",),
-    hf_class="Qwen2ForCausalLM",
+    class_name="Qwen2ForCausalLM",
     hf_config_class="Qwen2Config",
     wiring=MTPWiring(
         embedding_norm="token_layernorm",

@@ -12,6 +12,7 @@ the target's.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,18 +48,10 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     return paged_kv_specs(config, layer, dtype)
 
 
-def _grouped(module: Any) -> GatedDelta:
-    return GatedDelta(module, grouped_projections)
-
-
-def _separate(module: Any) -> GatedDelta:
-    return GatedDelta(module, separate_projections)
-
-
+_SEPARATE = partial(GatedDelta, project=separate_projections)
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
-    hf_class="Qwen3NextForCausalLM",
     hf_config_class="Qwen3NextConfig",
     wiring=MTPWiring(
         embedding_norm="pre_fc_norm_embedding",
@@ -72,15 +65,14 @@ QWEN3_NEXT = ModelFamily(
     cache_specs=_cache_specs,
     cache_kinds=(RecurrentState,),
     block_config=lambda config: layers_after(config, 1, layer_types="full_attention"),
-    canonical={"Qwen3NextGatedDeltaNet": _grouped},
+    canonical={"Qwen3NextGatedDeltaNet": partial(GatedDelta, project=grouped_projections)},
 )
 QWEN3_5 = replace(
     QWEN3_NEXT,
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    hf_class="Qwen3_5ForCausalLM",
     hf_config_class="Qwen3_5TextConfig",
-    canonical={"Qwen3_5GatedDeltaNet": _separate},
+    canonical={"Qwen3_5GatedDeltaNet": _SEPARATE},
     stored_prefixes={"model.": "model.language_model."},
     position_grids=3,
     vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
@@ -90,8 +82,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    hf_class="Qwen3_5MoeForCausalLM",
     hf_config_class="Qwen3_5MoeTextConfig",
-    canonical={"Qwen3_5MoeGatedDeltaNet": _separate},
+    canonical={"Qwen3_5MoeGatedDeltaNet": _SEPARATE},
     vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "grids", _TOWER),
 )
