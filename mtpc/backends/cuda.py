@@ -71,12 +71,10 @@ def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
     return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
 
 
-class CudaBackend:
-    """Steps as device graphs.
+class GpuBackend:
+    """What rewrites steps for GPUs, with a device or without.
 
     Args:
-        graphs: captures steps.
-        lower: compiles them.
         bindings: kernels for the `mtpc::` ops, in order of preference.
         device: torch's name of the device where the model and its buffers must be; "cuda" is any
             GPU.
@@ -85,12 +83,39 @@ class CudaBackend:
 
     Attributes:
         notes: lines on ops that do not run on their first kernel -> count.
-        captured: captured steps by name.
     """
 
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
     package = None
+
+    def __init__(self, bindings: Sequence[Binding], device: str, batch_invariant: bool):
+        self.enables = enabled_passes(batch_invariant)
+        self._checks = (CheckInvariance(),) if batch_invariant else ()
+        self._bindings, self.device = tuple(bindings), device
+        self.notes: Counter[str] = Counter()
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
+        return (BindKernels(self._bindings, self._note), *self._checks)
+
+    def _note(self, line: str) -> None:
+        self.notes[line] += 1
+
+
+class CudaBackend(GpuBackend):
+    """Steps as device graphs; see `GpuBackend`.
+
+    Args:
+        graphs: captures steps.
+        lower: compiles them.
+        bindings: as there, like the arguments that follow.
+        device: as there.
+        batch_invariant: as there.
+
+    Attributes:
+        captured: captured steps by name.
+    """
 
     def __init__(
         self,
@@ -100,16 +125,9 @@ class CudaBackend:
         device: str = "cuda",
         batch_invariant: bool = False,
     ):
-        self.enables = enabled_passes(batch_invariant)
-        self._checks = (CheckInvariance(),) if batch_invariant else ()
-        self._graphs, self._lower, self._bindings = graphs, lower, tuple(bindings)
-        self.device = device
-        self.notes: Counter[str] = Counter()
+        super().__init__(bindings, device, batch_invariant)
+        self._graphs, self._lower = graphs, lower
         self.captured: dict[str, Captured] = {}
-
-    def legalise(self) -> tuple[Pass, ...]:
-        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
-        return (BindKernels(self._bindings, self._note), *self._checks)
 
     def lower(self, graph: StepGraph) -> Run:
         """Compile for the device."""
@@ -124,9 +142,6 @@ class CudaBackend:
     def free_bytes(self) -> int | None:
         """Bytes of device memory that the process can still get; None if it is not known."""
         return self._graphs.free_bytes()
-
-    def _note(self, line: str) -> None:
-        self.notes[line] += 1
 
 
 def open_cuda(

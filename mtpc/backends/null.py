@@ -10,7 +10,6 @@ Python values.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +22,9 @@ from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
 from mtpc.backends.null_pool import Place, Pool
+from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
-from mtpc.passes.base import Pass
 
 _HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "_assert_async"}
 _HOST_VALUES = {"lift_fresh", "lift", "scalar_tensor"}
@@ -58,6 +57,13 @@ class Tape:
     replays: int = 0
     host_writes: int = 0
 
+    def replay(self) -> None:
+        """Repeat the operators on the same memory."""
+        with torch.inference_mode():
+            for entry in self.entries:
+                _repeat(entry)
+        self.replays += 1
+
 
 class _Recorder(TorchDispatchMode):
     """Records every operator that runs on a tape; new tensors are in a pool."""
@@ -72,13 +78,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         _refuse(func, args)
-        given: list[Tensor] = []
-        outputs: list[Tensor] = []
-        tree_map_only(Tensor, given.append, (args, kwargs))
-        result = self._pool.adopt(func(*args, **kwargs), given)
-        tree_map_only(Tensor, outputs.append, result)
+        result = self._pool.adopt(func(*args, **kwargs), tensors_in((args, kwargs)))
         # Places, because a tensor on the tape would keep its memory in use.
-        call = tree_map_only(Tensor, self._pool.place, (args, kwargs, tuple(outputs)))
+        whole = (args, kwargs, tuple(tensors_in(result)))
+        call = tree_map_only(Tensor, self._pool.place, whole)
         self._calls.append((func, call))
         return result
 
@@ -106,31 +109,18 @@ def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
         raise CaptureError(f"{op} has a result whose shape or value depends on data")
 
 
-class NullDevice:
-    """A backend that captures steps as tapes, so that capture can be tested without a device."""
+class NullDevice(EagerBackend):
+    """A backend that captures steps as tapes, so that capture can be tested without a device.
+
+    Each reference op is one kernel on the tape.
+    """
 
     name = "null"
-    enables: tuple[str, ...] = ()
-    device = "cpu"
-    package = None
 
     def __init__(self) -> None:
-        self._eager = EagerBackend()
-        self.notes: Counter[str] = Counter()
+        super().__init__()
         self.tapes: dict[str, Tape] = {}
         self.pool = Pool()
-
-    def free_bytes(self) -> int | None:
-        """Host memory is not planned ahead."""
-        return None
-
-    def legalise(self) -> tuple[Pass, ...]:
-        """No passes: each reference op is one kernel on the tape."""
-        return ()
-
-    def lower(self, graph: StepGraph) -> Run:
-        """The callable of the eager backend."""
-        return self._eager.lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """Record one run on a tape; returns the replay.
@@ -175,14 +165,7 @@ class NullGraphs:
         with torch.inference_mode(), _Recorder(tape, self.pool):
             run()
         self.tapes.append(tape)
-
-        def replay() -> None:
-            with torch.inference_mode():
-                for entry in tape.entries:
-                    _repeat(entry)
-            tape.replays += 1
-
-        return replay
+        return tape.replay
 
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
@@ -204,10 +187,7 @@ class _Replay:
     def __call__(self) -> None:
         check_addresses(self.graph, self.tape.addresses)
         self._count_host_writes()
-        with torch.inference_mode():
-            for entry in self.tape.entries:
-                _repeat(entry)
-        self.tape.replays += 1
+        self.tape.replay()
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
 
     def _count_host_writes(self) -> None:
@@ -220,9 +200,7 @@ class _Replay:
 
 def _repeat(entry: TapeEntry) -> None:
     """Run one operator again, and put its results into the captured memory."""
-    result = entry.op(*entry.args, **entry.kwargs)
-    fresh: list[Tensor] = []
-    tree_map_only(Tensor, fresh.append, result)
+    fresh = tensors_in(entry.op(*entry.args, **entry.kwargs))
     for captured, new in zip(entry.outputs, fresh, strict=True):
         if captured.data_ptr() != new.data_ptr():
             captured.copy_(new)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
@@ -167,9 +166,7 @@ def _is_alike(old: Mapping[str, Any], new: Mapping[str, Any], taken: set[int]) -
         return False
     if _form(one) != _form(other):
         return False
-    given: list[Tensor] = []
-    tree_map_only(Tensor, given.append, [old["given"], new["given"]])
-    theirs = taken.union(*(storages(tensor) for tensor in given))
+    theirs = taken.union(storages([old["given"], new["given"]]))
     return theirs.isdisjoint((*storages(one), *storages(other)))
 
 
