@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.float32_linear
+import mtpc.ops.batch_invariant
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
