@@ -53,12 +53,11 @@ class Checkpoint(CheckpointFiles):
         directory = self.directory
         self.tensors = dict(self.stored)
         try:
-            found = find_quantised(self.tensors, self.config)
+            self._quantised, dropped = find_quantised(self.tensors, self.config)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        self._quantised = found.weights
         self.dequantised: set[str] = set()
-        for name in found.dropped:
+        for name in dropped:
             del self.tensors[name]
         for weight in self._quantised.values():
             self._add_quantised(weight)

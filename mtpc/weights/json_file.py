@@ -91,8 +91,9 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
             if part.get(name) is not None and part[name] not in DTYPES:
                 raise wrong(path, prefix + name, part[name], f"one of {', '.join(DTYPES)}")
         for name, value in part.items():
-            if _SIZE.fullmatch(name):
-                _check_size(path, prefix + name, value)
+            # Released configs have -1 for no limit.
+            if _SIZE.fullmatch(name) and isinstance(value, int) and not -1 <= value <= LARGEST:
+                raise wrong(path, prefix + name, value, f"a size of at most {LARGEST}")
         check_ids(part.get("eos_token_id"), path, f"{prefix}eos_token_id")
     _check_shares(config, path, "")
 
@@ -104,12 +105,6 @@ def _check_shares(part: Mapping[str, Any], path: Path, prefix: str) -> None:
             _check_shares(value, path, f"{prefix}{name}.")
         elif name == _SHARE and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise wrong(path, prefix + name, value, "a share of 0 to 1")
-
-
-def _check_size(path: Path, name: str, value: Any) -> None:
-    """Refuse a whole number that cannot be a size. Released configs have -1 for no limit."""
-    if isinstance(value, int) and not -1 <= value <= LARGEST:
-        raise wrong(path, name, value, f"a size of at most {LARGEST}")
 
 
 def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None = None) -> None:

@@ -344,11 +344,11 @@ def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, (Packed, Rows, Blocks, Grouped)):
-        yield from names(recipe.part)
-    else:
+    elif isinstance(recipe, Join):
         for part in recipe.parts:
             yield from names(part)
+    else:
+        yield from names(recipe.part)
 
 
 def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:

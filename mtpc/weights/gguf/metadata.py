@@ -31,20 +31,14 @@ class Metadata:
         """
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            found = "missing" if value is None else f"{value!r}"
-            raise CheckpointError(
-                f"{self.header.path}: {self.arch}.{name} is {found}; expected a number: convert "
-                "the model again with a newer llama.cpp"
-            )
+            raise self.error(name, "a number")
         return value
 
     def size(self, name: str) -> int:
         """A positive whole number that must be there."""
         value = self.number(name)
         if not isinstance(value, int) or value <= 0:
-            raise CheckpointError(
-                f"{self.header.path}: {self.arch}.{name} is {value!r}; expected a positive size"
-            )
+            raise self.error(name, "a positive size")
         return value
 
     def row(self, name: str) -> list[int]:
@@ -67,9 +61,11 @@ class Metadata:
         return [bool(one) for one in value]
 
     def error(self, name: str, expected: str) -> CheckpointError:
+        value = self.get(name)
+        found = "missing" if value is None else f"{value!r:.200}"
         return CheckpointError(
-            f"{self.header.path}: {self.arch}.{name} is {self.get(name)!r:.200}; expected "
-            f"{expected}: convert the model again with a newer llama.cpp"
+            f"{self.header.path}: {self.arch}.{name} is {found}; expected {expected}: convert the "
+            "model again with a newer llama.cpp"
         )
 
     @property
