@@ -14,6 +14,7 @@ from itertools import accumulate
 from torch import Tensor, fx
 
 from mtpc.backends.placing import Live
+from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.effects import Root, analyse, storages
 from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
@@ -69,7 +70,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 def _scratch(node: fx.Node) -> int:
     """Bytes that one of mtpc's GPU operators allocates for use between its launches."""
-    if not str(node.target).startswith(("mtpc_triton.", "mtpc_loaded.")):
+    if str(node.target).partition(".")[0] not in NAMESPACES:
         return 0
     from mtpc.backends.triton_kernels.plans import node_launches
 

@@ -35,6 +35,8 @@ from mtpc.ops import references
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 """What the kernels compute with."""
+NAMESPACES = ("mtpc_triton", "mtpc_loaded")
+"""Of the operators."""
 _ADVICE = (
     "Triton comes with torch's builds for CUDA and ROCm; on a machine without GPU: pip install "
     "triton"
@@ -137,15 +139,3 @@ def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     from mtpc.backends.triton_kernels.plans import operator_of
 
     return operator_of(node).refuses(node)
-
-
-__all__ = [
-    "ELEMENTS",
-    "early_bindings",
-    "invariantly",
-    "kernel_bindings",
-    "kernel_table",
-    "load_kernels",
-    "refuses",
-    "triton_bindings",
-]

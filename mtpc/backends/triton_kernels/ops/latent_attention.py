@@ -153,7 +153,4 @@ def latent_attention(
     grid = (tiles, head_blocks, splits.programs)
     choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
     attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=choice)
-    if splits.is_direct:
-        return [attend], out
-    lengths = seq_lens, starts
-    return [attend, *combine_launches(acc, stats, lengths, out, None, splits.in_order)], out
+    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, None, splits)], out

@@ -176,7 +176,4 @@ def paged_attention(
     grid = (tiles, kv_heads, splits.programs)
     threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256
     attend = Launch(paged_attention_kernel, grid, arguments, constants, threads, choice=_CHOICE)
-    if splits.is_direct:
-        return [attend], out
-    lengths = seq_lens, starts
-    return [attend, *combine_launches(acc, stats, lengths, out, sinks, splits.in_order)], out
+    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks, splits)], out
