@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
-from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
+from mtpc.capture.graph import (
+    PassRecord,
+    StepGraph,
+    arguments,
+    first_argument,
+    get_tensor,
+    set_tensor,
+)
 from mtpc.capture.inline import all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
@@ -19,6 +26,8 @@ from mtpc.ops.signatures import value_of
 from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
+
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 
 Policy = Literal["required", "on", "backend", "off"]
 """When a pass runs. `required`: always, for without it a graph is not valid, or not one graph.
@@ -207,3 +216,41 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 GETITEM = operator.getitem
+
+
+def operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
+    """The first arguments of a call of an operator, if all others are at their defaults.
+
+    Args:
+        node: anything.
+        target: the operator overload.
+        count: how many arguments to return, in the schema's order, defaults filled in.
+
+    Returns:
+        The arguments; as many None for any other node, and for a call with another argument set.
+    """
+    values = list(arguments(node).values()) if is_call(node, target) else []
+    rest = target._schema.arguments[count:]
+    is_plain = all(v == a.default_value for v, a in zip(values[count:], rest, strict=False))
+    return tuple(values[:count]) if values and is_plain else (None,) * count
+
+
+def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
+    """Both orders of the operands of a call of a commutative operator."""
+    left, right = operands(node, target, 2)
+    return () if left is None else ((left, right), (right, left))
+
+
+def cast(node: Any) -> Any:
+    """What a cast casts, if it changes the dtype only."""
+    if not is_call(node, *_CASTS):
+        return None
+    source = first_argument(node)
+    before, after = source.meta["val"], node.meta["val"]
+    moves = before.device != after.device or before.layout != after.layout
+    return None if moves else source
+
+
+def is_narrow(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16

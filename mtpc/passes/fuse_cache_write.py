@@ -10,8 +10,7 @@ from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, is_call, tidy
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
 
 _WRITE = torch.ops.mtpc.write_cache.default

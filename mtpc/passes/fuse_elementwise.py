@@ -12,8 +12,17 @@ import mtpc.ops.fused
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, tidy
-from mtpc.passes.patterns import cast, either_way, is_narrow, operands
+from mtpc.passes.base import (
+    GETITEM,
+    Policy,
+    cast,
+    either_way,
+    emit,
+    is_call,
+    is_narrow,
+    operands,
+    tidy,
+)
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 

@@ -11,8 +11,7 @@ from torch import fx
 import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, tidy
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default

@@ -11,8 +11,7 @@ from torch import fx
 import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, tidy
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, is_narrow, operands, tidy
 
 aten = torch.ops.aten
 

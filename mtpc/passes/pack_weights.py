@@ -12,7 +12,17 @@ import mtpc.ops.batch_invariant
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named, emit_weight, is_call, sweep, tidy
+from mtpc.passes.base import (
+    Policy,
+    cast,
+    emit,
+    emit_named,
+    emit_weight,
+    is_call,
+    operands,
+    sweep,
+    tidy,
+)
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -23,7 +33,6 @@ from mtpc.passes.linears import (
     replace_groups,
     weight_of,
 )
-from mtpc.passes.patterns import cast, operands
 from mtpc.weights.packing import can_pack
 from mtpc.weights.recipes import Blocks, Packed
 

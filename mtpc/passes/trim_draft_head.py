@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, sweep
+from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, operands, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
-from mtpc.passes.patterns import operands
 from mtpc.weights.recipes import Rows
 
 aten = torch.ops.aten
