@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import CheckpointError, MtpcError, UnsupportedModelError
+from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.adopt import similarity
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.read_config import read_config
-from mtpc.models.refused_config import explained
+from mtpc.models.refused_config import explaining
 from mtpc.weights.checkpoint import Checkpoint, is_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
@@ -64,13 +64,8 @@ class MTPTensors:
             CheckpointError: transformers refuses its config.json.
         """
         family = family_of(files)
-        try:
-            config = read_config(files, family).get_text_config(decoder=True)
-        except MtpcError:
-            raise
-        except Exception as error:  # transformers raises errors of any kind.
-            raise explained(files, family, error) from error
-        return cls(files, family, config)
+        with explaining(files, family):
+            return cls(files, family, read_config(files, family).get_text_config(decoder=True))
 
     @property
     def announced(self) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, TypeAlias, TypeVar
 
@@ -79,6 +80,21 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
             f"{max(sizes, key=sizes.__getitem__)}, and the checkpoint's tensors have "
             f"{checkpoint.nbytes} bytes; correct the file or download it again"
         )
+
+
+@contextmanager
+def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
+    """Within it, an error of any kind that transformers raises becomes that of `explained`.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    try:
+        yield
+    except MtpcError:
+        raise
+    except Exception as error:
+        raise explained(file, family, error) from error
 
 
 def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:

@@ -21,6 +21,7 @@ from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import operator_of
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
+from mtpc.ops.signatures import given_to
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
 _POOL_BYTES = 256 << 20
@@ -85,9 +86,7 @@ class DeviceTimer:
 
 def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for a call: every request half way through the context that its table holds."""
-    overload: Any = call.node.target
-    schema = [argument.name for argument in overload._schema.arguments]
-    given = {**dict(zip(schema, call.node.args, strict=False)), **call.node.kwargs}
+    given = given_to(call.node)
     fakes = {n: a.meta["val"] for n, a in given.items() if isinstance(a, fx.Node)}
     made = dict[str, Any]()
     for name, value in given.items():
@@ -96,7 +95,7 @@ def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], 
             continue
         weight = call.weight(value)
         made[name] = _make(name, fakes, device) if weight is None else weight.to(device)
-    args = tuple(made.pop(name) for name, _ in zip(schema, call.node.args, strict=False))
+    args = tuple(made.pop(name) for name in [*made][: len(call.node.args)])
     return args, made
 
 
