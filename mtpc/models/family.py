@@ -18,6 +18,7 @@ from torch import nn
 
 from mtpc.errors import OptionError
 from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_kv_specs
 from mtpc.wiring import Rules, WiringRules
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ class VisionParts:
     modules: Mapping[str, tuple[str, ...]]
 
 
+def nextn_layers(config: Any) -> int:
+    """Number of MTP layers in a config; 0 if it does not say."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+
+
+def nextn_prefix(num_hidden_layers: int, index: int) -> str:
+    """Prefix of MTP layer `index`: released checkpoints number it after the decoder layers."""
+    return f"model.layers.{num_hidden_layers + index}."
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One row of the family table.
@@ -144,9 +155,9 @@ class ModelFamily:
     architectures: tuple[str, ...]
     hf_config_class: str
     wiring: MTPWiring
-    num_mtp_layers: Callable[[Any], int | None]
-    layer_prefix: Callable[[int, int], str]
-    cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
+    num_mtp_layers: Callable[[Any], int | None] = nextn_layers
+    layer_prefix: Callable[[int, int], str] = nextn_prefix
+    cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]] = paged_kv_specs
     block_config: Callable[[Any], Any] = copy.deepcopy
     make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(
         config, index
@@ -201,13 +212,14 @@ class ModelFamily:
         return replace(self, wiring=replace(self.wiring, **given))
 
 
-def layers_after(config: Any, count: int, **kinds: str) -> Any:
-    """A copy of the config whose lists of layer kinds go on for `count` MTP layers.
+def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
+    """A copy of the config whose lists of layer kinds go on for `count` MTP layers; by default as
+    many as `nextn_layers` says.
 
     For blocks that look their kind up by index. `kinds` has the MTP layers' kind by the name of the
     list, for instance `mlp_layer_types="sparse"`. A list that the config lacks is left out.
     """
-    extended = copy.deepcopy(config)
+    extended, count = copy.deepcopy(config), nextn_layers(config) if count is None else count
     for name, kind in kinds.items():
         if getattr(extended, name, None) is not None:
             setattr(extended, name, [*getattr(extended, name), *([kind] * count)])

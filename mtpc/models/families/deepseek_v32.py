@@ -23,7 +23,6 @@ from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import layers_after
 from mtpc.ops.choose_slots import choose_slots
 
@@ -179,8 +178,8 @@ def block_config(config: Any) -> Any:
 
     Each has an indexer of its own, which is not so of all layers of GLM-5's decoder.
     """
-    kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
-    return layers_after(config, nextn_layers(config), indexer_types="full", **kinds)
+    last = config.layer_types[-1]
+    return layers_after(config, layer_types=last, mlp_layer_types="sparse", indexer_types="full")
 
 
 DEEPSEEK_V32 = replace(

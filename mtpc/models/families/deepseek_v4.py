@@ -21,7 +21,6 @@ from mtpc.layout import STEP, VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import head_of
 from mtpc.models.hf import HFDraft, MTPLayer, StepContext, StepParts
@@ -120,8 +119,7 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 def block_config(config: Any) -> Any:
     """A copy of the config with sliding-window MTP layers whose experts are chosen by score."""
-    kinds = {"layer_types": "sliding_attention", "mlp_layer_types": "moe"}
-    return layers_after(config, nextn_layers(config), **kinds)
+    return layers_after(config, layer_types="sliding_attention", mlp_layer_types="moe")
 
 
 class HyperConnection(nn.Module):
@@ -248,7 +246,6 @@ DEEPSEEK_V4 = ModelFamily(
         stream_head=("hc_head_", "hc_"),
         only_rules=("zero_first_embedding", "head", "embedding"),
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
     cache_specs=cache_specs,
     cache_kinds=(CompressedState,),

@@ -5,7 +5,6 @@ Source: transformers' classes, as they are. Without a drafter they decode plainl
 
 from __future__ import annotations
 
-from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
 
 
@@ -18,7 +17,6 @@ def without_layers(name: str, stem: str) -> ModelFamily:
         wiring=MTPWiring(embedding_norm="", hidden_norm="", projection="", final_norm=""),
         num_mtp_layers=lambda config: 0,
         layer_prefix=lambda num_hidden_layers, i: "",
-        cache_specs=paged_kv_specs,
     )
 
 

@@ -11,8 +11,6 @@ ernie_mtp.py reads the same names and leaves the norm out.
 
 from __future__ import annotations
 
-from mtpc.models.caches import paged_kv_specs
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
 
 ERNIE4_5_MOE = ModelFamily(
@@ -25,9 +23,7 @@ ERNIE4_5_MOE = ModelFamily(
         projection="linear_proj.0",
         final_norm="",
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: "model.mtp_",
     block_prefix="block.0.",
-    cache_specs=paged_kv_specs,
     stored_names=(("mlp.moe_statics.", "mlp.gate.moe_statics."),),
 )

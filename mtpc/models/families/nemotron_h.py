@@ -19,7 +19,6 @@ from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.recurrent import RecurrentLayer, RecurrentState, recurrent_specs
 
@@ -127,7 +126,6 @@ NEMOTRON_H = ModelFamily(
         projection="layers.0.eh_proj",
         final_norm="layers.1.final_layernorm",
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: "mtp.",
     block_prefix="layers.",
     block_config=_block_config,

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs, ring_kv_specs
-from mtpc.models.families.glm4_moe import NEXTN_WIRING, nextn_layers, nextn_prefix
-from mtpc.models.family import ModelFamily, VisionParts
+from mtpc.models.families.glm4_moe import NEXTN_WIRING
+from mtpc.models.family import ModelFamily, VisionParts, nextn_layers
 from mtpc.ops.experts import experts
 
 _SLIDING = "sliding_attention"
@@ -109,8 +109,6 @@ STEP3P7 = ModelFamily(
         first_features="before",
         next_features="before",
     ),
-    num_mtp_layers=nextn_layers,
-    layer_prefix=nextn_prefix,
     cache_specs=_cache_specs,
     block_config=_block_config,
     shared_tensors={
