@@ -19,10 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
-from mtpc.backends.bindings import Binding, BindKernels, Configure
+from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
+from mtpc.backends.triton_kernels import (
+    early_bindings,
+    invariantly,
+    load_kernels,
+    triton_bindings,
+)
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -144,6 +150,44 @@ class CudaBackend(GpuBackend):
         return self._graphs.free_bytes()
 
 
+_REFUSAL = (
+    "this backend only rewrites steps for the GPU of another machine; use backend='cuda' there to "
+    "run them"
+)
+
+
+class CrossBackend(GpuBackend):
+    """Rewrites steps as `CudaBackend` does, for `cross_compile.build_kernels`, and runs none.
+
+    aiter compiles its kernels itself on the device, so they are left out.
+
+    Args:
+        batch_invariant: as the option.
+
+    Raises:
+        BackendError: Triton is not installed.
+    """
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        load_kernels()
+        from mtpc.backends.triton_kernels.plans import early_in_few_rows
+
+        configure = invariantly if batch_invariant else early_in_few_rows(by_default)
+        super().__init__(triton_bindings(configure), "cpu", batch_invariant)
+
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
+
+    def lower(self, graph: StepGraph) -> Run:
+        """Not possible here: always raises BackendError."""
+        raise BackendError(_REFUSAL)
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """Not possible here: always raises BackendError."""
+        raise BackendError(_REFUSAL)
+
+
 def open_cuda(
     report: Report = silent, store: EntryStore | None = None, batch_invariant: bool = False
 ) -> CudaBackend:
@@ -162,14 +206,12 @@ def open_cuda(
     from mtpc.backends.aiter import aiter_bindings
 
     check_device()
-    # Imported after the check, so that a machine without a GPU gets the message about the GPU.
-    from mtpc.backends.triton_kernels import early_bindings, invariantly, triton_bindings
-
     bindings: list[Binding] = []
     if torch.version.hip and not batch_invariant:
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
+    # Imported after the check, so that a machine without a GPU gets the message about the GPU.
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows

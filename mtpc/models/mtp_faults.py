@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
-from mtpc.models.adopt import similarity
+from mtpc.models.adopt import ALIKE, similarity
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import load_mtp_layer
@@ -20,9 +20,6 @@ from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
 from mtpc.weights.quantise import stays_plain
 from mtpc.weights.tensor_file import StoredTensor
 
-_ALIKE = 0.5
-"""Least cosine similarity of an MTP layer's embedding with the target's: a copy that training moved
-is near 1, and the embedding of another model near 0."""
 _COUNT = MTP_COUNT_NAMES[-1]
 
 
@@ -246,7 +243,7 @@ def _foreign(tensors: MTPTensors, loaded: LoadedModel, index: int, graft: str) -
         if role != "embedding" or own not in checkpoint.tensors or theirs is None:
             continue
         alike = similarity(checkpoint.peek(own), checkpoint.peek(theirs))
-        if alike < _ALIKE:
+        if alike < ALIKE:
             found = (
                 f"{own} and {theirs} have a cosine similarity of {alike:.2f}; expected a copy of "
                 "the target's embedding"

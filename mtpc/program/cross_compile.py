@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mtpc.backends.cross import CrossBackend
+from mtpc.backends.cuda import CrossBackend
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile

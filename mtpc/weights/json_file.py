@@ -46,17 +46,14 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
         value = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(
-            f"{path} is not valid JSON: {_reason(error)}; expected an object in UTF-8: copy or "
-            "download the file again"
+            f"{path} is not valid JSON: {reason}; expected an object in UTF-8: copy or download "
+            "the file again"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {kind_of(value)}; expected an object with entries")
     return value
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def kind_of(value: Any) -> str:
