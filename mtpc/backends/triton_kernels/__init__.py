@@ -2,7 +2,7 @@
 
 `mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
 the same operators, launched by Triton itself: for code that was compiled elsewhere, and where a
-launch may begin before the one before it has ended (`early`). Both take the arguments of the
+launch may begin before the one before it has ended (`launch`). Both take the arguments of the
 references and mean the same. This module does not import Triton, which only torch's builds for
 GPUs bring along; all other modules here do.
 

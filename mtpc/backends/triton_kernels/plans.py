@@ -8,8 +8,7 @@ from torch import fx
 
 from mtpc.backends.bindings import Configure
 from mtpc.backends.triton_kernels import NAMESPACES
-from mtpc.backends.triton_kernels.early import EARLY
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import EARLY, Launch
 from mtpc.backends.triton_kernels.operator import Operator, Plan
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.capture.graph import StepGraph

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import flat_rows
+from mtpc.backends.triton_kernels.launch import await_launches, flat_rows
 from mtpc.backends.triton_kernels.norms import block_of, norm_limit, normalise, row_launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
 

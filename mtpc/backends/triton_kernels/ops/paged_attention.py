@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
-from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
     Launch,
     adjacent,
+    await_launches,
     power_of_two,
     widen,
 )
