@@ -78,17 +78,13 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     return cache_specs(config, layer, dtype)
 
 
-def _shares_choice(config: Any) -> bool:
-    """Whether later drafts of a step attend to what the indexer chose for the first one."""
-    return bool(getattr(config, "index_share_for_mtp_iteration", False))
-
-
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
     architectures=("GlmMoeDsaForCausalLM",),
     hf_config_class="GlmMoeDsaConfig",
     cache_specs=_cache_specs,
-    hands_on=_shares_choice,
+    # Whether later drafts of a step attend to what the indexer chose for the first one.
+    hands_on=lambda config: bool(getattr(config, "index_share_for_mtp_iteration", False)),
     canonical={"GlmMoeDsaAttention": SharedChoiceAttention},
 )

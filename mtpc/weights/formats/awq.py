@@ -22,7 +22,6 @@ from mtpc.weights.formats.stored import (
     Tensors,
     find_part,
     group_size,
-    scales_dtype,
     setting,
     texts,
     unpack_words,
@@ -75,7 +74,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         True,
         parts,
         _decode,
-        scales_dtype(tensors, parts),
+        tensors[parts["scales"]].dtype_name,
         rows={"codes": (1, 8), "scales": (1, 1), "zeros": (1, 8)},
     )
 

@@ -34,7 +34,6 @@ from mtpc.weights.formats.stored import (
     find_part,
     group_size,
     matches,
-    scales_dtype,
     setting,
     unpack_words,
 )
@@ -93,7 +92,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         is_symmetric=is_symmetric,
     )
     layout = f"GPTQ int{bits} in groups of {group}{'' if in_order else ', desc_act'}"
-    dtype, order = scales_dtype(tensors, parts), None if in_order else "order"
+    dtype, order = tensors[parts["scales"]].dtype_name, None if in_order else "order"
     grid, has_zeros = Grid(1, group), not is_symmetric
     rows = {"codes": (1, 1), "scales": (1, 1), "zeros": (1, 32 // bits)}
     return QuantisedWeight(

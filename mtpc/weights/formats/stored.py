@@ -239,11 +239,6 @@ def find_part(
     return name
 
 
-def scales_dtype(tensors: Tensors, parts: Mapping[str, str]) -> str:
-    """torch's name of the dtype of a weight's scales."""
-    return tensors[parts["scales"]].dtype_name
-
-
 def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
     """Refuse groups that do not divide the inputs of a weight.
 
