@@ -239,6 +239,18 @@ def find_part(
     return name
 
 
+def packed_parts(
+    tensors: Tensors, module: str, shape: tuple[int, int], groups: int, bits: int
+) -> dict[str, str]:
+    """The tensors of a weight [N, K] of GPTQ or AWQ by role; see `find_part`."""
+    sizes, packed = [(groups, shape[0])], [(groups, -(-shape[0] * bits // 32))]
+    return {
+        "codes": f"{module}.qweight",
+        "scales": find_part(tensors, f"{module}.scales", SCALES, sizes, "its scales"),
+        "zeros": find_part(tensors, f"{module}.qzeros", ("I32",), packed, "its zero points"),
+    }
+
+
 def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
     """Refuse groups that do not divide the inputs of a weight.
 
