@@ -60,8 +60,8 @@ class Checkpoint(CheckpointFiles):
         for name in dropped:
             del self.tensors[name]
         for weight in self._quantised.values():  # In the place of what it is stored as.
-            for part in weight.parts.values():
-                self.tensors.pop(part, None)
+            for stored in weight.parts.values():
+                self.tensors.pop(stored, None)
             codes, dtype = self.stored[weight.parts["codes"]], dtype_code(self._read_dtype)
             self.tensors[weight.name] = replace(codes, dtype=dtype, shape=weight.shape)
         self._parts = find_fused_qkv(self.tensors, self.text_config)
