@@ -78,6 +78,10 @@ class GroupedRows:
     read: Callable[[int, int], GroupedWeight]
     take: Callable[[Sequence[tuple[int, int]]], GroupedRows] | None = None
 
+    def whole(self) -> GroupedWeight:
+        """All rows."""
+        return self.read(0, self.shape[0])
+
 
 def _read_nothing(name: str) -> GroupedRows:
     raise KeyError(name)
@@ -184,7 +188,7 @@ def stack(weights: Sequence[GroupedRows]) -> GroupedRows:
     """Weights of one spec and shape as a stack."""
 
     def read(start: int, stop: int) -> GroupedWeight:
-        parts = [weight.read(0, weight.shape[0]) for weight in weights[start:stop]]
+        parts = [weight.whole() for weight in weights[start:stop]]
         return _map(parts, lambda tensors: _cat([tensor[None] for tensor in tensors], 0))
 
     return GroupedRows((len(weights), *weights[0].shape), read)
