@@ -19,10 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
-from mtpc.backends.bindings import Binding, BindKernels, Configure
+from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
+from mtpc.backends.triton_kernels import (
+    early_bindings,
+    invariantly,
+    load_kernels,
+    triton_bindings,
+)
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -71,12 +77,10 @@ def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
     return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
 
 
-class CudaBackend:
-    """Steps as device graphs.
+class GpuBackend:
+    """What rewrites steps for GPUs, with a device or without.
 
     Args:
-        graphs: captures steps.
-        lower: compiles them.
         bindings: kernels for the `mtpc::` ops, in order of preference.
         device: torch's name of the device where the model and its buffers must be; "cuda" is any
             GPU.
@@ -85,12 +89,39 @@ class CudaBackend:
 
     Attributes:
         notes: lines on ops that do not run on their first kernel -> count.
-        captured: captured steps by name.
     """
 
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
     package = None
+
+    def __init__(self, bindings: Sequence[Binding], device: str, batch_invariant: bool):
+        self.enables = enabled_passes(batch_invariant)
+        self._checks = (CheckInvariance(),) if batch_invariant else ()
+        self._bindings, self.device = tuple(bindings), device
+        self.notes: Counter[str] = Counter()
+
+    def legalise(self) -> tuple[Pass, ...]:
+        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
+        return (BindKernels(self._bindings, self._note), *self._checks)
+
+    def _note(self, line: str) -> None:
+        self.notes[line] += 1
+
+
+class CudaBackend(GpuBackend):
+    """Steps as device graphs; see `GpuBackend`.
+
+    Args:
+        graphs: captures steps.
+        lower: compiles them.
+        bindings: as there, like the arguments that follow.
+        device: as there.
+        batch_invariant: as there.
+
+    Attributes:
+        captured: captured steps by name.
+    """
 
     def __init__(
         self,
@@ -100,16 +131,9 @@ class CudaBackend:
         device: str = "cuda",
         batch_invariant: bool = False,
     ):
-        self.enables = enabled_passes(batch_invariant)
-        self._checks = (CheckInvariance(),) if batch_invariant else ()
-        self._graphs, self._lower, self._bindings = graphs, lower, tuple(bindings)
-        self.device = device
-        self.notes: Counter[str] = Counter()
+        super().__init__(bindings, device, batch_invariant)
+        self._graphs, self._lower = graphs, lower
         self.captured: dict[str, Captured] = {}
-
-    def legalise(self) -> tuple[Pass, ...]:
-        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
-        return (BindKernels(self._bindings, self._note), *self._checks)
 
     def lower(self, graph: StepGraph) -> Run:
         """Compile for the device."""
@@ -125,8 +149,43 @@ class CudaBackend:
         """Bytes of device memory that the process can still get; None if it is not known."""
         return self._graphs.free_bytes()
 
-    def _note(self, line: str) -> None:
-        self.notes[line] += 1
+
+_REFUSAL = (
+    "this backend only rewrites steps for the GPU of another machine; use backend='cuda' there to "
+    "run them"
+)
+
+
+class CrossBackend(GpuBackend):
+    """Rewrites steps as `CudaBackend` does, for `cross_compile.build_kernels`, and runs none.
+
+    aiter compiles its kernels itself on the device, so they are left out.
+
+    Args:
+        batch_invariant: as the option.
+
+    Raises:
+        BackendError: Triton is not installed.
+    """
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        load_kernels()
+        from mtpc.backends.triton_kernels.plans import early_in_few_rows
+
+        configure = invariantly if batch_invariant else early_in_few_rows(by_default)
+        super().__init__(triton_bindings(configure), "cpu", batch_invariant)
+
+    def free_bytes(self) -> int | None:
+        """Host memory is not planned ahead."""
+        return None
+
+    def lower(self, graph: StepGraph) -> Run:
+        """Not possible here: always raises BackendError."""
+        raise BackendError(_REFUSAL)
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """Not possible here: always raises BackendError."""
+        raise BackendError(_REFUSAL)
 
 
 def open_cuda(
@@ -147,14 +206,12 @@ def open_cuda(
     from mtpc.backends.aiter import aiter_bindings
 
     check_device()
-    # Imported after the check, so that a machine without a GPU gets the message about the GPU.
-    from mtpc.backends.triton_kernels import early_bindings, invariantly, triton_bindings
-
     bindings: list[Binding] = []
     if torch.version.hip and not batch_invariant:
         found = aiter_bindings()
         bindings += found.bindings
         report(found.message)
+    # Imported after the check, so that a machine without a GPU gets the message about the GPU.
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows

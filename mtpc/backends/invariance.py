@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.passes.base import GETITEM, Policy
 
 aten = torch.ops.aten
 
-_KERNELS = ("mtpc_triton", "mtpc_loaded")
 _ROW_BOUND = {
     "slot_attention": "it adds keys of a ring and of the step's own rows apart, so its sums depend "
     "on which tokens are in one step",
@@ -65,7 +65,7 @@ def _reason(node: fx.Node) -> str | None:
     if not isinstance(target, OpOverload):
         return "it is no operator that is known to keep the order of its sums"
     name = target._schema.name.partition("::")[2]
-    if target.namespace in _KERNELS:
+    if target.namespace in NAMESPACES:
         return _ROW_BOUND.get(name)
     if target.namespace == "mtpc":
         return "it has no GPU kernel, and PyTorch's sums depend on the rows"

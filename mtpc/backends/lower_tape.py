@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.record_tape import TapeRecorder
 from mtpc.backends.tape import Entry
 from mtpc.capture.effects import analyse
+from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.capture.inline import fake_mode_of
 from mtpc.ops.signatures import value_of
@@ -65,8 +65,7 @@ class _Lowering:
         self.tape, self.node, self.is_written = recorder, node, is_written
         named = arguments(node)
         self.values: Values = fx.node.map_aggregate(named, value_of)
-        self.results: list[Tensor] = []
-        tree_map_only(Tensor, self.results.append, node.meta.get("val"))
+        self.results = tensors_in(node.meta.get("val"))
         overload: Any = node.target
         self.schema = overload._schema
         name = str(self.schema.name).partition("::")[2]
@@ -125,7 +124,6 @@ class _Lowering:
 
 
 Call = Callable[[], None]
-Lower = Callable[[_Lowering], Call | None]
 
 
 def _computed(node: fx.Node) -> list[Any]:

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.placing import Live
-from mtpc.capture.effects import Root, analyse
+from mtpc.backends.triton_kernels import NAMESPACES
+from mtpc.capture.effects import Root, analyse, storages
+from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
@@ -38,8 +39,9 @@ def live_memory(graph: StepGraph) -> list[Live]:
     found: list[Live] = []
     with fake_mode_of(graph.graph):
         for index, node in enumerate(nodes):
-            if node in effects.roots[node] and _tensors(node):
-                found.append(Live(node.name, _nbytes(_tensors(node)), index, last[node]))
+            results = tensors_in(node.meta.get("val"))
+            if node in effects.roots[node] and results:
+                found.append(Live(node.name, _nbytes(results), index, last[node]))
             scratch = _scratch(node)
             if scratch:
                 found.append(Live(f"{node.name} (scratch)", scratch, index, index))
@@ -60,25 +62,19 @@ def peak_bytes(live: Iterable[Live]) -> int:
     return max(accumulate((changes[index] for index in sorted(changes)), initial=0))
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, node.meta.get("val"))
-    return found
-
-
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Rounded bytes of the storages of tensors, each storage counted once."""
-    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    return sum(math.ceil(size / GRANULE) * GRANULE for size in storages.values())
+    sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(math.ceil(size / GRANULE) * GRANULE for size in sizes.values())
 
 
 def _scratch(node: fx.Node) -> int:
     """Bytes that one of mtpc's GPU operators allocates for use between its launches."""
-    if not str(node.target).startswith(("mtpc_triton.", "mtpc_loaded.")):
+    if str(node.target).partition(".")[0] not in NAMESPACES:
         return 0
     from mtpc.backends.triton_kernels.plans import node_launches
 
-    given = {t.untyped_storage()._cdata for n in node.all_input_nodes for t in _tensors(n)}
+    given = {storage for n in node.all_input_nodes for storage in storages(n.meta.get("val"))}
     used = [
         value
         for launch in node_launches(node)
@@ -86,4 +82,4 @@ def _scratch(node: fx.Node) -> int:
         if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given
     ]
     # `used` includes the result, which `live_memory` counts by itself.
-    return max(0, _nbytes(used) - _nbytes(_tensors(node)))
+    return max(0, _nbytes(used) - _nbytes(tensors_in(node.meta.get("val"))))

@@ -3,33 +3,136 @@
 Capture runs the step once and records each operator with the tensors that it used: buffers and
 weights by address, temporaries by their memory. A replay repeats the operators on the same memory
 with the same Python numbers. So it freezes whatever a device graph freezes. Temporaries are in one
-pool, which uses memory again as a device's does (`null_pool.py`). It refuses what a device graph
+pool, which uses memory again as a device's does. It refuses what a device graph
 cannot do: reads of values by the host, results whose shape depends on data, and tensors made from
 Python values.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
-from mtpc.backends.null_pool import Place, Pool
+from mtpc.backends.memory import GRANULE
+from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
-from mtpc.passes.base import Pass
 
 _HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "_assert_async"}
 _HOST_VALUES = {"lift_fresh", "lift", "scalar_tensor"}
 _DATA_SHAPED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor on a block, without a reference that would keep the block in use.
+
+    Attributes:
+        block: uint8 [bytes].
+        like: a tensor of the same dtype, sizes, strides and offset, on the device "meta".
+    """
+
+    block: Tensor
+    like: Tensor
+
+    def tensor(self) -> Tensor:
+        """A tensor at this place."""
+        like, out = self.like, torch.empty(0, dtype=self.like.dtype)
+        storage = self.block.untyped_storage()
+        return out.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A block in use.
+
+    Attributes:
+        block: the block.
+        nbytes: number of bytes that were asked for.
+        storage: a weak reference to the storage that tensors on the block share.
+    """
+
+    block: Tensor
+    nbytes: int
+    storage: StorageWeakRef
+
+
+class Pool:
+    """Blocks of memory for the temporaries of recorded runs.
+
+    A block is free once no tensor of the program is on it, and the next temporary that fits takes
+    it. A program that goes on using such memory reads what the next temporary wrote, as it would on
+    a device. All runs on one stream share the pool.
+
+    Attributes:
+        nbytes: bytes of all blocks.
+        peak: most bytes that were in use at one time, without rounding.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self.peak = 0
+        self._free: list[Tensor] = []
+        self._uses: dict[int, _Use] = {}
+
+    def adopt(self, result: Any, given: Iterable[Tensor]) -> Any:
+        """Move an operator's new tensors to blocks; views of what it was given stay as they are."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        moved: dict[int, torch.UntypedStorage] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            old = tensor.untyped_storage()
+            if old.nbytes() == 0 or old.data_ptr() in known:
+                return tensor
+            if old.data_ptr() not in moved:
+                moved[old.data_ptr()] = self._take(old.nbytes())
+                moved[old.data_ptr()].copy_(old)
+            out = torch.empty(0, dtype=tensor.dtype)
+            return out.set_(
+                moved[old.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+        return tree_map_only(Tensor, move, result)
+
+    def place(self, tensor: Tensor) -> Tensor | Place:
+        """Where a tensor is on a block; the tensor itself if it is on none."""
+        use = self._uses.get(tensor.untyped_storage().data_ptr())
+        if use is None:
+            return tensor
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        like = meta.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Place(use.block, like)
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of its own on the smallest free block that is large enough, or on a new one."""
+        self._release()
+        fits = [block for block in self._free if block.numel() >= nbytes]
+        if fits:
+            block = min(fits, key=Tensor.numel)
+            self._free = [other for other in self._free if other is not block]
+        else:
+            block = torch.empty(-(-nbytes // GRANULE) * GRANULE, dtype=torch.uint8)
+            self.nbytes += block.numel()
+        storage = torch.from_numpy(block.numpy()[:nbytes]).untyped_storage()
+        self._uses[storage.data_ptr()] = _Use(block, nbytes, StorageWeakRef(storage))
+        self.peak = max(self.peak, sum(use.nbytes for use in self._uses.values()))
+        return storage
+
+    def _release(self) -> None:
+        """Free each block that no tensor is on any more."""
+        for pointer, use in list(self._uses.items()):
+            if use.storage.expired():
+                self._free.append(use.block)
+                del self._uses[pointer]
 
 
 @dataclass(frozen=True)
@@ -58,6 +161,13 @@ class Tape:
     replays: int = 0
     host_writes: int = 0
 
+    def replay(self) -> None:
+        """Repeat the operators on the same memory."""
+        with torch.inference_mode():
+            for entry in self.entries:
+                _repeat(entry)
+        self.replays += 1
+
 
 class _Recorder(TorchDispatchMode):
     """Records every operator that runs on a tape; new tensors are in a pool."""
@@ -72,13 +182,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         _refuse(func, args)
-        given: list[Tensor] = []
-        outputs: list[Tensor] = []
-        tree_map_only(Tensor, given.append, (args, kwargs))
-        result = self._pool.adopt(func(*args, **kwargs), given)
-        tree_map_only(Tensor, outputs.append, result)
+        result = self._pool.adopt(func(*args, **kwargs), tensors_in((args, kwargs)))
         # Places, because a tensor on the tape would keep its memory in use.
-        call = tree_map_only(Tensor, self._pool.place, (args, kwargs, tuple(outputs)))
+        whole = (args, kwargs, tuple(tensors_in(result)))
+        call = tree_map_only(Tensor, self._pool.place, whole)
         self._calls.append((func, call))
         return result
 
@@ -106,31 +213,18 @@ def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
         raise CaptureError(f"{op} has a result whose shape or value depends on data")
 
 
-class NullDevice:
-    """A backend that captures steps as tapes, so that capture can be tested without a device."""
+class NullDevice(EagerBackend):
+    """A backend that captures steps as tapes, so that capture can be tested without a device.
+
+    Each reference op is one kernel on the tape.
+    """
 
     name = "null"
-    enables: tuple[str, ...] = ()
-    device = "cpu"
-    package = None
 
     def __init__(self) -> None:
-        self._eager = EagerBackend()
-        self.notes: Counter[str] = Counter()
+        super().__init__()
         self.tapes: dict[str, Tape] = {}
         self.pool = Pool()
-
-    def free_bytes(self) -> int | None:
-        """Host memory is not planned ahead."""
-        return None
-
-    def legalise(self) -> tuple[Pass, ...]:
-        """No passes: each reference op is one kernel on the tape."""
-        return ()
-
-    def lower(self, graph: StepGraph) -> Run:
-        """The callable of the eager backend."""
-        return self._eager.lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
         """Record one run on a tape; returns the replay.
@@ -175,14 +269,7 @@ class NullGraphs:
         with torch.inference_mode(), _Recorder(tape, self.pool):
             run()
         self.tapes.append(tape)
-
-        def replay() -> None:
-            with torch.inference_mode():
-                for entry in tape.entries:
-                    _repeat(entry)
-            tape.replays += 1
-
-        return replay
+        return tape.replay
 
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
@@ -204,10 +291,7 @@ class _Replay:
     def __call__(self) -> None:
         check_addresses(self.graph, self.tape.addresses)
         self._count_host_writes()
-        with torch.inference_mode():
-            for entry in self.tape.entries:
-                _repeat(entry)
-        self.tape.replays += 1
+        self.tape.replay()
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
 
     def _count_host_writes(self) -> None:
@@ -220,9 +304,7 @@ class _Replay:
 
 def _repeat(entry: TapeEntry) -> None:
     """Run one operator again, and put its results into the captured memory."""
-    result = entry.op(*entry.args, **entry.kwargs)
-    fresh: list[Tensor] = []
-    tree_map_only(Tensor, fresh.append, result)
+    fresh = tensors_in(entry.op(*entry.args, **entry.kwargs))
     for captured, new in zip(entry.outputs, fresh, strict=True):
         if captured.data_ptr() != new.data_ptr():
             captured.copy_(new)

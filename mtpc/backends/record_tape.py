@@ -111,17 +111,7 @@ class TapeRecorder:
         storage = self._storage_of[value.untyped_storage()._cdata]
         offset = size_text(value, value.storage_offset() - self.storages[storage].base)
         sizes, strides = ([size_text(value, n) for n in of] for of in (value.shape, value.stride()))
-        return self._tensor(storage, value.dtype, sizes, strides, offset)
-
-    def _tensor(
-        self,
-        storage: int,
-        dtype: torch.dtype,
-        shape: list[Size],
-        stride: list[Size],
-        offset: Size,
-    ) -> int:
-        entry = ("tensor", storage, _DTYPES[dtype], shape, stride, offset)
+        entry = ("tensor", storage, _DTYPES[value.dtype], sizes, strides, offset)
         key = repr(entry)
         if key not in self._number_of:
             self._number_of[key] = len(self.tensors)

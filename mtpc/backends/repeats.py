@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from mtpc.backends.base import Run
 from mtpc.capture.effects import Effects, analyse
+from mtpc.capture.fake_calls import form_of
 
 _LEAST_SAVED = 12
 """Calls that a repetition saves at least: a cut puts what crosses it into memory."""
@@ -246,28 +247,8 @@ def _longest(signs: Sequence[int]) -> tuple[int, int, int] | None:
 
 def _sign(call: fx.Node) -> Any:
     """What two calls have in common that do the same on other tensors."""
-
-    def form_of(node: fx.Node) -> Any:
-        return _Form(node.meta.get("val"))
-
-    args = fx.node.map_arg((call.args, call.kwargs), form_of)
-    return call.target, repr(args), repr(_Form(call.meta.get("val")))
-
-
-class _Form:
-    """A value's form, for its text."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __repr__(self) -> str:
-        value = self._value
-        if isinstance(value, Tensor):
-            at = (tuple(value.shape), value.stride(), value.storage_offset())
-            return f"<{value.dtype} {at} {value.device}>"
-        if isinstance(value, (list, tuple)):
-            return repr([_Form(item) for item in value])
-        return f"<{value!r}>"
+    given = fx.node.map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
+    return call.target, form_of(given), form_of(call.meta.get("val"))
 
 
 def _module_of(segment: Segment) -> fx.GraphModule:

@@ -7,7 +7,7 @@ a method of the runner's object and arguments for it, which the runner checks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +97,10 @@ def _sized(
     written.
     """
     start = round_up(arena)
+    grown = ((number, entry) for number, entry in enumerate(entries) if entry[0] == "grown")
     live = [
         Live(str(number), round_up(size_of(size, sizes)), first, last)
-        for number, (method, size, first, last) in _grown(entries)
+        for number, (_, size, first, last) in grown
     ]
     placed = place_live(live)
     offsets = {int(place.live.name): start + place.offset for place in placed}
@@ -118,10 +119,6 @@ def _sized(
                 yield method, *given
 
     return (start + pool_bytes(placed) if placed else arena), numbered()
-
-
-def _grown(entries: Sequence[Entry]) -> Iterable[tuple[int, Entry]]:
-    return ((number, entry) for number, entry in enumerate(entries) if entry[0] == "grown")
 
 
 def round_up(nbytes: int) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import arguments, is_buffer_name
 
 Root = str | fx.Node
@@ -57,9 +58,7 @@ def analyse(graph: fx.Graph) -> Effects:
 
 def storages(value: Any) -> list[int]:
     """Identities of the storages of a node's value, which is a tensor, a tuple of them, or None."""
-    if isinstance(value, Tensor):
-        return [value.untyped_storage()._cdata]
-    return [s for item in value for s in storages(item)] if isinstance(value, (tuple, list)) else []
+    return [tensor.untyped_storage()._cdata for tensor in tensors_in(value)]
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:

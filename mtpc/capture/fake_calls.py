@@ -65,7 +65,7 @@ class _Memory:
         self._tensors: dict[int, Tensor] = {}
         self._by_old: dict[int, torch.UntypedStorage] = {}
         old_of: dict[int, int] = {}
-        for one, other in zip(_tensors(old), _tensors(new), strict=True):
+        for one, other in zip(tensors_in(old), tensors_in(new), strict=True):
             storage = other.untyped_storage()
             was, now = one.untyped_storage()._cdata, storage._cdata
             same = self._by_old.setdefault(was, storage)._cdata == now
@@ -96,12 +96,14 @@ class _Memory:
         return FakeTensor(value.fake_mode, tensor, value.device)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among arguments or results, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+    is_row = isinstance(value, (tuple, list))
+    return [tensor for item in value for tensor in tensors_in(item)] if is_row else []
 
 
 def form_of(value: Any) -> Hashable:
@@ -117,6 +119,8 @@ def form_of(value: Any) -> Hashable:
         return Mapping, *((name, form_of(item)) for name, item in value.items())
     if isinstance(value, slice):
         return slice, form_of((value.start, value.stop, value.step))
+    if isinstance(value, float):  # 0.0 and -0.0 are equal.
+        return float, repr(value)
     if isinstance(value, torch.SymInt):  # Comparing open sizes themselves could fix them.
         return torch.SymInt, value.node.expr
     return type(value), value

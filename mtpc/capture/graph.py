@@ -14,6 +14,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.specs import Dim
+from mtpc.ops.signatures import given_to
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import (
@@ -333,10 +334,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     default. `node.args` alone lacks some. Defaults are filled in here.
     """
     overload: Any = node.target
-    schema = overload._schema.arguments
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
-    defaults = {argument.name: argument.default_value for argument in schema}
-    return {**defaults, **given, **node.kwargs}
+    defaults = {a.name: a.default_value for a in overload._schema.arguments}
+    return defaults | given_to(node)
 
 
 def first_argument(node: fx.Node) -> Any:

@@ -7,7 +7,7 @@ model's traces become numbers. `node.meta["val"]` keeps each result.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ def fake_call(
         return {"val": mode.call(target, *given), "given": given}
     with mode:
         return {"val": target(*given[0], **given[1]), "given": given}
+
+
+def all_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Whether arguments have the same structure, and `same` holds for all that is in it."""
+    if isinstance(one, (list, tuple)):
+        alike = isinstance(other, (list, tuple)) and len(one) == len(other)
+        return alike and all(all_same(a, b, same) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Mapping):
+        alike = isinstance(other, Mapping) and list(one) == list(other)
+        return alike and all(all_same(one[name], other[name], same) for name in one)
+    return same(one, other)
 
 
 class Inliner:

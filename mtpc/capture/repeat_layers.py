@@ -10,14 +10,14 @@ are there, and names after them are moved on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of, set_tensor
-from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.capture.inline import all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.weights.recipes import substitute
 
@@ -100,31 +100,14 @@ def _match(calls: list[fx.Node], start: int, size: int, pattern: LayerPattern) -
         return second < start + size and carried.setdefault(one, other) is other
 
     for one, other in zip(calls[start : start + size], calls[start + size :], strict=False):
-        if one.target is not other.target or not _all_same(
-            (one.args, one.kwargs), (other.args, other.kwargs), same
-        ):
+        given = (one.args, one.kwargs), (other.args, other.kwargs)
+        if one.target is not other.target or not all_same(*given, same):
             return None
     inside = set(calls[start : start + size])
     after = calls[start + 2 * size :]
     if any(not inside.isdisjoint(call.all_input_nodes) for call in after):
         return None
     return _Periods(start, size, carried)
-
-
-def _all_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
-    if isinstance(one, (list, tuple)):
-        return (
-            isinstance(other, (list, tuple))
-            and len(one) == len(other)
-            and all(_all_same(a, b, same) for a, b in zip(one, other, strict=True))
-        )
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and list(one) == list(other)
-            and all(_all_same(one[name], other[name], same) for name in one)
-        )
-    return same(one, other)
 
 
 class _Writer:

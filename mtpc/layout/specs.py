@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -135,10 +136,7 @@ class Layout(Mapping[str, BufferSpec]):
         return tuple(self.value(dim) for dim in self[name].dims)
 
     def nbytes(self, name: str) -> int:
-        count = 1
-        for size in self.shape(name):
-            count *= size
-        return count * self[name].dtype.itemsize
+        return prod(self.shape(name)) * self[name].dtype.itemsize
 
     @cached_property
     def results(self) -> tuple[str, ...]:

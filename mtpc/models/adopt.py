@@ -15,9 +15,9 @@ from mtpc.weights.checkpoint import Checkpoint, listing
 
 _ROWS = 64
 """Rows of the embedding that are compared with the checkpoint."""
-_ALIKE = 0.5
-"""Least cosine similarity of an object's embedding with that of its checkpoint: training moves it
-a little, and random weights are near 0."""
+ALIKE = 0.5
+"""Least cosine similarity of an embedding with what it was copied from: training moves it a little,
+and other weights are near 0."""
 _OWNER = "transformers."
 _DIRECTORY = "pass the checkpoint's directory instead"
 
@@ -123,7 +123,7 @@ def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) 
     names = [own, *(s + own.removeprefix(o) for o, s in family.stored_prefixes.items())]
     stored = next((name for name in names if name in checkpoint.tensors), None)
     alike = 0.0 if stored is None else similarity(weight.detach(), checkpoint.tensor(stored))
-    if not alike >= _ALIKE:
+    if not alike >= ALIKE:
         raise CheckpointError(
             f"the model's name_or_path is {model.name_or_path!r}, but its weights are others: the "
             f"embeddings have a cosine similarity of {alike:.2f}; expected the model that "

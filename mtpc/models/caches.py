@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -117,20 +117,6 @@ def ring_kv_specs(
         )
         for role, what, width in zip(("ring_k", "ring_v"), ("keys", "values"), dims, strict=True)
     )
-
-
-class LayerCache(Protocol):
-    """The cache of one attention layer."""
-
-    def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
-        """Store the two tensors that the layer passes to its cache's `update`."""
-        ...
-
-    def attend(
-        self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
-    ) -> Tensor:
-        """Attention of query [1, N, T, D] to the cache; returns [1, T, N, D_v]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -261,6 +247,11 @@ class PagedLatent:
             module.qk_nope_head_dim,
         )
         return out[None]
+
+
+LayerCache: TypeAlias = PagedKV | RingKV | PagedLatent
+"""The cache of one attention layer: `write` stores the two tensors that the layer passes to its
+cache's `update`, and `attend` is the attention of query [1, N, T, D] to it, [1, T, N, D_v]."""
 
 
 class CachePool(nn.Module):

@@ -44,13 +44,6 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
     start = next(
         (n for n in (layers, 0) if any(_is_layer(name, family, n) for name in draft.tensors)), None
     )
-    for entry in ("hidden_size", "vocab_size"):
-        found, expected = draft.text_config.get(entry), getattr(target, entry)
-        if start is not None and found not in (None, expected):
-            raise CheckpointError(
-                f"{draft.directory}: {entry} is {found}, and the target's is {expected}; use the "
-                "MTP layers of this target's base"
-            )
     if start is None:
         prefix = family.layer_prefix(layers, 0)
         raise CheckpointError(
@@ -60,12 +53,18 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
             f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), Gemma 4's assistant or MTP "
             "layers of the target's family"
         )
-    first = start
-
-    def layer_prefix(num_hidden_layers: int, index: int) -> str:
-        return DRAFT + family.layer_prefix(first, index)
-
-    return replace(family, layer_prefix=layer_prefix, num_mtp_layers=lambda config: None)
+    for entry in ("hidden_size", "vocab_size"):
+        found, expected = draft.text_config.get(entry), getattr(target, entry)
+        if found not in (None, expected):
+            raise CheckpointError(
+                f"{draft.directory}: {entry} is {found}, and the target's is {expected}; use the "
+                "MTP layers of this target's base"
+            )
+    return replace(
+        family,
+        layer_prefix=lambda layers, index: DRAFT + family.layer_prefix(start, index),
+        num_mtp_layers=lambda config: None,
+    )
 
 
 def _is_layer(name: str, family: ModelFamily, layers: int) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from mtpc.errors import OptionError
 from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_kv_specs
 from mtpc.wiring import Rules, WiringRules
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ class VisionParts:
     modules: Mapping[str, tuple[str, ...]]
 
 
+def nextn_layers(config: Any) -> int:
+    """Number of MTP layers in a config; 0 if it does not say."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+
+
+def nextn_prefix(num_hidden_layers: int, index: int) -> str:
+    """Prefix of MTP layer `index`: released checkpoints number it after the decoder layers."""
+    return f"model.layers.{num_hidden_layers + index}."
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One row of the family table.
@@ -93,7 +104,7 @@ class ModelFamily:
     Attributes:
         name: short name for messages and docs.
         architectures: `architectures` entries of config.json that this family serves.
-        hf_class: name of the target's class in transformers.
+        class_name: name of the target's class in transformers, if it is not the first architecture.
         own_class: returns the target's class if transformers has none, or one whose tensors are not
             those of checkpoints.
         hf_config_class: name of the config's class in transformers.
@@ -103,7 +114,7 @@ class ModelFamily:
         layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
         block_prefix: prefix of the decoder block's names below `layer_prefix`.
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
-            layer index is num_hidden_layers + i.
+            layer index is num_hidden_layers + i. By default a copy.
         make_block: (class of the target's layers, config, layer index) -> the decoder block of an
             MTP layer, where it is not one of those layers.
         hands_on: config -> whether a step's first draft hands a value of each row to the later
@@ -142,13 +153,12 @@ class ModelFamily:
 
     name: str
     architectures: tuple[str, ...]
-    hf_class: str
     hf_config_class: str
     wiring: MTPWiring
-    num_mtp_layers: Callable[[Any], int | None]
-    layer_prefix: Callable[[int, int], str]
-    cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]]
-    block_config: Callable[[Any], Any]
+    num_mtp_layers: Callable[[Any], int | None] = nextn_layers
+    layer_prefix: Callable[[int, int], str] = nextn_prefix
+    cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]] = paged_kv_specs
+    block_config: Callable[[Any], Any] = copy.deepcopy
     make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(
         config, index
     )
@@ -167,9 +177,15 @@ class ModelFamily:
     stored_prefixes: Mapping[str, str] = field(default_factory=dict)
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked_gate_up: tuple[str, str] | None = None
+    class_name: str = ""
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, Any] = field(default_factory=dict)
     config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
+
+    @property
+    def hf_class(self) -> str:
+        """Name of the target's class in transformers."""
+        return self.class_name or self.architectures[0]
 
     def inner_names(self) -> dict[str, str]:
         """Patterns of stored names inside a multimodal model -> what they become in the text model:
@@ -196,13 +212,14 @@ class ModelFamily:
         return replace(self, wiring=replace(self.wiring, **given))
 
 
-def layers_after(config: Any, count: int, **kinds: str) -> Any:
-    """A copy of the config whose lists of layer kinds go on for `count` MTP layers.
+def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
+    """A copy of the config whose lists of layer kinds go on for `count` MTP layers; by default as
+    many as `nextn_layers` says.
 
     For blocks that look their kind up by index. `kinds` has the MTP layers' kind by the name of the
     list, for instance `mlp_layer_types="sparse"`. A list that the config lacks is left out.
     """
-    extended = copy.deepcopy(config)
+    extended, count = copy.deepcopy(config), nextn_layers(config) if count is None else count
     for name, kind in kinds.items():
         if getattr(extended, name, None) is not None:
             setattr(extended, name, [*getattr(extended, name), *([kind] * count)])

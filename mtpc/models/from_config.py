@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mtpc.errors import CheckpointError, MtpcError
+from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import build_mtp_layer
-from mtpc.models.refused_config import build_shapes, explained
+from mtpc.models.refused_config import build_shapes, explaining
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, ConfigFile
 from mtpc.weights.hub import find_directory
 from mtpc.weights.json_file import check_counts
@@ -89,15 +89,11 @@ def load_config(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedMo
     check_counts(file.config, file.config_path)
     family = family_of(file)
     wanted = getattr(torch, dtype or file.announced_dtype or "bfloat16")
-    try:
+    with explaining(file, family):
         target = build_shapes(file, family, wanted)
         with torch.device("meta"):
             count = _count(family, target, file.directory) if needs_mtp else 0
             layers = tuple(build_mtp_layer(family, target, i).to(wanted) for i in range(count))
-    except MtpcError:
-        raise
-    except Exception as error:
-        raise explained(file, family, error) from error
     return LoadedModel(family, target.eval(), layers, (), str(file.directory), None, True)
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtpc.errors import CheckpointError, MtpcError, OptionError, UnsupportedModelError
+from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, LACKING, ModelFamily
@@ -35,7 +35,7 @@ from mtpc.models.hf import (
 from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers, share_copies
 from mtpc.models.read_config import quiet_transformers, read_config
-from mtpc.models.refused_config import check_size, explained, misshapen
+from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
@@ -254,18 +254,15 @@ def load(
     if isinstance(source, Checkpoint):
         family = family_of(source)
         try:
-            headers = HeaderWeights(source) if headers_only else None
-            loaded = _load_directory(source, family, dtype, needs_mtp, wiring, headers)
-            _ = loaded.state_specs  # Refuses entries that only the state depends on.
-            return loaded
+            with explaining(source, family):
+                headers = HeaderWeights(source) if headers_only else None
+                loaded = _load_directory(source, family, dtype, needs_mtp, wiring, headers)
+                _ = loaded.state_specs  # Refuses entries that only the state depends on.
+                return loaded
         except UnsupportedModelError as error:
             if str(source.directory) in str(error):
                 raise
             raise UnsupportedModelError(f"{source.config_path}: {error}") from error
-        except MtpcError:
-            raise
-        except Exception as error:
-            raise explained(source, family, error) from error
     if isinstance(source, transformers.PreTrainedModel):
         if dtype is not None:
             raise OptionError(
@@ -382,25 +379,20 @@ def read_target(
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
     unread = headers.slice if headers else partial(_Unread, checkpoint)
     state = {name: unread(name) for name in checkpoint.target_tensors}
-    try:
+    with explaining(checkpoint, family), quiet_transformers():
         check_size(checkpoint, family)
-        with quiet_transformers():
-            model, info = model_class(family).from_pretrained(
-                None,
-                config=read_config(checkpoint, family),
-                state_dict=state,
-                dtype=getattr(torch, dtype or checkpoint.dtype),
-                attn_implementation="eager",
-                experts_implementation="eager",
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # They are refused below, by their names.
-                key_mapping=family.inner_names(),
-            )
-    except MtpcError:
-        raise
-    except Exception as error:
-        raise explained(checkpoint, family, error) from error
+        model, info = model_class(family).from_pretrained(
+            None,
+            config=read_config(checkpoint, family),
+            state_dict=state,
+            dtype=getattr(torch, dtype or checkpoint.dtype),
+            attn_implementation="eager",
+            experts_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused below, by their names.
+            key_mapping=family.inner_names(),
+        )
     if info["mismatched_keys"]:
         raise misshapen(checkpoint, family, info["mismatched_keys"])
     if info["missing_keys"]:

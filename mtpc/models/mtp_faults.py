@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import CheckpointError, MtpcError, UnsupportedModelError
-from mtpc.models.adopt import similarity
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.models.adopt import ALIKE, similarity
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.read_config import read_config
-from mtpc.models.refused_config import explained
+from mtpc.models.refused_config import explaining
 from mtpc.weights.checkpoint import Checkpoint, is_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
 from mtpc.weights.quantise import stays_plain
 from mtpc.weights.tensor_file import StoredTensor
 
-_ALIKE = 0.5
-"""Least cosine similarity of an MTP layer's embedding with the target's: a copy that training moved
-is near 1, and the embedding of another model near 0."""
 _COUNT = MTP_COUNT_NAMES[-1]
 
 
@@ -64,13 +61,8 @@ class MTPTensors:
             CheckpointError: transformers refuses its config.json.
         """
         family = family_of(files)
-        try:
-            config = read_config(files, family).get_text_config(decoder=True)
-        except MtpcError:
-            raise
-        except Exception as error:  # transformers raises errors of any kind.
-            raise explained(files, family, error) from error
-        return cls(files, family, config)
+        with explaining(files, family):
+            return cls(files, family, read_config(files, family).get_text_config(decoder=True))
 
     @property
     def announced(self) -> int | None:
@@ -251,7 +243,7 @@ def _foreign(tensors: MTPTensors, loaded: LoadedModel, index: int, graft: str) -
         if role != "embedding" or own not in checkpoint.tensors or theirs is None:
             continue
         alike = similarity(checkpoint.peek(own), checkpoint.peek(theirs))
-        if alike < _ALIKE:
+        if alike < ALIKE:
             found = (
                 f"{own} and {theirs} have a cosine similarity of {alike:.2f}; expected a copy of "
                 "the target's embedding"

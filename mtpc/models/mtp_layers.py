@@ -15,6 +15,7 @@ from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import MTPLayer, stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
+from mtpc.weights.recipes import Join, make
 
 EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
@@ -291,34 +292,42 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
 
     Experts without a gate have `up_proj` [E, I, H] in place of the first.
     """
-    gate, up, down = family.expert_names
     known = [part for part in family.expert_names if part]
     pattern = re.compile(
         rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{'|'.join(known)})\.weight"
     )
     out: dict[str, Tensor] = {}
     tensors = _join_gate_up(tensors, family)
-    parts: dict[str, dict[tuple[str, int], Tensor]] = {}
+    parts: dict[str, set[tuple[str, int]]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
         if match is None:
             out[name] = tensor
         else:
-            key = (match["part"], int(match["index"]))
-            parts.setdefault(match["stem"], {})[key] = tensor
-    for stem, by_part in parts.items():
-        count = 1 + max(index for _, index in by_part)
-        absent = [f"{i}.{p}" for i in range(count) for p in known if (p, i) not in by_part]
+            parts.setdefault(match["stem"], set()).add((match["part"], int(match["index"])))
+    for stem, held in parts.items():
+        count = 1 + max(index for _, index in held)
+        absent = [f"{i}.{p}" for i in range(count) for p in known if (p, i) not in held]
         if absent:
             raise CheckpointError(
                 f"{stem} lacks {', '.join(absent[:8])}; expected {', '.join(known)} for each of "
                 f"{count} experts"
             )
-        first = [part for part in (gate, up) if part]
-        rows = [torch.cat([by_part[part, i] for part in first]) for i in range(count)]
-        out[f"{stem}.gate_up_proj" if gate else f"{stem}.up_proj"] = torch.stack(rows)
-        out[f"{stem}.down_proj"] = torch.stack([by_part[down, i] for i in range(count)])
+        for part in ("gate_up_proj" if family.expert_names[0] else "up_proj", "down_proj"):
+            recipe = stacked_experts(stem, part, family, count)
+            out[f"{stem}.{part}"] = make(recipe, tensors.__getitem__)
     return out
+
+
+def stacked_experts(stem: str, part: str, family: ModelFamily, count: int) -> Join:
+    """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
+    gate, up, down = family.expert_names
+    experts = [f"{stem}.{index}." for index in range(count)]
+    if part != "gate_up_proj":
+        name = down if part == "down_proj" else up
+        return Join("stack", tuple(f"{expert}{name}.weight" for expert in experts))
+    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
+    return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 
 def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ def read_config(file: ConfigFile, family: ModelFamily) -> Any:
 
     Raises:
         CheckpointError: a whole number in the file is impossible for a model.
-        Exception: what transformers and the family raise; see `refused_config.explained`.
+        Exception: what transformers and the family raise; see `refused_config.explaining`.
     """
     kind = config_class(family)
     check_numbers(file, kind)

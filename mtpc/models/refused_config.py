@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, TypeAlias, TypeVar
 
@@ -37,6 +38,8 @@ from mtpc.weights.json_file import kind_of
 _Entry = TypeVar("_Entry")
 Place: TypeAlias = tuple[str, ...]
 """Where an entry is: the names of the objects that it is in, and its own."""
+_ABSENT, _SUITABLE = object(), 2
+"""In the place of a value: no entry at all; and a number that suits many sizes."""
 _LONGEST_S = 20.0
 """The time limit of a search."""
 _MOST_NAMED, _MOST_SAID = 3, 300
@@ -79,6 +82,21 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
         )
 
 
+@contextmanager
+def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
+    """Within it, an error of any kind that transformers raises becomes that of `explained`.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    try:
+        yield
+    except MtpcError:
+        raise
+    except Exception as error:
+        raise explained(file, family, error) from error
+
+
 def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:
     """One error for what transformers says of a checkpoint: it names the entry of config.json.
 
@@ -92,7 +110,7 @@ def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> Checkp
     """
     reason = said(_failure(file, family, file.config) or error)
     end = time.monotonic() + _LONGEST_S
-    found = _guilty(file, family, _without, end) or _guilty(file, family, _with_two, end)
+    found = _guilty(file, family, _ABSENT, end) or _guilty(file, family, _SUITABLE, end)
     if not found:
         return CheckpointError(
             f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
@@ -166,9 +184,13 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
 
 
 def _with(config: dict[str, Any], path: Place, value: Any) -> dict[str, Any]:
-    """A config with another value in one place."""
+    """A config with another value in one place, or without that entry."""
     name, *rest = path
-    return {**config, name: _with(config[name], tuple(rest), value) if rest else value}
+    if rest:
+        return {**config, name: _with(config[name], tuple(rest), value)}
+    if value is _ABSENT:
+        return {key: held for key, held in config.items() if key != name}
+    return {**config, name: value}
 
 
 def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> Exception | None:
@@ -188,12 +210,9 @@ def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> E
 
 
 def _guilty(
-    file: ConfigFile,
-    family: ModelFamily,
-    change: Callable[[dict[str, Any], Place], dict[str, Any]],
-    end: float,
+    file: ConfigFile, family: ModelFamily, other: Any, end: float
 ) -> list[tuple[Place, Any]]:
-    """The entries that make the model fail: after a change of one, it can be built.
+    """The entries that make the model fail: with another value of one, it can be built.
 
     Of entries within each other these are the innermost. The search stops at `end`.
     """
@@ -201,26 +220,13 @@ def _guilty(
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
         for name, value in _until(end, part.items()):
             path = (*above, name)
-            if _failure(file, family, change(file.config, path)) is not None:
+            if _failure(file, family, _with(file.config, path, other)) is not None:
                 continue
             inner = [*search(value, path)] if isinstance(value, dict) else []
             yield from inner or [(path, value)]
 
     is_fine = _failure(file, family, file.config) is None
     return [] if is_fine else [*search(file.config, ())]
-
-
-def _with_two(config: dict[str, Any], path: Place) -> dict[str, Any]:
-    """A config with 2 in one place: a number that suits many sizes."""
-    return _with(config, path, 2)
-
-
-def _without(config: dict[str, Any], path: Place) -> dict[str, Any]:
-    """A config without one of its entries."""
-    name, *rest = path
-    if rest:
-        return {**config, name: _without(config[name], tuple(rest))}
-    return {key: value for key, value in config.items() if key != name}
 
 
 def said(error: Exception) -> str:

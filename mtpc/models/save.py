@@ -14,8 +14,8 @@ from mtpc.models.family import ModelFamily
 from mtpc.models.hf import MTPLayer
 from mtpc.models.mtp_layers import stored_tensors
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-
-_INDEX = "model.safetensors.index.json"
+from mtpc.weights.json_file import CONFIG, INDEX
+from mtpc.weights.shards import write_json
 
 
 def save_checkpoint(
@@ -35,19 +35,19 @@ def save_checkpoint(
     """
     model.save_pretrained(directory)
     named = dict(_named(model, mtp_layers, family))
-    if (directory / _INDEX).is_file():
+    if (directory / INDEX).is_file():
         _add_shard(directory, named)
     else:
         path = directory / "model.safetensors"
         save_file({**load_file(path), **named}, path, metadata={"format": "pt"})
-    path = directory / "config.json"
+    path = directory / CONFIG
     config = json.loads(path.read_text())
     config["architectures"] = [family.architectures[0]]
     text = config.get("text_config", config)
     announced = [name for name in MTP_COUNT_NAMES if name in text] or MTP_COUNT_NAMES[-1:]
     text.update(dict.fromkeys(announced, len(mtp_layers)))
     text.update({**family.released_entries, **text})
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    write_json(path, config)
     return directory
 
 
@@ -67,7 +67,7 @@ def _add_shard(directory: Path, tensors: dict[str, Tensor]) -> None:
     """Write one more shard beside those of transformers, and list its tensors in the index."""
     name = "model-mtp.safetensors"
     save_file(tensors, directory / name, metadata={"format": "pt"})
-    index = json.loads((directory / _INDEX).read_text())
+    index = json.loads((directory / INDEX).read_text())
     index["weight_map"].update(dict.fromkeys(tensors, name))
     index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_json(directory / INDEX, index)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel
-from mtpc.models.mtp_layers import EXPERTS, layer_names, stored_name
+from mtpc.models.mtp_layers import EXPERTS, layer_names, stacked_experts, stored_name
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
@@ -118,7 +118,9 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if not stem.endswith(".experts") or part not in _STACKED:
             continue
         joined = _join_gate_up(stem, loaded.family) if part == "gate_up_proj" else ()
-        for recipe in (_stack_experts(stem, part, loaded.family, checkpoint), *joined):
+        last = f".{loaded.family.expert_names[2]}.weight"
+        count = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
+        for recipe in (stacked_experts(stem, part, loaded.family, count), *joined):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
@@ -138,18 +140,6 @@ def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
     ]
     for place in (name, *moved):
         yield from layer_names(place, family)
-
-
-def _stack_experts(stem: str, part: str, family: ModelFamily, checkpoint: Checkpoint) -> Join:
-    """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
-    gate, up, down = family.expert_names
-    count = sum(name.endswith(f".{down}.weight") for name in checkpoint.names(f"{stem}."))
-    experts = [f"{stem}.{index}." for index in range(count)]
-    if part != "gate_up_proj":
-        name = down if part == "down_proj" else up
-        return Join("stack", tuple(f"{expert}{name}.weight" for expert in experts))
-    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
-    return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 
 def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:

@@ -6,36 +6,65 @@ Yang et al., Gated Delta Networks (arXiv:2412.06464), as transformers computes i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RequestState, run_recurrence
+from mtpc.ops.recurrence import RequestState, Rule, run_recurrence
 
 _EPSILON = 1e-6
 """Epsilon of the norms of queries and keys, as in the flash-linear-attention library."""
 
 
-class _Weights(NamedTuple):
-    """The weights of a layer, and its head dims."""
+class _Terms(NamedTuple):
+    """The inputs of the recurrence."""
 
-    conv: Tensor  # [C, W]
+    query: Tensor  # [..., HV, Dk]
+    key: Tensor  # [..., HV, Dk]
+    value: Tensor  # [..., HV, Dv]
+    decay: Tensor  # [..., HV]
+    beta: Tensor  # [..., HV]
+
+
+@dataclass(frozen=True)
+class _GatedDelta(Rule):
     a_log: Tensor  # [HV]
     dt_bias: Tensor  # [HV]
     key_dim: int
     value_dim: int
 
+    def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
+        """Convolution, gates and norms."""
+        acc = torch.promote_types(rows.dtype, torch.float32)
+        heads = self.a_log.shape[0]
+        mixed = (taps.to(acc) * self.conv.to(acc).t()).sum(-2).to(rows.dtype)
+        mixed = F.silu(mixed).to(acc)  # Rounded before and after, as a convolution of its own is.
+        values = heads * self.value_dim
+        keys = (self.channels - values) // 2
+        query, key, value = mixed.split([keys, keys, values], -1)
+        query, key = (_unit(x.unflatten(-1, (-1, self.key_dim)), heads) for x in (query, key))
+        b, a = rows[..., self.channels :].chunk(2, -1)
+        rate = self.a_log.to(acc).exp() * F.softplus(a.to(acc) + self.dt_bias.to(acc))
+        value = value.unflatten(-1, (heads, -1))
+        return _Terms(query * self.key_dim**-0.5, key, value, (-rate).exp(), b.sigmoid().to(acc))
 
-class _Terms(NamedTuple):
-    """The inputs of the recurrence: query, key [..., HV, Dk], value, decay, beta [..., HV]."""
+    def update(self, state: Tensor, terms: _Terms) -> Tensor:
+        state = state * terms.decay[..., None, None]
+        found = (state * terms.key[..., None]).sum(-2)
+        delta = (terms.value - found) * terms.beta[..., None]
+        return state + terms.key[..., None] * delta[..., None, :]
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    decay: Tensor
-    beta: Tensor
+    def read(self, state: Tensor, terms: _Terms) -> Tensor:
+        return (state * terms.query[..., None]).sum(-2)
+
+
+def _unit(x: Tensor, heads: int) -> Tensor:
+    """Vectors of length 1, repeated for the value heads they serve."""
+    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
+    return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
 @torch.library.custom_op(
@@ -77,9 +106,9 @@ def gated_delta_rule(
     Returns:
         [T, HV, Dv], dtype of rows; zeros for rows that belong to no request that is on.
     """
-    weights = _Weights(conv_weight, a_log, dt_bias, recurrent.shape[2], recurrent.shape[3])
+    rule = _GatedDelta(conv_weight, a_log, dt_bias, recurrent.shape[2], recurrent.shape[3])
     at = (state_slots, seq_lens, query_start_loc, certain_lens)
-    return run_recurrence(_Rule(weights), rows, RequestState(recurrent, history, standing, *at))
+    return run_recurrence(rule, rows, RequestState(recurrent, history, standing, *at))
 
 
 @gated_delta_rule.register_fake
@@ -88,46 +117,3 @@ def _(
     *_: Any, **__: Any,
 ) -> Tensor:  # fmt: skip
     return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
-
-
-def _terms(taps: Tensor, rows: Tensor, weights: _Weights) -> _Terms:
-    """Convolution, gates and norms; taps [..., W, C], rows [..., C + 2 HV]."""
-    acc = torch.promote_types(rows.dtype, torch.float32)
-    channels, heads = weights.conv.shape[0], weights.a_log.shape[0]
-    mixed = (taps.to(acc) * weights.conv.to(acc).t()).sum(-2).to(rows.dtype)
-    mixed = F.silu(mixed).to(acc)  # Rounded before and after, as a convolution of its own is.
-    values = heads * weights.value_dim
-    query, key, value = mixed.split(
-        [(channels - values) // 2, (channels - values) // 2, values], -1
-    )
-    query, key = (_unit(x.unflatten(-1, (-1, weights.key_dim)), heads) for x in (query, key))
-    b, a = rows[..., channels:].chunk(2, -1)
-    rate = weights.a_log.to(acc).exp() * F.softplus(a.to(acc) + weights.dt_bias.to(acc))
-    value = value.unflatten(-1, (heads, -1))
-    return _Terms(query * weights.key_dim**-0.5, key, value, (-rate).exp(), b.sigmoid().to(acc))
-
-
-def _unit(x: Tensor, heads: int) -> Tensor:
-    """Vectors of length 1, repeated for the value heads they serve."""
-    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
-    return x.repeat_interleave(heads // x.shape[-2], -2)
-
-
-class _Rule:
-    """The gated delta rule with the weights of a layer; see `mtpc.ops.recurrence.Rule`."""
-
-    def __init__(self, weights: _Weights):
-        self.weights = weights
-        self.channels, self.width = weights.conv.shape
-
-    def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
-        return _terms(taps, rows, self.weights)
-
-    def update(self, state: Tensor, terms: _Terms) -> Tensor:
-        state = state * terms.decay[..., None, None]
-        found = (state * terms.key[..., None]).sum(-2)
-        delta = (terms.value - found) * terms.beta[..., None]
-        return state + terms.key[..., None] * delta[..., None, :]
-
-    def read(self, state: Tensor, terms: _Terms) -> Tensor:
-        return (state * terms.query[..., None]).sum(-2)

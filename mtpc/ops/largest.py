@@ -31,12 +31,6 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count].contiguous(), places[..., :count].contiguous()
 
 
-@topk.register_fake
-def _(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], count)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-
-
 @torch.library.custom_op("mtpc::group_topk", mutates_args=())
 def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
     """`topk` among the best groups of each row: how DeepSeek-V3 limits a choice of experts
@@ -60,8 +54,9 @@ def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, T
     return topk(x.masked_fill(~is_kept, -torch.inf), count)
 
 
+@topk.register_fake
 @group_topk.register_fake
-def _(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, count: int, *_: int) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], count)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RequestState, run_recurrence
+from mtpc.ops.recurrence import RequestState, Rule, run_recurrence
 
 
 class _Terms(NamedTuple):
@@ -27,24 +27,13 @@ class _Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """The scan with the weights of a layer; see `mtpc.ops.recurrence.Rule`."""
-
-    conv: Tensor  # [C, W]
+class _SelectiveScan(Rule):
     bias: Tensor | None  # [C]
     a_log: Tensor  # [HV]
     skip: Tensor  # [HV]
     dt_bias: Tensor  # [HV]
     state_dim: int
     groups: int
-
-    @property
-    def channels(self) -> int:
-        return self.conv.shape[0]
-
-    @property
-    def width(self) -> int:
-        return self.conv.shape[1]
 
     def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -116,7 +105,7 @@ def mamba2_scan(
         [T, HV, P], dtype of rows; zeros for rows that belong to no request that is on.
     """
     weights = (conv_weight, conv_bias, a_log, skip, dt_bias)
-    rule = _Rule(*weights, recurrent.shape[2], groups)
+    rule = _SelectiveScan(*weights, recurrent.shape[2], groups)
     at = (state_slots, seq_lens, query_start_loc, certain_lens)
     return run_recurrence(rule, rows, RequestState(recurrent, history, standing, *at))
 

@@ -18,8 +18,9 @@ anything reads them. L = 0 is a fresh request: its state is zero, whatever the s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +28,32 @@ from torch import Tensor
 from mtpc.ops.ragged import request_of
 
 
-class Rule(Protocol):
-    """A convolution of the first `channels` inputs over `width` positions, and a recurrence."""
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A recurrence after a convolution of its first C inputs over W positions."""
+
+    conv: Tensor  # [C, W]
 
     @property
-    def width(self) -> int: ...
+    def channels(self) -> int:
+        return self.conv.shape[0]
 
     @property
-    def channels(self) -> int: ...
+    def width(self) -> int:
+        return self.conv.shape[1]
 
+    @abstractmethod
     def terms(self, taps: Tensor, rows: Tensor) -> Any:
         """The recurrence's inputs, a named tuple of [..., HV, ...]: of what the convolution sees,
         [..., W, C], and of the rows themselves."""
-        ...
 
+    @abstractmethod
     def update(self, state: Tensor, terms: Any) -> Tensor:
         """One position: state [..., HV, Dk, Dv]."""
-        ...
 
+    @abstractmethod
     def read(self, state: Tensor, terms: Any) -> Tensor:
         """The output of a position, [..., HV, Dv], of the state after it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,16 @@ def written_by(reference: Any) -> tuple[str, ...]:
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def given_to(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, defaults left out."""
+    overload: Any = node.target
+    names = (argument.name for argument in overload._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, defaults left out; of nodes the (fake) values."""
-    overload: Any = node.target
-    names = [argument.name for argument in overload._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return dict(fx.node.map_aggregate(given, value_of))
+    return dict(fx.node.map_aggregate(given_to(node), value_of))
 
 
 def value_of(argument: Any) -> Any:

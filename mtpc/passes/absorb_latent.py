@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
+from mtpc.passes.base import Policy, emit, is_call, tidy
 
 aten = torch.ops.aten
 mtpc = torch.ops.mtpc
@@ -32,9 +32,7 @@ class AbsorbLatent:
         found = [n for n in graph.graph.nodes if is_call(n, mtpc.expanded_latent_attention.default)]
         for node in found:
             _absorb(node)
-        sweep(graph)
-        refresh_values(graph)
-        return len(found)
+        return tidy(graph, len(found))
 
 
 def _absorb(node: fx.Node) -> None:

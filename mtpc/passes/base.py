@@ -9,17 +9,25 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
-from mtpc.capture.graph import PassRecord, StepGraph, get_tensor, set_tensor
-from mtpc.capture.inline import fake_call, fake_mode_of
+from mtpc.capture.graph import (
+    PassRecord,
+    StepGraph,
+    arguments,
+    first_argument,
+    get_tensor,
+    set_tensor,
+)
+from mtpc.capture.inline import all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.ops.signatures import value_of
 from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
+
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 
 Policy = Literal["required", "on", "backend", "off"]
 """When a pass runs. `required`: always, for without it a graph is not valid, or not one graph.
@@ -108,7 +116,11 @@ def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx
 
 def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:
     """Append the attribute of a derived weight, made once per program; `like` lends fakes."""
-    tensor = graph.weights.derive(name, recipe)
+    return emit_attribute(graph, name, graph.weights.derive(name, recipe), like)
+
+
+def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+    """Append the attribute of a tensor that is not a parameter; `like` lends fakes."""
     set_tensor(graph.module, name, tensor, buffer=True)
     node = graph.graph.get_attr(name)
     node.meta = {"val": like.meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
@@ -163,9 +175,7 @@ def _is_alike(old: Mapping[str, Any], new: Mapping[str, Any], taken: set[int]) -
         return False
     if _form(one) != _form(other):
         return False
-    given: list[Tensor] = []
-    tree_map_only(Tensor, given.append, [old["given"], new["given"]])
-    theirs = taken.union(*(storages(tensor) for tensor in given))
+    theirs = taken.union(storages([old["given"], new["given"]]))
     return theirs.isdisjoint((*storages(one), *storages(other)))
 
 
@@ -177,23 +187,11 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 def _has_value(node: fx.Node) -> bool:
     """Whether `val` is for the arguments that the call has now."""
     now = (fx.node.map_aggregate(node.args, value_of), fx.node.map_aggregate(node.kwargs, value_of))
-    return "given" in node.meta and _same(now, node.meta["given"])
+    return "given" in node.meta and all_same(now, node.meta["given"], _same)
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether arguments are equal; tensors are if they are the same object."""
-    if isinstance(one, (tuple, list)):
-        return (
-            isinstance(other, (tuple, list))
-            and len(one) == len(other)
-            and all(map(_same, one, other))
-        )
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and list(one) == list(other)
-            and all(_same(one[name], other[name]) for name in one)
-        )
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     return type(one) is type(other) and bool(one == other)
@@ -204,9 +202,55 @@ def sweep(graph: StepGraph) -> int:
     return eliminate_dead_nodes(graph.graph)
 
 
+def tidy(graph: StepGraph, rewrites: int) -> int:
+    """Sweep and refresh values after rewrites, if there are any; returns their number."""
+    if rewrites:
+        sweep(graph)
+        refresh_values(graph)
+    return rewrites
+
+
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether a node calls one of these operator overloads."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 GETITEM = operator.getitem
+
+
+def operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
+    """The first arguments of a call of an operator, if all others are at their defaults.
+
+    Args:
+        node: anything.
+        target: the operator overload.
+        count: how many arguments to return, in the schema's order, defaults filled in.
+
+    Returns:
+        The arguments; as many None for any other node, and for a call with another argument set.
+    """
+    values = list(arguments(node).values()) if is_call(node, target) else []
+    rest = target._schema.arguments[count:]
+    is_plain = all(v == a.default_value for v, a in zip(values[count:], rest, strict=False))
+    return tuple(values[:count]) if values and is_plain else (None,) * count
+
+
+def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
+    """Both orders of the operands of a call of a commutative operator."""
+    left, right = operands(node, target, 2)
+    return () if left is None else ((left, right), (right, left))
+
+
+def cast(node: Any) -> Any:
+    """What a cast casts, if it changes the dtype only."""
+    if not is_call(node, *_CASTS):
+        return None
+    source = first_argument(node)
+    before, after = source.meta["val"], node.meta["val"]
+    moves = before.device != after.device or before.layout != after.layout
+    return None if moves else source
+
+
+def is_narrow(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import mtpc.ops.batch_invariant  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named, refresh_values, sweep
+from mtpc.passes.base import Policy, emit, emit_named, tidy
 
 aten = torch.ops.aten
 
@@ -42,10 +42,7 @@ class BatchInvariant:
             if new is not None:
                 node.replace_all_uses_with(new)
                 rewrites += 1
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, rewrites)
 
 
 @dataclass(frozen=True)

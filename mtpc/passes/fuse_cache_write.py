@@ -10,8 +10,7 @@ from torch import fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, is_call, refresh_values, sweep
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
 
 _WRITE = torch.ops.mtpc.write_cache.default
@@ -39,10 +38,7 @@ class FuseCacheWrite:
             if is_call(node, _ATTEND):
                 rewrites += _fuse(graph.graph, node, seen)
             seen.add(node)
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, rewrites)
 
 
 @dataclass

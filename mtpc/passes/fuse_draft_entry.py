@@ -11,8 +11,7 @@ from torch import fx
 import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit, is_call, sweep
-from mtpc.passes.patterns import operands
+from mtpc.passes.base import Policy, emit, is_call, operands, sweep
 
 _NORM = torch.ops.mtpc.rms_norm.default
 

@@ -12,8 +12,17 @@ import mtpc.ops.fused
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
-from mtpc.passes.patterns import cast, either_way, is_narrow, operands
+from mtpc.passes.base import (
+    GETITEM,
+    Policy,
+    cast,
+    either_way,
+    emit,
+    is_call,
+    is_narrow,
+    operands,
+    tidy,
+)
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
@@ -47,10 +56,7 @@ class FuseElementwise:
                 if fuse(graph.graph, node):
                     rewrites += 1
                     break
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, rewrites)
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:

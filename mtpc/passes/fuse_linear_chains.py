@@ -11,8 +11,7 @@ from torch import fx
 import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, refresh_values, sweep
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import GETITEM, Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
@@ -54,10 +53,7 @@ class FuseLinearChains:
             if len(chain.stages) > 1 and chain.residual is not None:
                 _replace(graph.graph, chain)
                 rewrites += 1
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, rewrites)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import fx
 import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, refresh_values, sweep
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, is_narrow, operands, tidy
 
 aten = torch.ops.aten
 
@@ -49,10 +48,7 @@ class FuseSkinnyLinears:
             else:
                 _fuse_norm(graph.graph, node, norm)
             rewrites += 1
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, rewrites)
 
 
 def _rows_of(x: Any, weight: Any) -> int | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor, is_buffer_name
-from mtpc.passes.base import emit, emit_weight, is_call, refresh_values, sweep
+from mtpc.passes.base import emit, emit_weight, is_call, sweep, tidy
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
 from mtpc.weights.recipes import Grouped, Join, Packed, Recipe
@@ -44,28 +45,24 @@ class LinearGroup:
         """Sum of their output features."""
         return sum(_features(node) for node in self.nodes)
 
-    def weight(self) -> fx.Node:
-        """Append the get_attr node of their joined weight."""
-        return _joined_plain(self.graph, self._operands("weight"))
+    @property
+    def weights(self) -> list[fx.Node]:
+        return self._operands("weight")
 
-    def packed(self) -> fx.Node:
-        """Append the get_attr node of their joined weight, packed."""
-        return joined_packed(self.graph, self._operands("weight"))
-
-    def pieces(self, spec: GroupSpec, stem: str) -> tuple[fx.Node | None, ...]:
-        """Append the get_attr nodes of their joined codes, scales and zero points."""
-        return joined_pieces(self.graph, self._operands("weight"), spec, stem)
-
-    def bias(self) -> fx.Node | None:
-        """Append the get_attr node of their joined bias; None if they have none."""
+    def bias(self) -> tuple[fx.Node, ...]:
+        """Append the get_attr node of their joined bias; () if they have none."""
         biases = self._operands("bias")
-        return None if biases[0] is None else _joined_plain(self.graph, biases)
+        return () if biases[0] is None else (joined_plain(self.graph, biases),)
+
+    def emit(self, target: Any, *operands: Any) -> fx.Node:
+        """Append a call of an operator on their input and these operands."""
+        return emit(self.graph.graph, target, (self.input, *operands), self.nodes[0])
 
     def _operands(self, name: str) -> list[fx.Node]:
         return [arguments(node)[name] for node in self.nodes]
 
 
-def _joined_plain(graph: StepGraph, weights: list[fx.Node]) -> fx.Node:
+def joined_plain(graph: StepGraph, weights: list[fx.Node]) -> fx.Node:
     """Append the get_attr node of the concatenation of weights; a program makes it once."""
     if len(weights) == 1:
         return weights[0]
@@ -133,12 +130,15 @@ def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
     return [LinearGroup(graph, tuple(nodes)) for nodes in found.values()]
 
 
-def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.Node]) -> None:
+def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.Node]) -> int:
     """Replace each group by one call, and each linear by a slice of its result.
 
     Args:
         groups: of one graph.
         joint: emits the call for a group; its result is [..., features].
+
+    Returns:
+        The number of groups.
     """
     for group in groups:
         first = group.nodes[0]
@@ -154,9 +154,7 @@ def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.
                 start = end
         for node in group.nodes:
             group.graph.graph.erase_node(node)
-    if groups:
-        sweep(groups[0].graph)
-        refresh_values(groups[0].graph)
+    return tidy(groups[0].graph, len(groups)) if groups else 0
 
 
 def exchange_experts(

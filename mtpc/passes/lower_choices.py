@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, sweep
-from mtpc.passes.patterns import cast, operands
+from mtpc.passes.base import GETITEM, Policy, cast, emit, is_call, operands, sweep
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit
-from mtpc.passes.linears import LinearGroup, linear_groups, replace_groups
+from mtpc.passes.base import Policy
+from mtpc.passes.linears import LinearGroup, joined_plain, linear_groups, replace_groups
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,9 @@ class MergeProjections:
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: True)
         merged = [group for group in groups if len(group.nodes) >= self.min_group]
-        replace_groups(merged, _joint)
-        return len(merged)
+        return replace_groups(merged, _joint)
 
 
 def _joint(group: LinearGroup) -> fx.Node:
-    bias = group.bias()
-    args = (group.input, group.weight(), *([] if bias is None else [bias]))
-    return emit(group.graph.graph, torch.ops.aten.linear.default, args, group.nodes[0])
+    bias, weight = group.bias(), joined_plain(group.graph, group.weights)
+    return group.emit(torch.ops.aten.linear.default, weight, *bias)

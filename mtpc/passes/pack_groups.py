@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import mtpc.ops.grouped  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named
+from mtpc.passes.base import Policy, emit_named
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -97,15 +97,12 @@ def _place_linears(
 ) -> int:
     """Replace the linears on weights of one form; returns how many calls take their place."""
     groups = linear_groups(graph, lambda node, _: specs.get(node) == form)
-    replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
-    return len(groups)
+    return replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
 
 
 def _grouped_linear(group: LinearGroup, spec: GroupSpec, stem: str) -> fx.Node:
-    bias = group.bias()
-    pieces = group.pieces(spec, stem)
-    args = (group.input, *pieces, group.features, *([] if bias is None else [bias]))
-    return emit(group.graph.graph, torch.ops.mtpc.grouped_linear.default, args, group.nodes[0])
+    bias, pieces = group.bias(), joined_pieces(group.graph, group.weights, spec, stem)
+    return group.emit(torch.ops.mtpc.grouped_linear.default, *pieces, group.features, *bias)
 
 
 def _grouped_experts(

@@ -8,12 +8,21 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.float32_linear
+import mtpc.ops.batch_invariant
 import mtpc.ops.grouped
 import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named, is_call, sweep
-from mtpc.passes.head_products import pack_head_products
+from mtpc.passes.base import (
+    Policy,
+    cast,
+    emit,
+    emit_named,
+    emit_weight,
+    is_call,
+    operands,
+    sweep,
+    tidy,
+)
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -22,9 +31,10 @@ from mtpc.passes.linears import (
     joined_packed,
     linear_groups,
     replace_groups,
+    weight_of,
 )
-from mtpc.passes.patterns import cast
 from mtpc.weights.packing import can_pack
+from mtpc.weights.recipes import Blocks, Packed
 
 aten = torch.ops.aten
 
@@ -50,8 +60,7 @@ class PackWeights:
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))
-        replace_groups(groups, _packed_linear)
-        packed = len(groups) + pack_head_products(graph)
+        packed = replace_groups(groups, _packed_linear) + _pack_head_products(graph)
         packed += exchange_experts(graph, lambda node, weight: can_pack(weight), _packed_experts)
         draft = draft_nodes(graph.graph)
         is_ours = packed or any(
@@ -61,10 +70,8 @@ class PackWeights:
 
 
 def _packed_linear(group: LinearGroup) -> fx.Node:
-    bias = group.bias()
-    packed = group.packed()
-    args = (group.input, packed, group.features, *([] if bias is None else [bias]))
-    return emit(group.graph.graph, torch.ops.mtpc.packed_linear.default, args, group.nodes[0])
+    bias, packed = group.bias(), joined_packed(group.graph, group.weights)
+    return group.emit(torch.ops.mtpc.packed_linear.default, packed, group.features, *bias)
 
 
 def _widen_linears(graph: StepGraph) -> int:
@@ -103,3 +110,57 @@ def _packed_experts(graph: StepGraph, node: fx.Node) -> fx.Node:
     for name in EXPERT_WEIGHTS:
         values[name] = joined_packed(graph, [values[name]])
     return emit_named(graph.graph, torch.ops.mtpc.packed_experts.default, values, node)
+
+
+def _pack_head_products(graph: StepGraph) -> int:
+    """Replace batched products over heads by `mtpc::packed_head_linear`; returns how many.
+
+    absorb-latent leaves two of them beside each attention: the rows of each head times a block of
+    rows of W. A batched matrix product reads W across its rows, and its order of addition depends
+    on the number of rows of x. The packed op does neither.
+    """
+    found = [
+        (n, _head_blocks(graph, n)) for n in graph.graph.nodes if is_call(n, aten.matmul.default)
+    ]
+    products = [(node, *blocks) for node, blocks in found if blocks is not None]
+    for node, weight, blocks in products:
+        _exchange_head(graph, node, weight, blocks)
+    return tidy(graph, len(products))
+
+
+def _head_blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
+    """The weight of a product over heads, and the block of it, [N, K], that each head reads; None
+    for any other product."""
+    x, factor = operands(node, aten.matmul.default, 2)
+    whole = _transposed(factor, 1, 2)
+    view, dim, start, stop = operands(factor if whole is None else whole, aten.slice.Tensor, 4)
+    source, _ = operands(view, aten.view.default, 2)
+    weight = weight_of(graph, source)
+    if _transposed(x, 0, 1) is None or weight is None or dim != 1:
+        return None
+    if weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:
+        return None
+    heads = view.meta["val"].shape[0]
+    return source, Blocks(heads, start, stop, whole is None, str(source.target))
+
+
+def _exchange_head(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) -> None:
+    x, _ = operands(node, aten.matmul.default, 2)
+    turned = "t" if blocks.transposed else "n"
+    source = str(weight.target).replace(".", "_")
+    name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
+    with graph.graph.inserting_before(node):
+        packed = emit_weight(graph, name, Packed(blocks), weight)
+        args = (_transposed(x, 0, 1), packed, node.meta["val"].shape[-1])
+        rows = emit(graph.graph, torch.ops.mtpc.packed_head_linear.default, args, node)
+        again = emit(graph.graph, aten.transpose.int, (rows, 0, 1), node)
+    for user in list(node.users):
+        if _transposed(user, 0, 1) is not None:
+            user.replace_all_uses_with(rows)
+    node.replace_all_uses_with(again)
+
+
+def _transposed(node: Any, first: int, second: int) -> Any:
+    """The input of a node that transposes these two dimensions, or None."""
+    x, *dims = operands(node, aten.transpose.int, 3)
+    return x if dims == [first, second] else None

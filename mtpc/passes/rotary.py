@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtpc.passes.base import emit
-from mtpc.passes.patterns import is_narrow, operands
+from mtpc.passes.base import emit, is_narrow, operands
 
 aten = torch.ops.aten
 

@@ -10,8 +10,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named, is_call, refresh_values, sweep
-from mtpc.passes.patterns import operands
+from mtpc.passes.base import Policy, emit, emit_named, is_call, operands, refresh_values, sweep
 
 aten = torch.ops.aten
 

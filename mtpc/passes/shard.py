@@ -19,8 +19,7 @@ from mtpc.passes.base import (
     emit_named,
     emit_weight,
     is_call,
-    refresh_values,
-    sweep,
+    tidy,
 )
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
 from mtpc.weights.recipes import Rows
@@ -84,11 +83,7 @@ class ShardStep:
     def apply(self, graph: StepGraph) -> int:
         if self.sharding is None:
             return 0
-        rewrites = _Cutter(graph, self.sharding).run()
-        if rewrites:
-            sweep(graph)
-            refresh_values(graph)
-        return rewrites
+        return tidy(graph, _Cutter(graph, self.sharding).run())
 
 
 class _Cutter:

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mtpc.capture.graph import StepGraph, set_tensor
-from mtpc.passes.base import Policy, emit, emit_weight, sweep
+from mtpc.capture.graph import StepGraph
+from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, operands, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
-from mtpc.passes.patterns import operands
 from mtpc.weights.recipes import Rows
 
 aten = torch.ops.aten
@@ -75,10 +74,7 @@ class TrimDraftHead:
             return index
         device = index.meta["val"].device
         name = graph.weights.add_constant(torch.tensor(self.token_ids, device=device))
-        table = graph.weights[name]
-        set_tensor(graph.module, name, table, buffer=True)
-        ids = graph.graph.get_attr(name)
-        ids.meta = {"val": index.meta["val"].fake_mode.from_tensor(table, static_shapes=True)}
+        ids = emit_attribute(graph, name, graph.weights[name], index)
         return emit(graph.graph, aten.index_select.default, (ids, 0, index), index)
 
 

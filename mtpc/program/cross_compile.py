@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpc.backends.cross import CrossBackend
+from mtpc.backends.cuda import CrossBackend
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
-from mtpc.weights.formats import QuantisedWeight, find_quantised
+from mtpc.weights.formats import find_quantised
 from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 from mtpc.weights.json_file import GENERATION, check_ids, read_json
@@ -53,15 +53,17 @@ class Checkpoint(CheckpointFiles):
         directory = self.directory
         self.tensors = dict(self.stored)
         try:
-            found = find_quantised(self.tensors, self.config)
+            self._quantised, dropped = find_quantised(self.tensors, self.config)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        self._quantised = found.weights
         self.dequantised: set[str] = set()
-        for name in found.dropped:
+        for name in dropped:
             del self.tensors[name]
-        for weight in self._quantised.values():
-            self._add_quantised(weight)
+        for weight in self._quantised.values():  # In the place of what it is stored as.
+            for stored in weight.parts.values():
+                self.tensors.pop(stored, None)
+            codes, dtype = self.stored[weight.parts["codes"]], dtype_code(self._read_dtype)
+            self.tensors[weight.name] = replace(codes, dtype=dtype, shape=weight.shape)
         self._parts = find_fused_qkv(self.tensors, self.text_config)
         for name, part in self._parts.items():
             whole = self.tensors[part.fused]
@@ -69,15 +71,6 @@ class Checkpoint(CheckpointFiles):
         for fused in {part.fused for part in self._parts.values()}:
             del self.tensors[fused]
         self.target_tensors = self.tensors
-
-    def _add_quantised(self, weight: QuantisedWeight) -> None:
-        """Put a weight in the place of the tensors that it is stored as."""
-        codes = self.stored[weight.parts["codes"]]
-        for part in weight.parts.values():
-            self.tensors.pop(part, None)
-        self.tensors[weight.name] = replace(
-            codes, dtype=dtype_code(self._read_dtype), shape=weight.shape
-        )
 
     @property
     def mtp_directory(self) -> Path:

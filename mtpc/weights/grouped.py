@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtpc.weights.packing import TILE, allocate, count_tiles, pack, unpack
+from mtpc.weights.packing import TILE, allocate, count_tiles, fill_tiles, pack, unpack
 
 Kind = Literal["int4", "int8", "float8"]
 
@@ -93,14 +93,13 @@ class GroupedWeight:
             raise ValueError(f"a weight {list(self.codes.shape)} of {self.form}: {why}")
         codes = torch.float8_e4m3fn if self.form.kind == "float8" else torch.uint8
         shape = torch.Size((*rows, inputs // self.form.group))
-        expected: dict[str, tuple[Tensor, tuple[torch.dtype, ...], torch.Size]]
-        expected = {"codes": (self.codes, (codes,), self.codes.shape)}
-        expected["scales"] = (self.scales, _SCALES, shape)
-        if self.zeros is not None:
-            dtype = self.scales.dtype if self.form.has_mins else torch.uint8
-            expected["zeros"] = (self.zeros, (dtype,), shape)
-        for name, (tensor, dtypes, wanted) in expected.items():
-            if tensor.dtype not in dtypes or tensor.shape != wanted:
+        zeros = self.scales.dtype if self.form.has_mins else torch.uint8
+        for name, tensor, dtypes, wanted in (
+            ("codes", self.codes, (codes,), self.codes.shape),
+            ("scales", self.scales, _SCALES, shape),
+            ("zeros", self.zeros, (zeros,), shape),
+        ):
+            if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != wanted):
                 raise ValueError(
                     f"{name} of {self.form}: expected {' or '.join(map(str, dtypes))} "
                     f"{list(wanted)}, found {tensor.dtype} {list(tensor.shape)}"
@@ -111,12 +110,16 @@ class GroupedWeight:
 
     def dequantise(self) -> Tensor:
         """The weight in float32 [..., N, K]."""
-        codes = self.codes.float().unflatten(-1, (-1, self.form.group))
-        scales = self.scales[..., None].float()
-        zeros = None if self.zeros is None else self.zeros[..., None].float()
-        if self.form.has_mins:
-            return (codes * scales - zeros).flatten(-2)
-        return ((codes - (self.form.default_zero if zeros is None else zeros)) * scales).flatten(-2)
+        codes = self.codes.unflatten(-1, (-1, self.form.group))
+        zeros = None if self.zeros is None else self.zeros[..., None]
+        return values_of(self.form, codes, self.scales[..., None], zeros).flatten(-2)
+
+
+def values_of(form: GroupForm, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """The values of codes in float32; scales and zeros have a place for each, or are broadcast."""
+    codes, scales = codes.float(), scales.float()
+    points = form.default_zero if zeros is None else zeros.float()
+    return codes * scales - points if form.has_mins else (codes - points) * scales
 
 
 def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
@@ -164,12 +167,7 @@ def pack_scales(scales: Tensor) -> Tensor:
     """
     *stack, features, groups = scales.shape
     packed = allocate((*stack, count_tiles(features), groups, TILE), scales.dtype)
-    whole, rest = divmod(features, TILE)
-    tiles = scales[..., : whole * TILE, :].unflatten(-2, (whole, TILE))
-    packed[..., :whole, :, :] = tiles.transpose(-2, -1)
-    if rest:
-        packed[..., whole, :, :] = 0
-        packed[..., whole, :, :rest] = scales[..., whole * TILE :, :].transpose(-2, -1)
+    fill_tiles(scales, packed)
     return packed
 
 

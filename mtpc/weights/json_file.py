@@ -46,17 +46,14 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
         value = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(
-            f"{path} is not valid JSON: {_reason(error)}; expected an object in UTF-8: copy or "
-            "download the file again"
+            f"{path} is not valid JSON: {reason}; expected an object in UTF-8: copy or download "
+            "the file again"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {kind_of(value)}; expected an object with entries")
     return value
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def kind_of(value: Any) -> str:
@@ -91,8 +88,9 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
             if part.get(name) is not None and part[name] not in DTYPES:
                 raise wrong(path, prefix + name, part[name], f"one of {', '.join(DTYPES)}")
         for name, value in part.items():
-            if _SIZE.fullmatch(name):
-                _check_size(path, prefix + name, value)
+            # Released configs have -1 for no limit.
+            if _SIZE.fullmatch(name) and isinstance(value, int) and not -1 <= value <= LARGEST:
+                raise wrong(path, prefix + name, value, f"a size of at most {LARGEST}")
         check_ids(part.get("eos_token_id"), path, f"{prefix}eos_token_id")
     _check_shares(config, path, "")
 
@@ -104,12 +102,6 @@ def _check_shares(part: Mapping[str, Any], path: Path, prefix: str) -> None:
             _check_shares(value, path, f"{prefix}{name}.")
         elif name == _SHARE and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise wrong(path, prefix + name, value, "a share of 0 to 1")
-
-
-def _check_size(path: Path, name: str, value: Any) -> None:
-    """Refuse a whole number that cannot be a size. Released configs have -1 for no limit."""
-    if isinstance(value, int) and not -1 <= value <= LARGEST:
-        raise wrong(path, name, value, f"a size of at most {LARGEST}")
 
 
 def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None = None) -> None:

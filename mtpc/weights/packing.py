@@ -76,14 +76,17 @@ def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) ->
     """
     if finite is not None:
         finite.logical_and_(weight.isfinite().all())
-    *stack, features, _ = weight.shape
-    whole, rest = divmod(features, TILE)
-    groups, to = _groups(weight), packed.flatten(-2).view(torch.int32)
-    tiles = groups[..., : whole * TILE, :].reshape(*stack, whole, TILE, groups.shape[-1])
-    to[..., :whole, :, :].copy_(tiles.transpose(-2, -1))
+    fill_tiles(_groups(weight), packed.flatten(-2).view(torch.int32))
+
+
+def fill_tiles(rows: Tensor, tiles: Tensor) -> None:
+    """Put rows [..., N, G] into tiles [..., ceil(N / 32), G, 32]; zeros fill the last one."""
+    whole, rest = divmod(rows.shape[-2], TILE)
+    full = rows[..., : whole * TILE, :].unflatten(-2, (whole, TILE))
+    tiles[..., :whole, :, :] = full.transpose(-2, -1)
     if rest:
-        to[..., whole, :, :].zero_()
-        to[..., whole, :, :rest].copy_(groups[..., whole * TILE :, :].transpose(-2, -1))
+        tiles[..., whole, :, :] = 0
+        tiles[..., whole, :, :rest] = rows[..., whole * TILE :, :].transpose(-2, -1)
 
 
 def _groups(weight: Tensor) -> Tensor:

@@ -131,13 +131,18 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
             recipe
         )
     if isinstance(recipe, Packed):
-        return _pack(recipe, tensor_of, fill)
+        out = allocate(recipe, tensor_of)
+        _place(recipe.part, out, tensor_of, fill)
+        # It is packed in the host's memory, which has huge pages, and then moved.
+        return out.to(tensor_of(next(names(recipe.part))).device)
     if isinstance(recipe, Rows):
         whole = make(recipe.part, tensor_of, fill)
         held = [whole.narrow(recipe.dim, start, stop - start) for start, stop in recipe.runs]
         return torch.cat(held, recipe.dim)
     if isinstance(recipe, Blocks):
-        return _take_blocks(recipe, make(recipe.part, tensor_of, fill))
+        whole = make(recipe.part, tensor_of, fill)
+        blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
+        return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
     parts = [make(part, tensor_of, fill) for part in recipe.parts]
     if recipe.op == "stack":
         return torch.stack(parts)
@@ -157,18 +162,6 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
         return packing.allocate_packed(*_extent(recipe.part, tensor_of))
     shape, dtype = _extent(recipe, tensor_of)
     return torch.empty(shape, dtype=dtype)
-
-
-def _take_blocks(recipe: Blocks, whole: Tensor) -> Tensor:
-    blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
-    return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
-
-
-def _pack(recipe: Packed, tensor_of: TensorOf, fill: Fill) -> Tensor:
-    out = allocate(recipe, tensor_of)
-    _place(recipe.part, out, tensor_of, fill)
-    # The weight is packed in the host's memory, which has huge pages, and then moved.
-    return out.to(tensor_of(next(names(recipe.part))).device)
 
 
 def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
@@ -344,11 +337,11 @@ def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
-    elif isinstance(recipe, (Packed, Rows, Blocks, Grouped)):
-        yield from names(recipe.part)
-    else:
+    elif isinstance(recipe, Join):
         for part in recipe.parts:
             yield from names(part)
+    else:
+        yield from names(recipe.part)
 
 
 def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:

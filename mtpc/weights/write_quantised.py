@@ -84,73 +84,69 @@ def quantise_checkpoint(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
     with new_directory(out) as scratch:
-        return _Writer(checkpoint, scratch, scheme, head, tuple(keep), tell).write()
+        return _Writer(checkpoint, scratch, scheme, head, keep, tell).write()
 
 
+@dataclass(frozen=True)
 class _Writer:
-    """Writes one checkpoint into a directory."""
+    """Writes one checkpoint into a directory; see `quantise_checkpoint`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        directory: Path,
-        scheme: str,
-        head: bool,
-        keep: tuple[str, ...],
-        tell: Callable[[str], None],
-    ):
-        self._checkpoint, self._directory, self._tell = checkpoint, directory, tell
-        self._scheme, self._head, self._keep = scheme, head, keep
+    checkpoint: Checkpoint
+    directory: Path
+    scheme: str
+    head: bool
+    keep: Sequence[str]
+    tell: Callable[[str], None]
 
     def write(self) -> Written:
         """Write all files."""
-        stored = self._checkpoint.stored
+        stored = self.checkpoint.stored
         specs = {name: spec for name in stored if (spec := self._spec(name)) is not None}
         if not specs:
             raise CheckpointError(
-                f"{self._checkpoint.directory} has no weight that {self._scheme} fits; expected "
+                f"{self.checkpoint.directory} has no weight that {self.scheme} fits; expected "
                 "matrices whose number of inputs is a multiple of its groups"
             )
         matrices = (n for n, s in stored.items() if n.endswith(".weight") and len(s.shape) == 2)
         plain = tuple(name for name in matrices if name not in specs)
         after = self._write_shards(specs)
         self._write_config(plain)
-        copy_others(self._checkpoint.directory, self._directory)
+        copy_others(self.checkpoint.directory, self.directory)
         before = sum(tensor.nbytes for tensor in stored.values())
         return Written(len(specs), plain, before, after)
 
     def _spec(self, name: str) -> GroupSpec | None:
         """The spec that a tensor gets; None if it stays as it is."""
-        stored, module = self._checkpoint.stored[name], name.removesuffix(".weight")
+        stored, module = self.checkpoint.stored[name], name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and len(stored.shape) == 2
         if not is_matrix or not stored.is_floating_point or stays_plain(name):
             return None
-        if any(fnmatch(module, pattern) for pattern in self._keep):
+        if any(fnmatch(module, pattern) for pattern in self.keep):
             return None
-        if is_head(name) and not self._head:
+        if is_head(name) and not self.head:
             return None
         dtype = getattr(torch, stored.dtype_name)
-        return SCHEMES[self._scheme].spec(stored.shape[1], dtype)
+        return SCHEMES[self.scheme].spec(stored.shape[1], dtype)
 
     def _write_shards(self, specs: dict[str, GroupSpec]) -> int:
         """Write all tensors; returns their bytes."""
-        writer = ShardWriter(self._directory)
-        names = sorted(self._checkpoint.stored)
+        writer = ShardWriter(self.directory)
+        names = sorted(self.checkpoint.stored)
         for done, name in enumerate(names):
-            self._tell(f"{done} of {len(names)} tensors: {name}")
-            tensor = self._checkpoint.read(name)
+            self.tell(f"{done} of {len(names)} tensors: {name}")
+            tensor = self.checkpoint.read(name)
             if not is_finite(tensor):
-                refuse_not_finite([name], str(self._checkpoint.directory))
+                refuse_not_finite([name], str(self.checkpoint.directory))
             spec = specs.get(name)
             parts = {name: tensor.clone()} if spec is None else dict(self._parts(name, spec))
-            self._checkpoint.release(name)
+            self.checkpoint.release(name)
             writer.add(parts)
         writer.finish()
         return writer.nbytes
 
     def _parts(self, name: str, spec: GroupSpec) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a weight is stored as."""
-        weight = quantise(self._checkpoint.read(name), spec)
+        weight = quantise(self.checkpoint.read(name), spec)
         yield f"{name}_scale", weight.scales
         if spec.form.kind == "int4":
             yield f"{name}_packed", pack_words(weight.codes)
@@ -160,9 +156,9 @@ class _Writer:
 
     def _write_config(self, plain: Sequence[str]) -> None:
         ignored = sorted(name.removesuffix(".weight") for name in plain)
-        says = quantization_config(self._scheme, ignored)
-        config = {**self._checkpoint.config, "quantization_config": says}
-        write_json(self._directory / CONFIG, config)
+        says = quantization_config(self.scheme, ignored)
+        config = {**self.checkpoint.config, "quantization_config": says}
+        write_json(self.directory / CONFIG, config)
 
 
 def _signed(weight: GroupedWeight) -> Tensor:

@@ -27,7 +27,7 @@ from helpers.places import HELPERS
 from helpers.shipped_launches import write, write_for
 
 from mtpc.backends.bindings import BindKernels, Configure, by_default
-from mtpc.backends.cross import CrossBackend
+from mtpc.backends.cuda import CrossBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.targets import TARGETS

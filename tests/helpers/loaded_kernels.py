@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from mtpc.backends.targets import TARGETS, Target
 from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import cross_compile, gpu_target
-from mtpc.backends.triton_kernels.early import early_constants, early_options
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import Launch, early_constants, early_options
 from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.store.entries import EntryStore

@@ -20,7 +20,7 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
-from mtpc.models.clamped_experts import ClampedExperts
+from mtpc.models.families.step3p7 import ClampedExperts
 from mtpc.models.hf import OrderedRotary
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes

@@ -21,7 +21,7 @@ import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, S
-from mtpc.models.gated_delta import GatedDelta
+from mtpc.models.families.qwen3_next import GatedDelta
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.checkpoint import Checkpoint

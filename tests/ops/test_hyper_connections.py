@@ -11,7 +11,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.models.hyper_connections import HyperConnection
+from mtpc.models.families.deepseek_v4 import HyperConnection
 
 load_kernels()
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}

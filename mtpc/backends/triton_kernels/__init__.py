@@ -2,7 +2,7 @@
 
 `mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
 the same operators, launched by Triton itself: for code that was compiled elsewhere, and where a
-launch may begin before the one before it has ended (`early`). Both take the arguments of the
+launch may begin before the one before it has ended (`launch`). Both take the arguments of the
 references and mean the same. This module does not import Triton, which only torch's builds for
 GPUs bring along; all other modules here do.
 
@@ -35,6 +35,8 @@ from mtpc.ops import references
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 """What the kernels compute with."""
+NAMESPACES = ("mtpc_triton", "mtpc_loaded")
+"""Of the operators."""
 _ADVICE = (
     "Triton comes with torch's builds for CUDA and ROCm; on a machine without GPU: pip install "
     "triton"
@@ -137,15 +139,3 @@ def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     from mtpc.backends.triton_kernels.plans import operator_of
 
     return operator_of(node).refuses(node)
-
-
-__all__ = [
-    "ELEMENTS",
-    "early_bindings",
-    "invariantly",
-    "kernel_bindings",
-    "kernel_table",
-    "load_kernels",
-    "refuses",
-    "triton_bindings",
-]

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
 from mtpc.backends.triton_kernels.tiles import attended, exact_power
 
 _PROGRAMS, _MAX_SPLITS = 512, 64
@@ -170,9 +169,9 @@ def combine_launches(
     lengths: tuple[Tensor, Tensor] | None,
     out: Tensor,
     sinks: Tensor | None,
-    in_order: bool = False,
+    cut: Splits | None = None,
 ) -> list[Launch]:
-    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D].
+    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D], unless that is done.
 
     Args:
         acc: weighted sums of each split; unwritten where the split's total is 0.
@@ -181,8 +180,10 @@ def combine_launches(
             are zeros. None: stats say of every row what it attends to.
         out: written whole.
         sinks: [N] or None.
-        in_order: as of `Splits`.
+        cut: how contexts are cut; None: into S, which are added in any order.
     """
+    if cut is not None and cut.is_direct:
+        return []
     splits, num_tokens, heads, dim = acc.shape
     seq_lens, starts = lengths or (stats, stats)
     block = min(power_of_two(dim), _BLOCK)
@@ -195,7 +196,7 @@ def combine_launches(
         DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
         ALL_ON=lengths is None, AT_ONCE=min(_AT_ONCE, power_of_two(splits)),
-        IN_ORDER=in_order,
+        IN_ORDER=cut is not None and cut.in_order,
     )  # fmt: skip
     grid = (num_tokens, heads, -(-dim // block))
     return [Launch(combine_kernel, grid, arguments, constants, threads=32)]

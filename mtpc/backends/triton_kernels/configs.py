@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mtpc.backends.triton_kernels.early import EARLY
-from mtpc.backends.triton_kernels.launch import Change, Launch
+from mtpc.backends.triton_kernels.launch import EARLY, Change, Launch
 from mtpc.errors import BackendError
 
 

@@ -26,8 +26,13 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, triton_key
 
 from mtpc.backends.targets import Target
-from mtpc.backends.triton_kernels.early import early_constants, early_options
-from mtpc.backends.triton_kernels.launch import ALIGNMENT, FUSION, Launch
+from mtpc.backends.triton_kernels.launch import (
+    ALIGNMENT,
+    FUSION,
+    Launch,
+    early_constants,
+    early_options,
+)
 from mtpc.errors import BackendError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import digest, hash_of

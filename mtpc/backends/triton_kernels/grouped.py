@@ -17,12 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two, widen
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two, widen
 from mtpc.backends.triton_kernels.tiles import dot
 from mtpc.ops.grouped import LARGEST, TINY
 from mtpc.weights.grouped import GroupForm, form_of
 from mtpc.weights.packing import TILE
 
+TILE_ROWS = 64
+"""Rows in a tile at most."""
+CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
 _MOST_INPUTS, _FEWEST_INPUTS = 128, 32
 """The most and the fewest inputs of one product."""
 _MOST_SUM = 2**31 - 1
@@ -192,9 +195,12 @@ def form_constants(kernel: Any, x: Tensor, form: GroupForm) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def byte_codes(codes: Tensor) -> Tensor:
-    """Codes as their bytes."""
-    return codes.contiguous().view(torch.uint8)
+def weight_arguments(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
+    """Those of kernels: the codes' bytes, scales, and zero points or minima (scales for none)."""
+    scales = scales.contiguous()
+    points = scales if zeros is None else zeros.contiguous()
+    raw = codes.contiguous().view(torch.uint8)
+    return dict(codes_ptr=raw, scales_ptr=scales, zeros_ptr=points)
 
 
 def limit_group(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> str | None:

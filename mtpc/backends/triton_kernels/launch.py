@@ -2,6 +2,11 @@
 
 Every op here is a list of launches derived from its tensors' shapes, dtypes and strides alone, so
 the same function serves real tensors, fake tensors of a traced graph, and the cross-compiler.
+
+A launch may begin before the one before it has ended. NVIDIA calls it programmatic dependent
+launch, and has it from Hopper on. Kernels with a parameter EARLY can do it: `await_launches` lets
+the next launch begin, and waits until all launches before have ended. What comes before it in a
+kernel may use weights alone.
 """
 
 from __future__ import annotations
@@ -12,15 +17,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mtpc.backends.targets import TARGETS, Target
-from mtpc.backends.triton_kernels.early import early_constants, early_options
 from mtpc.errors import BackendError
 
 ALIGNMENT = 16
@@ -28,6 +34,18 @@ ALIGNMENT = 16
 of so many bytes, and that an integer is a multiple of this number."""
 FUSION: Mapping[str, Any] = {"enable_fp_fusion": True}
 """Products and sums may be one instruction. It is explicit because Triton's default will change."""
+EARLY = "early"
+"""The word in a call's `configs` by which its launches may begin early."""
+_PARAMETER, _OPTION = "EARLY", "launch_pdl"
+
+
+@triton.jit
+def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every program calls it, before it reads or writes anything but weights: a launch has ended
+    when all its programs have, so the launches before it have ended, too."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,7 @@ class Launch:
         num_stages: depth of software pipelining.
         choice: how else it may be run.
         early: whether it may begin before the launch before it has ended, if its kernel and the
-            device can do that (`early`).
+            device can do that (`await_launches`).
     """
 
     kernel: Any
@@ -118,6 +136,23 @@ def run(launches: Iterable[Launch]) -> None:
         constants = {**launch.constants, **early_constants(launch, device)}
         options |= early_options(constants)
         kernel[launch.grid](**launch.arguments, **constants, **options)
+
+
+def early_constants(launch: Launch, device: Target | None) -> dict[str, bool]:
+    """The constant EARLY of a kernel that has it.
+
+    Args:
+        launch: may begin early or not.
+        device: where Triton launches it; None: not Triton does, or on a device without a row.
+    """
+    if _PARAMETER not in launch.kernel.arg_names:
+        return {}
+    return {_PARAMETER: launch.early and device is not None and device.begins_early}
+
+
+def early_options(constants: dict[str, Any]) -> dict[str, Any]:
+    """Triton's option of a launch with these constants."""
+    return {_OPTION: True} if constants.get(_PARAMETER) else {}
 
 
 def device_target() -> Target | None:

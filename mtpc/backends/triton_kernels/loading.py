@@ -72,10 +72,14 @@ class CodeObjects:
 
     def has_any(self) -> bool:
         """Whether anything was built for this device, by whatever Triton."""
-        return any(
-            fields.get("kind") == KIND and fields.get("target") == self.target.name
-            for _, fields in peek(self.store)
-        )
+        return bool(_built(self.store, self.target))
+
+
+def _built(store: EntryStore, target: Target) -> list[dict[str, str]]:
+    """The keys of all that the cache has for a target."""
+    wanted = (KIND, target.name)
+    found = (fields for _, fields in peek(store))
+    return [fields for fields in found if (fields.get("kind"), fields.get("target")) == wanted]
 
 
 def _hand_over(entry: Entry, wanted: Specialisation) -> None:
@@ -106,18 +110,11 @@ def _hand_over(entry: Entry, wanted: Specialisation) -> None:
 
 def built_by_another(store: EntryStore, target: Target) -> str | None:
     """What to say where the cache's code for a target is that of other Tritons only."""
-    here = compiler_fields(target)
-    others: list[dict[str, str]] = []
-    for _, fields in peek(store):
-        if (fields.get("kind"), fields.get("target")) == (KIND, target.name):
-            if all(fields.get(name) == value for name, value in here.items()):
-                return None
-            others.append(fields)
-    if not others:
+    here, built = compiler_fields(target), _built(store, target)
+    if not built or any(here.items() <= fields.items() for fields in built):
         return None
-    unlike = "; ".join(
-        str(difference) for difference in differences({n: others[0].get(n, "") for n in here}, here)
-    )
+    other = {name: built[0].get(name, "") for name in here}
+    unlike = "; ".join(map(str, differences(other, here)))
     return (
         f"the cache's code is another Triton's ({unlike}); build it with this one, of the same "
         "wheel and Python"

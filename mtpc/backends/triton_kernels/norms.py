@@ -56,26 +56,8 @@ def norm_limit(call: Mapping[str, Any]) -> str | None:
     return f"rows of {width}; it takes up to {_MAX_WIDTH}" if width > _MAX_WIDTH else None
 
 
-def norm_launch(
-    kernel: Any, x: Tensor, arguments: dict[str, Any], epsilon: float, plus_one: bool,
-    halves: int = 1,
-) -> Launch:  # fmt: skip
-    """The launch of a norm's kernel.
-
-    Args:
-        kernel: takes `arguments`, `count`, and the constants of `rms_norm_kernel`.
-        x: [rows, N], like every tensor that is normed.
-        arguments: all but `count`.
-        epsilon: as in `mtpc::rms_norm`.
-        plus_one: as there.
-        halves: how many tensors are normed.
-    """
-    constants = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
-    return row_launch(kernel, x, arguments, constants, halves)
-
-
 def row_launch(
-    kernel: Any, x: Tensor, arguments: dict[str, Any], constants: dict[str, Any] | None = None,
+    kernel: Any, x: Tensor, arguments: dict[str, Any], constants: Mapping[str, Any] = {},
     halves: int = 1,
 ) -> Launch:  # fmt: skip
     """A launch whose programs have whole rows of x [rows, N]: as many as N says, however many rows
@@ -91,8 +73,8 @@ def row_launch(
     count, width = x.shape
     padded = power_of_two(width)
     block = max(1, _ELEMENTS // padded)
-    sizes = dict(N=width, N_PAD=padded, BLOCK=block)
+    sizes = dict(N=width, N_PAD=padded, BLOCK=block, **constants)
     threads = min(block * padded // _A_THREAD, _MOST_THREADS)
     grid = (-(-count // block), halves, 1)
     given = {**arguments, "count": count}
-    return Launch(kernel, grid, given, sizes | (constants or {}), threads=threads)
+    return Launch(kernel, grid, given, sizes, threads=threads)

@@ -30,11 +30,6 @@ _MAX_HEAD_DIM = 1024
 """A row of a head must fit into registers, as part of a tile."""
 
 
-def no_limit(call: Mapping[str, Any]) -> str | None:
-    """Every size will do."""
-    return None
-
-
 def attention_limit(call: Mapping[str, Any]) -> str | None:
     """Why a head of the first argument is too wide; None where it is not."""
     dim = next(iter(call.values())).shape[-1]
@@ -116,7 +111,7 @@ class Operator:
 
 
 def operator(
-    limit: Limit = no_limit, any_element: bool = False
+    limit: Limit = lambda call: None, any_element: bool = False
 ) -> Callable[[Callable[..., Plan]], Operator]:
     """Make an operator of its plan; see `Operator`."""
     return lambda function: Operator(function, limit, any_element)

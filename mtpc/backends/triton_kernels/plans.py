@@ -7,15 +7,14 @@ from typing import Any
 from torch import fx
 
 from mtpc.backends.bindings import Configure
-from mtpc.backends.triton_kernels.early import EARLY
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels import NAMESPACES
+from mtpc.backends.triton_kernels.launch import EARLY, Launch
 from mtpc.backends.triton_kernels.operator import Operator, Plan
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.ops.signatures import value_of
 
-NAMESPACES = ("mtpc_triton", "mtpc_loaded")
 _EARLY_ROWS = 2
 """The most rows of a step whose launches begin early. On an H100, a dense 8B then takes 5.3 ms for
 one row (by its parts 5.7); a 0.5B gains nothing, and loses a quarter with four rows."""

@@ -3,7 +3,7 @@
 Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which then plans their
 memory, and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that
 Triton uses the code objects that it finds in its cache (`loading`), and so that a launch may begin
-early (`early`). Both take the arguments of the reference that
+early (`launch`). Both take the arguments of the reference that
 the plan takes, and one more, `configs`, which says how kernels that have a choice are run
 (`configs`; "" runs them by default).
 """

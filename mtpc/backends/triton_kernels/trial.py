@@ -21,6 +21,7 @@ from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import operator_of
 from mtpc.backends.triton_kernels.tuning import Call
 from mtpc.errors import BackendError
+from mtpc.ops.signatures import given_to
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
 _POOL_BYTES = 256 << 20
@@ -85,9 +86,7 @@ class DeviceTimer:
 
 def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for a call: every request half way through the context that its table holds."""
-    overload: Any = call.node.target
-    schema = [argument.name for argument in overload._schema.arguments]
-    given = {**dict(zip(schema, call.node.args, strict=False)), **call.node.kwargs}
+    given = given_to(call.node)
     fakes = {n: a.meta["val"] for n, a in given.items() if isinstance(a, fx.Node)}
     made = dict[str, Any]()
     for name, value in given.items():
@@ -96,7 +95,7 @@ def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], 
             continue
         weight = call.weight(value)
         made[name] = _make(name, fakes, device) if weight is None else weight.to(device)
-    args = tuple(made.pop(name) for name, _ in zip(schema, call.node.args, strict=False))
+    args = tuple(made.pop(name) for name in [*made][: len(call.node.args)])
     return args, made
 
 
@@ -109,7 +108,8 @@ def _make(name: str, fakes: dict[str, Tensor], device: torch.device) -> Tensor:
     if fake.dtype.is_floating_point:
         values = torch.rand(size, device=device).sub_(0.5).to(fake.dtype)
         return values.as_strided(shape, stride)
-    tensor = torch.zeros(size, dtype=fake.dtype, device=device).as_strided(shape, stride)
+    filled = torch.full((size,), _NUMBERS.get(name, 0), dtype=fake.dtype, device=device)
+    tensor = filled.as_strided(shape, stride)
     if name in _INDICES:
         tensor.copy_(_INDICES[name](fakes, fake, device))
     return tensor
@@ -161,13 +161,17 @@ def _band(fake: Tensor, width: int, device: torch.device) -> Tensor:
     return torch.ones(fake.shape, device=device).tril().triu(-width)
 
 
+_NUMBERS = {
+    "sees_ring": 1, "certain_lens": 1, "active": 1, "finite": 1, "remaining_tokens": 9,
+    "standing": _COMMITTED,
+}  # fmt: skip
+"""Arguments of one number that is not 0."""
 _Fill = Callable[[dict[str, Tensor], Tensor, torch.device], Tensor]
 _INDICES: dict[str, _Fill] = {
     "block_table": _block_table,
     "seq_lens": _seq_lens,
     "query_start_loc": _starts,
     "expert_ids": lambda fakes, fake, device: _numbers(fake, len(fakes["down"]), device),
-    "sees_ring": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
     "sees_fresh": lambda fakes, fake, device: _band(fake, fakes["ring"].shape[1] // 2, device),
     "entry_counts": lambda fakes, fake, device: torch.full(
         fake.shape, _entries(fakes), device=device
@@ -176,10 +180,5 @@ _INDICES: dict[str, _Fill] = {
     "state_slots": lambda fakes, fake, device: (
         1 + _numbers(fake, len(fakes["standing"]) - 1, device)
     ),
-    "certain_lens": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
-    "active": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
-    "finite": lambda fakes, fake, device: torch.ones(fake.shape, device=device),
-    "remaining_tokens": lambda fakes, fake, device: torch.full(fake.shape, 9, device=device),
-    "standing": lambda fakes, fake, device: torch.full(fake.shape, _COMMITTED, device=device),
 }
-"""Arguments that are not just zeros; a slot of 0 in `slot_mapping` is one that may be written."""
+"""Arguments of several numbers. Others are zeros; a slot of 0 in `slot_mapping` may be written."""

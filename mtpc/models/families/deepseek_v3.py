@@ -7,27 +7,16 @@ Source: the released checkpoints' tensor names, and arXiv:2412.19437, section 2.
 
 from __future__ import annotations
 
-import copy
-
 from mtpc.models.caches import paged_latent_specs
-from mtpc.models.families.glm4_moe import (
-    NEXTN_WIRING,
-    SHARED_WITH_TARGET,
-    nextn_layers,
-    nextn_prefix,
-)
+from mtpc.models.families.glm4_moe import NEXTN_WIRING, SHARED_WITH_TARGET
 from mtpc.models.family import ModelFamily
 
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
-    hf_class="DeepseekV3ForCausalLM",
     hf_config_class="DeepseekV3Config",
     wiring=NEXTN_WIRING,
-    num_mtp_layers=nextn_layers,
-    layer_prefix=nextn_prefix,
     cache_specs=paged_latent_specs,
-    block_config=copy.deepcopy,
     shared_tensors=SHARED_WITH_TARGET,
     released_entries={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )

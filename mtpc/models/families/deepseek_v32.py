@@ -23,7 +23,6 @@ from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import layers_after
 from mtpc.ops.choose_slots import choose_slots
 
@@ -175,16 +174,18 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 
 def block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layers after the decoder's; they have routed experts."""
-    kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
-    return layers_after(config, nextn_layers(config), **kinds)
+    """A copy of the config with the MTP layers after the decoder's; they have routed experts.
+
+    Each has an indexer of its own, which is not so of all layers of GLM-5's decoder.
+    """
+    last = config.layer_types[-1]
+    return layers_after(config, layer_types=last, mlp_layer_types="sparse", indexer_types="full")
 
 
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
     architectures=("DeepseekV32ForCausalLM",),
-    hf_class="DeepseekV32ForCausalLM",
     hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
     cache_kinds=(IndexedLatent,),

@@ -10,29 +10,22 @@ layer: the released tensor names (`mtp.0.*`) and vLLM's predictor are its source
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mtpc.layout import STEP, VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
-from mtpc.models.families.glm4_moe import nextn_layers
-from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import head_of
-from mtpc.models.hf import (
-    MTPLayer,
-    StepContext,
-    StepParts,
-    TextRotary,
-    embedding_of,
-)
-from mtpc.models.hyper_connections import HyperConnection
+from mtpc.models.hf import HFDraft, MTPLayer, StepContext, StepParts
 from mtpc.models.slot_rings import SlotRing, WindowMasks
+from mtpc.ops.sinkhorn import sinkhorn
 
 _LINEARS = {
     "attn.wq_a": "self_attn.q_a_proj",
@@ -126,10 +119,50 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 def block_config(config: Any) -> Any:
     """A copy of the config with sliding-window MTP layers whose experts are chosen by score."""
-    extended, extra = copy.deepcopy(config), nextn_layers(config)
-    extended.layer_types = [*config.layer_types, *(["sliding_attention"] * extra)]
-    extended.mlp_layer_types = [*config.mlp_layer_types, *(["moe"] * extra)]
-    return extended
+    return layers_after(config, layer_types="sliding_attention", mlp_layer_types="moe")
+
+
+class HyperConnection(nn.Module):
+    """Computes the weights that join residual streams before a sublayer and mix them after it.
+
+    All rounds of normalisation are one operator. A trace of transformers' module has about ten
+    nodes for each of `hc_sinkhorn_iters` rounds, twice per layer.
+
+    Args:
+        module: transformers' `DeepseekV4HyperConnection`; parameters are shared and keep their
+            names.
+    """
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.fn, self.base, self.scale = module.fn, module.base, module.scale
+        self.input_norm = module.input_norm
+        self.streams, self.rounds = module.hc_mult, module.hc_sinkhorn_iters
+        self.epsilon = module.hc_eps
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of the streams, and the streams joined for the sublayer.
+
+        Args:
+            streams: [B, T, n, H].
+
+        Returns:
+            post [B, T, n]: weight of the sublayer's output in each new stream;
+            mix [B, T, n, n]: weights of the old streams in each new stream;
+            joined [B, T, H]: the sublayer's input, in the dtype of `streams`.
+            The weights are float32 or wider.
+        """
+        n = self.streams
+        flat = self.input_norm(streams.flatten(2).float())
+        sizes = [n, n, n * n]
+        pre, post, mix = F.linear(flat, self.fn.float()).split(sizes, -1)
+        pre_base, post_base, mix_base = self.base.split(sizes)
+        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + self.epsilon
+        post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
+        logits = (mix * self.scale[2] + mix_base).view(-1, n, n)
+        mix = sinkhorn(logits, self.rounds, self.epsilon)
+        joined = (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
+        return post, mix.view(*post.shape, n), joined
 
 
 class StreamTarget(nn.Module):
@@ -153,16 +186,11 @@ class StreamTarget(nn.Module):
         return hidden[0]
 
 
-class StreamDraft(nn.Module):
+class StreamDraft(HFDraft):
     """The MTP layer over flat tokens.
 
     (ids [T], features [T, streams, H], *metadata) -> features [T, streams, H].
     """
-
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
-        super().__init__()
-        self.embedding, self.rotary = embedding_of(decoder, layer), rotary
-        self.layer, self.pool = layer, pool
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         embedding, block = self.embedding(ids), self.layer.block
@@ -207,7 +235,6 @@ def _new_stream_head(decoder: Any, config: Any) -> nn.Module:
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
-    hf_class="DeepseekV4ForCausalLM",
     hf_config_class="DeepseekV4Config",
     wiring=MTPWiring(
         embedding_norm="enorm",
@@ -219,7 +246,6 @@ DEEPSEEK_V4 = ModelFamily(
         stream_head=("hc_head_", "hc_"),
         only_rules=("zero_first_embedding", "head", "embedding"),
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
     cache_specs=cache_specs,
     cache_kinds=(CompressedState,),

@@ -1,7 +1,8 @@
 """ERNIE 4.5: grouped-query attention, mixture of experts, and a dense MTP layer.
 
 The MTP layer stores no final norm: the target's is applied after its block. transformers drops the
-layer, whose tensors are named `model.mtp_*.0`.
+layer, whose tensors are named `model.mtp_*.0`. Experts end at `moe_layer_end_index`, at most the
+target's last layer, so the MTP block is dense.
 
 Source: the authors' FastDeploy (ernie4_5_mtp.py): the embedding first in the concatenation, the
 target's norm after the block, whose output goes to the head and to the next draft. vLLM's
@@ -10,16 +11,11 @@ ernie_mtp.py reads the same names and leaves the norm out.
 
 from __future__ import annotations
 
-import copy
-
-from mtpc.models.caches import paged_kv_specs
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring
 
 ERNIE4_5_MOE = ModelFamily(
     name="ernie4_5_moe",
     architectures=("Ernie4_5_MoeForCausalLM",),
-    hf_class="Ernie4_5_MoeForCausalLM",
     hf_config_class="Ernie4_5_MoeConfig",
     wiring=MTPWiring(
         embedding_norm="emb_norm.0",
@@ -27,11 +23,7 @@ ERNIE4_5_MOE = ModelFamily(
         projection="linear_proj.0",
         final_norm="",
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: "model.mtp_",
     block_prefix="block.0.",
-    cache_specs=paged_kv_specs,
-    # Experts end at `moe_layer_end_index`, at most the target's last layer: MTP blocks are dense.
-    block_config=copy.deepcopy,
     stored_names=(("mlp.moe_statics.", "mlp.gate.moe_statics."),),
 )

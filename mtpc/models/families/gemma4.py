@@ -21,7 +21,7 @@ import torch
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_pool_specs, ring_kv_specs
-from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.families.dense import without_layers
 
 _SLIDING = "sliding_attention"
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -78,16 +78,11 @@ def _reads_shared(attention: Any) -> Any:
     return attention
 
 
-GEMMA4 = ModelFamily(
-    name="gemma4",
+GEMMA4 = replace(
+    without_layers("gemma4", "Gemma4"),
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    hf_class="Gemma4ForCausalLM",
     hf_config_class="Gemma4TextConfig",
-    wiring=MTPWiring(embedding_norm="", hidden_norm="", projection="", final_norm=""),
-    num_mtp_layers=lambda config: 0,
-    layer_prefix=lambda num_hidden_layers, i: "",
     cache_specs=_cache_specs,
-    block_config=lambda config: config,
     canonical={"Gemma4TextAttention": _reads_shared},
     config_entries=partial(_config_entries, _REFUSED),
     stored_prefixes={"model.": "model.language_model."},
@@ -97,7 +92,6 @@ GEMMA4_UNIFIED = replace(
     GEMMA4,
     name="gemma4_unified",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-    hf_class="Gemma4UnifiedForCausalLM",
     hf_config_class="Gemma4UnifiedTextConfig",
     canonical={"Gemma4UnifiedTextAttention": _reads_shared},
     config_entries=partial(_config_entries, _REFUSED | _NO_EXPERTS),

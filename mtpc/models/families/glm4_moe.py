@@ -7,10 +7,8 @@ Source: the released checkpoints' tensor names, and transformers' generic MtpMod
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Literal
+from typing import Literal
 
-from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
 
 NEXTN_WIRING = MTPWiring(
@@ -26,26 +24,10 @@ SHARED_WITH_TARGET: dict[str, Literal["embedding", "head"]] = {
     "shared_head.head.weight": "head",
 }
 
-
-def nextn_layers(config: Any) -> int:
-    """Number of MTP layers in a config; 0 if it does not say."""
-    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-
-
-def nextn_prefix(num_hidden_layers: int, index: int) -> str:
-    """Prefix of MTP layer `index`: released checkpoints number it after the decoder layers."""
-    return f"model.layers.{num_hidden_layers + index}."
-
-
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
-    hf_class="Glm4MoeForCausalLM",
     hf_config_class="Glm4MoeConfig",
     wiring=NEXTN_WIRING,
-    num_mtp_layers=nextn_layers,
-    layer_prefix=nextn_prefix,
-    cache_specs=paged_kv_specs,
-    block_config=copy.deepcopy,
     shared_tensors=SHARED_WITH_TARGET,
 )

@@ -8,10 +8,10 @@ names and the joint of the MTP layer. The released config says where the dense l
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import layers_after
 
 
@@ -28,11 +28,8 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
     architectures=("Glm4MoeLiteForCausalLM",),
-    hf_class="Glm4MoeLiteForCausalLM",
     hf_config_class="Glm4MoeLiteConfig",
     config_entries=dense_first,
-    block_config=lambda config: layers_after(
-        config, nextn_layers(config), mlp_layer_types="sparse"
-    ),
+    block_config=partial(layers_after, mlp_layer_types="sparse"),
     released_entries={"topk_method": "noaux_tc"},
 )

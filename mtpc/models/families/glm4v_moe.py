@@ -20,7 +20,6 @@ GLM4V_MOE = replace(
     GLM4_MOE,
     name="glm4v_moe",
     architectures=("Glm4vMoeForConditionalGeneration",),
-    hf_class="Glm4vMoeForConditionalGeneration",
     hf_config_class="Glm4vMoeConfig",
     layer_prefix=lambda num_hidden_layers, i: (
         f"model.language_model.layers.{num_hidden_layers + i}."

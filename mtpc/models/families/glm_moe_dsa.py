@@ -27,8 +27,6 @@ from mtpc.models.families.deepseek_v32 import (
     cache_specs,
     rotate_neighbours,
 )
-from mtpc.models.families.glm4_moe import nextn_layers
-from mtpc.models.family import layers_after
 
 
 def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,25 +78,13 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     return cache_specs(config, layer, dtype)
 
 
-def _shares_choice(config: Any) -> bool:
-    """Whether later drafts of a step attend to what the indexer chose for the first one."""
-    return bool(getattr(config, "index_share_for_mtp_iteration", False))
-
-
-def _block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layers after the decoder's."""
-    kinds = {"layer_types": config.layer_types[-1], "mlp_layer_types": "sparse"}
-    return layers_after(config, nextn_layers(config), indexer_types="full", **kinds)
-
-
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
     architectures=("GlmMoeDsaForCausalLM",),
-    hf_class="GlmMoeDsaForCausalLM",
     hf_config_class="GlmMoeDsaConfig",
     cache_specs=_cache_specs,
-    block_config=_block_config,
-    hands_on=_shares_choice,
+    # Whether later drafts of a step attend to what the indexer chose for the first one.
+    hands_on=lambda config: bool(getattr(config, "index_share_for_mtp_iteration", False)),
     canonical={"GlmMoeDsaAttention": SharedChoiceAttention},
 )

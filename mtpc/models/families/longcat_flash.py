@@ -11,7 +11,6 @@ checkpoint has.
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any
 
@@ -117,7 +116,6 @@ def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
 LONGCAT_FLASH = ModelFamily(
     name="longcat_flash",
     architectures=("LongcatFlashForCausalLM",),
-    hf_class="LongcatFlashForCausalLM",
     hf_config_class="LongcatFlashConfig",
     own_class=stored_class,
     wiring=MTPWiring(
@@ -129,7 +127,6 @@ LONGCAT_FLASH = ModelFamily(
     num_mtp_layers=num_mtp_layers,
     layer_prefix=lambda num_hidden_layers, i: "model.mtp.",
     block_prefix="layers.0.",
-    block_config=copy.deepcopy,
     make_block=DenseLayer,
     cache_specs=paged_latent_specs,
     caches_per_layer=2,

@@ -7,14 +7,14 @@ position 0 to zero. It makes one draft; what a second one is fed is what vLLM an
 
 from __future__ import annotations
 
-from mtpc.models.caches import paged_kv_specs
-from mtpc.models.families.glm4_moe import nextn_layers
+from functools import partial
+
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 
 MIMO = ModelFamily(
     name="mimo",
     architectures=("MiMoForCausalLM",),
-    hf_class="Qwen2ForCausalLM",
+    class_name="Qwen2ForCausalLM",
     hf_config_class="Qwen2Config",
     wiring=MTPWiring(
         embedding_norm="token_layernorm",
@@ -25,10 +25,6 @@ MIMO = ModelFamily(
         zero_first_embedding=True,
         first_features="before",
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp_layers.{i}.",
-    cache_specs=paged_kv_specs,
-    block_config=lambda config: layers_after(
-        config, nextn_layers(config), layer_types="full_attention"
-    ),
+    block_config=partial(layers_after, layer_types="full_attention"),
 )

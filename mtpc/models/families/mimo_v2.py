@@ -12,6 +12,7 @@ MiMo-V2.5 and later store fused projections (`mtpc.weights.fused_qkv`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,17 +78,6 @@ def _check_sliding_layers(entries: dict[str, Any]) -> None:
             )
 
 
-def _num_mtp_layers(config: Any) -> int | None:
-    """Number of MTP layers, or None: the released config does not say."""
-    return getattr(config, "num_nextn_predict_layers", None)
-
-
-def _block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layers after the decoder's: sliding and dense."""
-    kinds = {"layer_types": _SLIDING, "mlp_layer_types": "dense"}
-    return layers_after(config, _num_mtp_layers(config) or 0, **kinds)
-
-
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's type; value heads are narrower than key heads."""
     dims = (config.head_dim, config.v_head_dim)
@@ -100,7 +90,6 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 MIMO_V2 = ModelFamily(
     name="mimo_v2",
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-    hf_class="MiMoV2FlashForCausalLM",
     hf_config_class="MiMoV2FlashConfig",
     wiring=MTPWiring(
         embedding_norm="enorm",
@@ -110,10 +99,11 @@ MIMO_V2 = ModelFamily(
         chaining="target",
     ),
     config_entries=config_entries,
-    num_mtp_layers=_num_mtp_layers,
+    # The released config does not say.
+    num_mtp_layers=lambda config: getattr(config, "num_nextn_predict_layers", None),
     layer_prefix=lambda num_hidden_layers, i: f"model.mtp.layers.{i}.",
     cache_specs=_cache_specs,
-    block_config=_block_config,
+    block_config=partial(layers_after, layer_types=_SLIDING, mlp_layer_types="dense"),
     rotary_type=lambda config, i: _SLIDING,
     stored_names=(
         ("pre_mlp_layernorm.", "post_attention_layernorm."),

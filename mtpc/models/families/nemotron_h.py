@@ -15,15 +15,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
-from mtpc.models.families.glm4_moe import nextn_layers
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
-from mtpc.models.mamba2 import Mamba2, mamba2_specs
-from mtpc.models.recurrent import RecurrentState
+from mtpc.models.recurrent import RecurrentLayer, RecurrentState, recurrent_specs
 
 _PARTS = ["full_attention", "moe"]
+
+
+class Mamba2(RecurrentLayer):
+    """A Mamba-2 layer over flat rows.
+
+    Args:
+        module: transformers' module; its submodules and parameters are shared.
+
+    Raises:
+        UnsupportedModelError: the activation is not SiLU, or time steps have limits.
+    """
+
+    in_proj: nn.Module
+    D: Tensor
+
+    def __init__(self, module: Any):
+        super().__init__(module)
+        # transformers has a floor for prompts (`time_step_min`), and none for later tokens.
+        limits = tuple(module.config.time_step_limit)
+        if limits != (0.0, float("inf")):
+            raise UnsupportedModelError(
+                f"the config has time_step_limit {limits}; expected (0.0, inf), as "
+                "mtpc::mamba2_scan bounds no time step"
+            )
+        self.groups = module.n_groups
+        self.parts = [module.intermediate_size, module.conv_dim + module.num_heads]
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """[1, T, H] -> [1, T, H]."""
+        gate, rows = self.in_proj(hidden_states[0]).split(self.parts, -1)
+        convolution = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        weights = (*convolution, self.A_log, self.D, self.dt_bias)
+        out = self.recur(ops.mamba2_scan, rows, weights, options, self.groups)
+        return self.out_proj(self.norm(out.flatten(1), gate))[None]
 
 
 class TwoLayers(nn.Module):
@@ -67,18 +100,25 @@ def _block_config(config: Any) -> Any:
     return layers_after(extended, 1, layer_types=_PARTS[1])
 
 
+def _mamba2_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State buffers of one Mamba-2 layer by request slot."""
+    heads, width = config.mamba_num_heads, config.mamba_head_dim
+    channels = heads * width + 2 * config.n_groups * config.ssm_state_size
+    matrices = (heads, config.ssm_state_size, width)
+    return recurrent_specs("Mamba-2", layer, dtype, matrices, channels + heads, config.conv_kernel)
+
+
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's kind; an MTP layer attends."""
     kind = config.layer_types[layer] if layer < config.num_hidden_layers else _PARTS[0]
     if kind == "linear_attention":
-        return mamba2_specs(config, layer, dtype)
+        return _mamba2_specs(config, layer, dtype)
     return paged_kv_specs(config, layer, dtype) if kind == "full_attention" else ()
 
 
 NEMOTRON_H = ModelFamily(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
-    hf_class="NemotronHForCausalLM",
     hf_config_class="NemotronHConfig",
     wiring=MTPWiring(
         embedding_norm="layers.0.enorm",
@@ -86,7 +126,6 @@ NEMOTRON_H = ModelFamily(
         projection="layers.0.eh_proj",
         final_norm="layers.1.final_layernorm",
     ),
-    num_mtp_layers=nextn_layers,
     layer_prefix=lambda num_hidden_layers, i: "mtp.",
     block_prefix="layers.",
     block_config=_block_config,

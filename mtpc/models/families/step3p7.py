@@ -18,19 +18,42 @@ target's head, it forgets that sliding MTP layers have the number of heads of sl
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs, ring_kv_specs
-from mtpc.models.clamped_experts import ClampedExperts
-from mtpc.models.families.glm4_moe import NEXTN_WIRING, nextn_layers, nextn_prefix
-from mtpc.models.family import ModelFamily, VisionParts
+from mtpc.models.families.glm4_moe import NEXTN_WIRING
+from mtpc.models.family import ModelFamily, VisionParts, nextn_layers
+from mtpc.ops.experts import experts
 
 _SLIDING = "sliding_attention"
+
+
+class ClampedExperts(nn.Module):
+    """SwiGLU experts with clamped gate and up projections, as `mtpc::experts`.
+
+    transformers' experts interface does not reach them.
+
+    Args:
+        module: transformers' `Step3p7Experts`; parameters are shared and keep their names.
+    """
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = module.gate_up_proj, module.down_proj
+        self.limit = 0.0 if math.isinf(module.limit) else float(module.limit)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""
+        limit = [self.limit] if self.limit else []
+        weights = (self.gate_up_proj, self.down_proj)
+        return experts(x, *weights, expert_ids, expert_weights, *limit)
 
 
 def _of_mtp_layers(config: Any, name: str) -> list[str]:
@@ -79,7 +102,6 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 STEP3P7 = ModelFamily(
     name="step3p7",
     architectures=("Step3p7ForConditionalGeneration",),
-    hf_class="Step3p7ForConditionalGeneration",
     hf_config_class="Step3p7Config",
     wiring=replace(
         NEXTN_WIRING,
@@ -87,8 +109,6 @@ STEP3P7 = ModelFamily(
         first_features="before",
         next_features="before",
     ),
-    num_mtp_layers=nextn_layers,
-    layer_prefix=nextn_prefix,
     cache_specs=_cache_specs,
     block_config=_block_config,
     shared_tensors={

@@ -53,21 +53,10 @@ _UNNAMED = "fp8"
 """The format of FP8 weights that config.json does not announce."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """What is quantised in a checkpoint.
-
-    Attributes:
-        weights: quantised weights by name.
-        dropped: names of tensors that are not read.
-    """
-
-    weights: dict[str, QuantisedWeight]
-    dropped: tuple[str, ...] = ()
-
-
-def find_quantised(tensors: Tensors, config: Mapping[str, Any]) -> Found:
-    """The quantised weights of a checkpoint.
+def find_quantised(
+    tensors: Tensors, config: Mapping[str, Any]
+) -> tuple[dict[str, QuantisedWeight], list[str]]:
+    """The quantised weights of a checkpoint by name, and names of tensors that are not read.
 
     Args:
         tensors: descriptions of all tensors by name.
@@ -91,8 +80,7 @@ def find_quantised(tensors: Tensors, config: Mapping[str, Any]) -> Found:
     weights = {weight.name: weight for weight in form.find(tensors, says, text)}
     used = {name for weight in weights.values() for name in weight.parts.values()}
     _check_left(tensors, used, form)
-    ignored = tuple(name for name in tensors if name.rpartition(".")[2] in form.ignored)
-    return Found(weights, ignored)
+    return weights, [name for name in tensors if name.rpartition(".")[2] in form.ignored]
 
 
 def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
@@ -114,4 +102,4 @@ def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
             )
 
 
-__all__ = ["FORMATS", "Format", "Found", "QuantisedWeight", "find_quantised"]
+__all__ = ["FORMATS", "Format", "QuantisedWeight", "find_quantised"]

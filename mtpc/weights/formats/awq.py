@@ -14,15 +14,13 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
-    SCALES,
     Config,
     Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
-    find_part,
     group_size,
-    scales_dtype,
+    packed_parts,
     setting,
     texts,
     unpack_words,
@@ -55,16 +53,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         raise CheckpointError(f"{module}.qweight is {stored}; expected I32 [K, N / 8]")
     shape = (stored.shape[1] * 8, stored.shape[0])
     group = group_size(says, name, shape)
-    groups, words = shape[1] // group, shape[0] // 8
-    parts = {
-        "codes": f"{module}.qweight",
-        "scales": find_part(
-            tensors, f"{module}.scales", SCALES, [(groups, shape[0])], "its scales"
-        ),
-        "zeros": find_part(
-            tensors, f"{module}.qzeros", ("I32",), [(groups, words)], "its zero points"
-        ),
-    }
+    parts = packed_parts(tensors, module, shape, shape[1] // group, 4)
     layout = f"AWQ int4 in groups of {group}"
     return QuantisedWeight(
         name,
@@ -75,7 +64,7 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         True,
         parts,
         _decode,
-        scales_dtype(tensors, parts),
+        tensors[parts["scales"]].dtype_name,
         rows={"codes": (1, 8), "scales": (1, 1), "zeros": (1, 8)},
     )
 

@@ -26,7 +26,6 @@ from mtpc.weights.formats.stored import (
     Tensors,
     check_groups,
     find_part,
-    scales_dtype,
 )
 from mtpc.weights.fused_qkv import qkv_chunks
 
@@ -78,7 +77,7 @@ def _fp8(
     find_part(tensors, scale, _DTYPES, [grid.shape(shape)], what)
     layout, parts = f"FP8 in blocks of {rows} x {columns}", {"codes": name, "scales": scale}
     is_exponent = tensors[scale].dtype == "F8_E8M0"
-    dtype = "bfloat16" if is_exponent else scales_dtype(tensors, parts)
+    dtype = "bfloat16" if is_exponent else tensors[parts["scales"]].dtype_name
     lie = {"codes": (0, 1), "scales": (0, grid.rows)} if grid.chunks == 1 else {}
     return QuantisedWeight(
         name, shape, layout, "float8", grid, False, parts, _decode, dtype, rows=lie

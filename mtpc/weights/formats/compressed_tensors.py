@@ -36,7 +36,6 @@ from mtpc.weights.formats.stored import (
     check_groups,
     find_part,
     matches,
-    scales_dtype,
     setting,
     texts,
     unpack_words,
@@ -201,7 +200,7 @@ def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
     order = "order" if indices in tensors else None
     layout = f"int{bits} in groups of {grid.group(shape[1])}{', desc_act' if order else ''}"
     decode = partial(_decode_packed, name=name, shape=shape, bits=bits, columns=columns)
-    dtype, has_zeros = scales_dtype(tensors, parts), not is_symmetric
+    dtype, has_zeros = tensors[parts["scales"]].dtype_name, not is_symmetric
     lie = _rows(grid, shape, 32 // bits)
     return QuantisedWeight(
         name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order, rows=lie
@@ -248,7 +247,7 @@ def _plain(tensors: Tensors, module: str, weights: Config, kind: str) -> Quantis
         not is_symmetric,
         parts,
         partial(_decode_plain, columns=columns),
-        scales_dtype(tensors, parts),
+        tensors[parts["scales"]].dtype_name,
         rows=_rows(grid, shape),
     )
 

@@ -6,7 +6,7 @@ that llama.cpp makes of `kv_b_proj`, which latent attention takes apart again; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import gcd
 from typing import Any
@@ -18,6 +18,7 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors
 from mtpc.weights.gguf.blocks import Block, Parts
 from mtpc.weights.gguf.file import GgufTensor, Heads
+from mtpc.weights.grouped import GroupForm, values_of
 
 LEAVES: tuple[str, ...] = ()
 _K_B, _V_B = ".k_b_proj.weight", ".v_b_proj.weight"
@@ -79,24 +80,31 @@ def _parts_of(raw: Tensor, block: Block) -> Parts:
     return block.decode(raw.unflatten(-1, (-1, block.nbytes)))
 
 
-def _stack(name: str, stored: GgufTensor) -> QuantisedWeight:
-    """A stack of experts that transformers stores as a stack, too."""
+def _as_values(
+    name: str,
+    shape: tuple[int, ...],
+    layout: str,
+    parts: Mapping[str, str],
+    values_of_parts: Callable[[Mapping[str, Tensor]], Tensor],
+) -> QuantisedWeight:
+    """A weight that is read as its values, float32 of this shape."""
+
+    def decode(tensors: Mapping[str, Tensor]) -> Decoded:
+        values = values_of_parts(tensors)
+        return Decoded(values, torch.ones(len(values), 1))
+
+    grid = Grid(1, shape[-1])
     return QuantisedWeight(
-        name,
-        stored.shape,
-        f"{stored.block.name}, a stack",
-        "float8",
-        Grid(1, stored.shape[-1]),
-        False,
-        {"codes": name},
-        partial(_decode_stack, stored=stored),
-        "float32",
-        as_values=True,
+        name, shape, layout, "float8", grid, False, parts, decode, "float32", as_values=True
     )
 
 
-def _decode_stack(parts: Mapping[str, Tensor], stored: GgufTensor) -> Decoded:
-    return Decoded(_plain(parts["codes"], stored), torch.ones(1, 1))
+def _stack(name: str, stored: GgufTensor) -> QuantisedWeight:
+    """A stack of experts that transformers stores as a stack, too."""
+    layout = f"{stored.block.name}, a stack"
+    return _as_values(
+        name, stored.shape, layout, {"codes": name}, lambda raw: _plain(raw["codes"], stored)
+    )
 
 
 def _latent(tensors: Tensors, name: str, keys: GgufTensor) -> QuantisedWeight:
@@ -117,25 +125,18 @@ def _latent(tensors: Tensors, name: str, keys: GgufTensor) -> QuantisedWeight:
             "[heads, R, P]"
         )
     heads, rank, width = keys.shape
-    rows = heads * (width + values.shape[1])
-    return QuantisedWeight(
+
+    def both(raw: Mapping[str, Tensor]) -> Tensor:
+        k_b = _plain(raw["codes"], keys).transpose(1, 2)
+        return torch.cat((k_b, _plain(raw["values"], values)), 1).flatten(0, 1)
+
+    return _as_values(
         name.removesuffix(_K_B) + ".kv_b_proj.weight",
-        (rows, rank),
+        (heads * (width + values.shape[1]), rank),
         f"{keys.block.name}, keys and values apart",
-        "float8",
-        Grid(1, rank),
-        False,
         {"codes": name, "values": other},
-        partial(_decode_latent, keys=keys, values=values),
-        "float32",
-        as_values=True,
+        both,
     )
-
-
-def _decode_latent(parts: Mapping[str, Tensor], keys: GgufTensor, values: GgufTensor) -> Decoded:
-    k_b = _plain(parts["codes"], keys).transpose(1, 2)
-    both = torch.cat((k_b, _plain(parts["values"], values)), 1).flatten(0, 1)
-    return Decoded(both, torch.ones(len(both), 1))
 
 
 def _plain(raw: Tensor, stored: GgufTensor) -> Tensor:
@@ -144,8 +145,7 @@ def _plain(raw: Tensor, stored: GgufTensor) -> Tensor:
     if block.kind is None:
         return raw.float()
     says = _parts_of(raw, block)
-    codes = says.codes.float().unflatten(-1, (-1, block.group))
-    zero = 0 if block.has_mins else {"int4": 8, "int8": 128}[block.kind]
-    found = (codes - zero) * says.scales.float()[..., None]
+    form = GroupForm(block.kind, block.group, has_mins=block.has_mins)
+    codes = says.codes.unflatten(-1, (-1, block.group))
     mins = None if says.mins is None else says.mins[..., None]
-    return (found if mins is None else found - mins).reshape(stored.shape)
+    return values_of(form, codes, says.scales[..., None], mins).reshape(stored.shape)

@@ -25,7 +25,6 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
     KINDS,
-    SCALES,
     Config,
     Decoded,
     Grid,
@@ -34,7 +33,7 @@ from mtpc.weights.formats.stored import (
     find_part,
     group_size,
     matches,
-    scales_dtype,
+    packed_parts,
     setting,
     unpack_words,
 )
@@ -81,7 +80,11 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
     is_symmetric = setting(says, "sym", True, True, False)
     in_order = not setting(says, "desc_act", False, False, True)
     stored_less = setting(says, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"
-    parts = _parts(tensors, module, shape, shape[1] // group, bits)
+    parts = packed_parts(tensors, module, shape, shape[1] // group, bits)
+    indices = f"{module}.g_idx"
+    if indices in tensors:
+        groups_of = "the group of each input"
+        parts["order"] = find_part(tensors, indices, ("I32",), [(shape[1],)], groups_of)
     if not in_order and "order" not in parts:
         raise CheckpointError(f"{module}.g_idx is missing; expected I32[{shape[1]}] with desc_act")
     decode = partial(
@@ -93,31 +96,12 @@ def _weight(tensors: Tensors, module: str, says: Config) -> QuantisedWeight:
         is_symmetric=is_symmetric,
     )
     layout = f"GPTQ int{bits} in groups of {group}{'' if in_order else ', desc_act'}"
-    dtype, order = scales_dtype(tensors, parts), None if in_order else "order"
+    dtype, order = tensors[parts["scales"]].dtype_name, None if in_order else "order"
     grid, has_zeros = Grid(1, group), not is_symmetric
     rows = {"codes": (1, 1), "scales": (1, 1), "zeros": (1, 32 // bits)}
     return QuantisedWeight(
         name, shape, layout, KINDS[bits], grid, has_zeros, parts, decode, dtype, order, rows=rows
     )
-
-
-def _parts(
-    tensors: Tensors, module: str, shape: tuple[int, int], groups: int, bits: int
-) -> dict[str, str]:
-    """The tensors of a weight by role."""
-    sizes = [(groups, shape[0])]
-    packed = [(groups, -(-shape[0] * bits // 32))]
-    parts = {
-        "codes": f"{module}.qweight",
-        "scales": find_part(tensors, f"{module}.scales", SCALES, sizes, "its scales"),
-        "zeros": find_part(tensors, f"{module}.qzeros", ("I32",), packed, "its zero points"),
-    }
-    indices = f"{module}.g_idx"
-    if indices in tensors:
-        parts["order"] = find_part(
-            tensors, indices, ("I32",), [(shape[1],)], "the group of each input"
-        )
-    return parts
 
 
 def _decode(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, values_of
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -163,20 +163,15 @@ class QuantisedWeight:
         rows = max(1, _CHUNK // max(prod(self.shape[1:]), 1))
         for start in range(0, self.shape[0], rows):
             run = slice(start, start + rows)
+            codes, scales = decoded.codes[run], decoded.scales[run]
             zeros = None if decoded.zeros is None else decoded.zeros[run]
             if column is None:
                 assert self.form is not None
-                part = GroupedWeight(self.form, decoded.codes[run], decoded.scales[run], zeros)
-                out[run] = part.dequantise()
-                continue
-            points = None if zeros is None else zeros.float()[:, column]
-            scales = decoded.scales[run].float()[:, column]
-            codes = decoded.codes[run].float()
-            if self.has_mins and points is not None:
-                out[run] = codes * scales - points
-                continue
-            default = GroupForm(self.kind, 1).default_zero
-            out[run] = (codes - (default if points is None else points)) * scales
+                out[run] = GroupedWeight(self.form, codes, scales, zeros).dequantise()
+            else:
+                form = GroupForm(self.kind, 1, self.has_zeros, self.has_mins)
+                zeros = None if zeros is None else zeros[:, column]
+                out[run] = values_of(form, codes, scales[:, column], zeros)
         return out
 
     def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
@@ -244,9 +239,16 @@ def find_part(
     return name
 
 
-def scales_dtype(tensors: Tensors, parts: Mapping[str, str]) -> str:
-    """torch's name of the dtype of a weight's scales."""
-    return tensors[parts["scales"]].dtype_name
+def packed_parts(
+    tensors: Tensors, module: str, shape: tuple[int, int], groups: int, bits: int
+) -> dict[str, str]:
+    """The tensors of a weight [N, K] of GPTQ or AWQ by role; see `find_part`."""
+    sizes, packed = [(groups, shape[0])], [(groups, -(-shape[0] * bits // 32))]
+    return {
+        "codes": f"{module}.qweight",
+        "scales": find_part(tensors, f"{module}.scales", SCALES, sizes, "its scales"),
+        "zeros": find_part(tensors, f"{module}.qzeros", ("I32",), packed, "its zero points"),
+    }
 
 
 def check_groups(of: str, shape: tuple[int, int], group: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.weights.gguf import configs, names
+from mtpc.weights.gguf.configs import Metadata
 from mtpc.weights.gguf.file import Change, GgufFile, Heads
 from mtpc.weights.gguf.header import Header
-from mtpc.weights.gguf.metadata import Metadata
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<leaf>.+?)(\.(?P<end>weight|bias))?")
 

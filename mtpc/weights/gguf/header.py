@@ -67,43 +67,39 @@ class _Cursor:
     """Reads a file from front to back, never past its end."""
 
     def __init__(self, data: mmap.mmap, path: Path):
-        self._data, self._path, self._place = data, path, 0
+        self._data, self.path, self.place = data, path, 0
         self.size = len(data)
 
     @property
-    def place(self) -> int:
-        return self._place
-
-    @property
     def left(self) -> int:
-        return self.size - self._place
+        return self.size - self.place
 
     def error(self, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} ({self.size} bytes) is not a complete GGUF file: {found}; copy or "
+            f"{self.path} ({self.size} bytes) is not a complete GGUF file: {found}; copy or "
             "download it again"
         )
 
     def skip(self, count: int, what: str) -> None:
         if count > self.left:
             raise self.error(
-                f"{what} takes {count} bytes at byte {self._place}, and {self.left} are left"
+                f"{what} takes {count} bytes at byte {self.place}, and {self.left} are left"
             )
-        self._place += count
+        self.place += count
 
     def take(self, form: str, what: str) -> Any:
         """Numbers of a format of `struct`, little-endian."""
-        start = self._place
+        start = self.place
         self.skip(struct.calcsize("<" + form), what)
         found = struct.unpack_from("<" + form, self._data, start)
         return found[0] if len(found) == 1 else found
 
     def text(self, what: str) -> str:
         length = self.take("Q", what)
-        start = self._place
+        start = self.place
         self.skip(length, what)
         try:
-            return self._data[start : self._place].decode("utf-8")
+            return self._data[start : self.place].decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} at byte {start} is not UTF-8: {error.reason}") from None
 
@@ -204,7 +200,7 @@ def _placed(
         if block is None:
             known = ", ".join(block.name for block in BLOCKS.values())
             raise CheckpointError(
-                f"{cursor._path}: {name} has ggml's type {kind}; expected one of {known}: convert "
+                f"{cursor.path}: {name} has ggml's type {kind}; expected one of {known}: convert "
                 "or quantise the model to one of these"
             )
         if shape[-1] % block.inputs:

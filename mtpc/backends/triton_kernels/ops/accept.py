@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch, adjacent, await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.layout import RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
 from mtpc.ops.accept import empty_outcome

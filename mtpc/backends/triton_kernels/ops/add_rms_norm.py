@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import flat_rows
-from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
+from mtpc.backends.triton_kernels.launch import await_launches, flat_rows
+from mtpc.backends.triton_kernels.norms import block_of, norm_limit, normalise, row_launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
 
 
@@ -41,4 +40,5 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float, plus_
         x_ptr=left, added_ptr=right, weight_ptr=weight.contiguous(), total_ptr=total,
         out_ptr=normed, x_row=left.stride(0), added_row=right.stride(0),
     )  # fmt: skip
-    return [norm_launch(add_rms_norm_kernel, left, arguments, epsilon, plus_one)], out
+    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
+    return [row_launch(add_rms_norm_kernel, left, arguments, norm)], out

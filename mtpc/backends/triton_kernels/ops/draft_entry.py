@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import flat_rows
-from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
+from mtpc.backends.triton_kernels.launch import await_launches, flat_rows
+from mtpc.backends.triton_kernels.norms import block_of, norm_limit, normalise, row_launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
 
 
@@ -48,4 +47,5 @@ def draft_entry(
         right_weight_ptr=right_weight.contiguous(), out_ptr=out, left_row=first.stride(0),
         right_row=second.stride(0),
     )  # fmt: skip
-    return [norm_launch(draft_entry_kernel, first, arguments, epsilon, plus_one, halves=2)], out
+    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
+    return [row_launch(draft_entry_kernel, first, arguments, norm, halves=2)], out

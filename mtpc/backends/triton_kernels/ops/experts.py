@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
     Launch,
     adjacent,
+    await_launches,
     power_of_two,
     widen,
 )

@@ -17,22 +17,21 @@ from torch import Tensor
 
 from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.grouped import (
+    CHOICE,
+    TILE_ROWS,
     add_group,
     add_products,
-    byte_codes,
     form_constants,
     limit_group,
     prepare_rows,
+    weight_arguments,
 )
-from mtpc.backends.triton_kernels.launch import Change, Choice, Launch
+from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
-_TILE_ROWS = 64
-"""Rows in a tile at most."""
-_CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
 _TILE: tl.constexpr = tl.constexpr(TILE)
 
 
@@ -156,12 +155,12 @@ def grouped_experts(
     wide_form = form_of(width, gate_up, gate_up_scales, gate_up_zeros)
     narrow_form = form_of(inner, down, down_scales, down_zeros)
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
-    choices = sort_choices(ids, count, _TILE_ROWS, batch_invariant)
+    choices = sort_choices(ids, count, TILE_ROWS, batch_invariant)
     sizes = dict(H=width, INNER=inner, BLOCK_T=choices.tile)
     bounded = dict(sizes, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
-    first = rows.arguments() | _pieces(gate_up, gate_up_scales, gate_up_zeros)
+    first = rows.arguments() | weight_arguments(gate_up, gate_up_scales, gate_up_zeros)
     first |= choices.arguments() | dict(hidden_ptr=hidden)
-    second = inner_rows.arguments() | _pieces(down, down_scales, down_zeros)
+    second = inner_rows.arguments() | weight_arguments(down, down_scales, down_zeros)
     second |= choices.arguments() | dict(share_ptr=shares, part_ptr=part)
     bounded |= form_constants(grouped_gate_up_kernel, rows.x, wide_form)
     sizes |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
@@ -169,16 +168,9 @@ def grouped_experts(
     launches = [
         choices.launch,
         *rows.launches,
-        Launch(grouped_gate_up_kernel, grid_up, first, bounded, threads=128, choice=_CHOICE),
+        Launch(grouped_gate_up_kernel, grid_up, first, bounded, threads=128, choice=CHOICE),
         *inner_rows.launches,
-        Launch(grouped_down_kernel, grid_down, second, sizes, threads=128, choice=_CHOICE),
+        Launch(grouped_down_kernel, grid_down, second, sizes, threads=128, choice=CHOICE),
         expert_sum_launch(part, ids, out, count),
     ]
     return launches, out
-
-
-def _pieces(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
-    """A stack's operands."""
-    scales = scales.contiguous()
-    points = scales if zeros is None else zeros.contiguous()
-    return dict(codes_ptr=byte_codes(codes), scales_ptr=scales, zeros_ptr=points)

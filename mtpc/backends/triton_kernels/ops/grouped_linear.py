@@ -10,21 +10,20 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.grouped import (
+    CHOICE,
+    TILE_ROWS,
     add_group,
     add_products,
-    byte_codes,
     form_constants,
     limit_group,
     prepare_rows,
+    weight_arguments,
 )
-from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, flat_rows, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
-_TILE_ROWS = 64
-"""Rows in a tile at most."""
-_CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
 _TILE: tl.constexpr = tl.constexpr(TILE)
 
 
@@ -84,19 +83,16 @@ def grouped_linear(
     rows = flat_rows(x)
     num_tokens, inputs = rows.shape
     form = form_of(inputs, codes, scales, zeros)
-    ready, scales = prepare_rows(rows, form), scales.contiguous()
-    arguments = ready.arguments() | dict(
-        codes_ptr=byte_codes(codes), scales_ptr=scales,
-        zeros_ptr=scales if zeros is None else zeros.contiguous(),
-        bias_ptr=scales if bias is None else bias.contiguous(), out_ptr=out,
-        num_tokens=num_tokens, num_features=features,
-    )  # fmt: skip
-    tile = _TILE_ROWS if batch_invariant else power_of_two(min(num_tokens, _TILE_ROWS), 16)
+    ready, weight = prepare_rows(rows, form), weight_arguments(codes, scales, zeros)
+    added = weight["scales_ptr"] if bias is None else bias.contiguous()
+    rest = dict(bias_ptr=added, out_ptr=out, num_tokens=num_tokens, num_features=features)
+    arguments = ready.arguments() | weight | rest
+    tile = TILE_ROWS if batch_invariant else power_of_two(min(num_tokens, TILE_ROWS), 16)
     constants = dict(K=inputs, BLOCK_T=tile, HAS_BIAS=bias is not None)
     constants |= form_constants(grouped_linear_kernel, rows, form)
     grid = (-(-features // TILE), -(-num_tokens // tile), 1)
     products = Launch(
         grouped_linear_kernel, grid, arguments, constants, threads=128, num_stages=4,
-        choice=_CHOICE,
+        choice=CHOICE,
     )  # fmt: skip
     return [*ready.launches, products], out

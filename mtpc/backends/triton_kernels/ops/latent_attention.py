@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
-from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
     Launch,
     adjacent,
+    await_launches,
     power_of_two,
     widen,
 )
@@ -153,7 +153,4 @@ def latent_attention(
     grid = (tiles, head_blocks, splits.programs)
     choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
     attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=choice)
-    if splits.is_direct:
-        return [attend], out
-    lengths = seq_lens, starts
-    return [attend, *combine_launches(acc, stats, lengths, out, None, splits.in_order)], out
+    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, None, splits)], out

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
-from mtpc.backends.triton_kernels.early import await_launches
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
     Launch,
     adjacent,
+    await_launches,
     power_of_two,
     widen,
 )
@@ -176,7 +176,4 @@ def paged_attention(
     grid = (tiles, kv_heads, splits.programs)
     threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256
     attend = Launch(paged_attention_kernel, grid, arguments, constants, threads, choice=_CHOICE)
-    if splits.is_direct:
-        return [attend], out
-    lengths = seq_lens, starts
-    return [attend, *combine_launches(acc, stats, lengths, out, sinks, splits.in_order)], out
+    return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks, splits)], out

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import flat_rows
-from mtpc.backends.triton_kernels.norms import block_of, norm_launch, norm_limit, normalise
+from mtpc.backends.triton_kernels.launch import await_launches, flat_rows
+from mtpc.backends.triton_kernels.norms import block_of, norm_limit, normalise, row_launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
 
 
@@ -36,4 +35,5 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Plan:
     arguments = dict(
         x_ptr=rows, weight_ptr=weight.contiguous(), out_ptr=out, x_row=rows.stride(0)
     )  # fmt: skip
-    return [norm_launch(rms_norm_kernel, rows, arguments, epsilon, plus_one)], out
+    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
+    return [row_launch(rms_norm_kernel, rows, arguments, norm)], out

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import Launch, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.rotary import HEADS, pads, turn
+from mtpc.backends.triton_kernels.ops.rotate import HEADS, pads, turn
 from mtpc.errors import BackendError
 
 

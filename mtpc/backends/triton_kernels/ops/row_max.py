@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.early import await_launches
-from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
+from mtpc.backends.triton_kernels.launch import Launch, await_launches, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
 
