@@ -247,7 +247,8 @@ LINES = {
     "host": 650,
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
     # (`dynamo/`). Linear layers and experts by the host (`layer_sites.py`, `layer_weights.py`).
-    "integrations": 4200,
+    # Weights that a graph reads by `.data` (`dynamo/`).
+    "integrations": 4250,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
     "layout": 1050,

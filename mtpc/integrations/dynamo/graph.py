@@ -191,7 +191,7 @@ class _Calls(fx.Interpreter):
 
         Tracing does not see `.data`: its result would be a constant without a value.
         """
-        if target is torch._C._autograd._get_data_attr:
+        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
             return args[0].detach()
         return super().call_function(target, args, kwargs)
 
