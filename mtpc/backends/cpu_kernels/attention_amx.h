@@ -15,28 +15,6 @@
 
 namespace mtpc {
 
-/// Lines of rows that are needed soon. They are fetched in the order of memory, some with each piece of
-/// work: then the processor's own prefetchers help, and the work goes on meanwhile.
-class LinesAhead {
- public:
-  /// `count` rows of `elements` each; rows may be null where the count is 0.
-  LinesAhead(const BFloat16* const* rows, int64_t count, int64_t elements)
-      : row_(rows), end_(rows + count), elements_(elements) {}
-
-  /// Fetches the next `lines`, as far as there are so many.
-  void fetch(int64_t lines) {
-    for (; lines > 0 && row_ < end_; --lines) {
-      __builtin_prefetch(*row_ + at_, 0, 2);
-      at_ += kFeatures;
-      if (at_ >= elements_) ++row_, at_ = 0;
-    }
-  }
-
- private:
-  const BFloat16 *const *row_, *const *end_;
-  int64_t elements_, at_ = 0;
-};
-
 /// tile[j] = the 32 dimensions from `column` on of the j-th pair of values in `range`, which begins and
 /// ends with a pair; zeros where positions are outside of `local`. Of each 8 dimensions the first 4
 /// are in the first half of a tile's row (`order_halves`). Two lines are fetched with each pair.

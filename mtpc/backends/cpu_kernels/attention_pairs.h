@@ -21,15 +21,27 @@ inline constexpr bool kPairs =
     false;
 #endif
 
-/// Rows that are needed soon, one for each that is in use, and where a head begins in them. A line of
-/// theirs is fetched with each line that is used: a burst of fetches would make all else wait.
-struct Ahead {
-  const BFloat16* const* rows;  // Null: nothing is fetched.
-  int64_t shift;
+/// Lines of rows that are needed soon. They are fetched in the order of memory, some with each piece of
+/// work: then the processor's own prefetchers help, and the work goes on meanwhile. A burst of
+/// fetches would make all else wait.
+class LinesAhead {
+ public:
+  /// `count` rows of `elements` each; rows may be null where the count is 0.
+  LinesAhead(const BFloat16* const* rows, int64_t count, int64_t elements)
+      : row_(rows), end_(rows + count), elements_(elements) {}
 
-  void fetch(int64_t row, int64_t column) const {
-    __builtin_prefetch(rows[row] + shift + column, 0, 2);
+  /// Fetches the next `lines`, as far as there are so many.
+  void fetch(int64_t lines) {
+    for (; lines > 0 && row_ < end_; --lines) {
+      __builtin_prefetch(*row_ + at_, 0, 2);
+      at_ += kFeatures;
+      if (at_ >= elements_) ++row_, at_ = 0;
+    }
   }
+
+ private:
+  const BFloat16 *const *row_, *const *end_;
+  int64_t elements_, at_ = 0;
 };
 
 #if defined(__AVX512F__)
@@ -45,7 +57,7 @@ inline Vec<float> load_groups(const BFloat16* row, int64_t valid) {
 /// panel[g][j] = group g of keys[j] + shift, zeros where keys[j] is null: a key that no row sees is not
 /// read. In a whole panel all keys are seen.
 template <bool kWhole>
-void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, Ahead ahead,
+void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, LinesAhead& ahead,
                     Group* panel) {
   constexpr int kN = kLanes<float>;
   for (int64_t d = 0; d < width; d += 2 * kN) {
@@ -57,7 +69,7 @@ void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, A
       for (int j = 0; j < kN; ++j) {
         const BFloat16* key = keys[part + j];
         square[j] = !kWhole && key == nullptr ? Vec<float>{} : load_groups(key + shift + d, valid);
-        if (kWhole) ahead.fetch(part + j, d);
+        if (kWhole) ahead.fetch(1);
       }
       transpose<float>(square);
       Group* to = panel + d / 2 * kFeatures + part;
@@ -71,7 +83,7 @@ void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, A
 
 /// The same; `whole` says that all keys of the panel are seen.
 inline void pack_keys(const BFloat16* const* keys, bool whole, int64_t shift, int64_t width,
-                      Ahead ahead, Group* panel) {
+                      LinesAhead& ahead, Group* panel) {
   const bool even = whole && width % kFeatures == 0;
   const auto pack = even ? pack_some_keys<true> : pack_some_keys<false>;
   pack(keys, shift, width, ahead, panel);
@@ -110,7 +122,7 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
 /// upper half of a float, so that taking them apart needs no shuffling.
 template <int kTile, int kBlocks, bool kFetch>
 void value_blocks(const float* weights, const BFloat16* const* values, int64_t shift, Range keys,
-                  int64_t valid, Ahead ahead, float* out, int64_t out_stride) {
+                  int64_t valid, LinesAhead* ahead, float* out, int64_t out_stride) {
   constexpr int kN = kLanes<float>, kVecs = 2 * kBlocks;
   Vec<float> sums[kTile][kVecs];
 #pragma GCC unroll 8
@@ -126,7 +138,7 @@ void value_blocks(const float* weights, const BFloat16* const* values, int64_t s
       const Groups both = (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
       value[2 * i] = (Vec<float>)(both << 16);
       value[2 * i + 1] = (Vec<float>)(both & ~0xffff);
-      if (kFetch) ahead.fetch(key, i * kFeatures);
+      if (kFetch) ahead->fetch(1);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kTile; ++r) {
@@ -145,14 +157,13 @@ void value_blocks(const float* weights, const BFloat16* const* values, int64_t s
 /// All dimensions of value_blocks; out rows are padded to whole blocks.
 template <int kTile>
 void value_row_blocks(const float* weights, const BFloat16* const* values, int64_t shift,
-                      Range keys, int64_t width, Ahead ahead, float* out, int64_t out_stride) {
+                      Range keys, int64_t width, LinesAhead* ahead, float* out,
+                      int64_t out_stride) {
   constexpr int kBlocks = kTile == 8 ? 1 : kTile == 4 ? 2 : 4;
   const auto add = [&](auto blocks, int64_t column) {
     constexpr int kMany = decltype(blocks)::value;
-    const auto body = ahead.rows ? value_blocks<kTile, kMany, true>
-                                 : value_blocks<kTile, kMany, false>;
-    body(weights, values, shift + column, keys, width - column, {ahead.rows, ahead.shift + column},
-         out + column, out_stride);
+    const auto body = ahead ? value_blocks<kTile, kMany, true> : value_blocks<kTile, kMany, false>;
+    body(weights, values, shift + column, keys, width - column, ahead, out + column, out_stride);
   };
   int64_t column = 0;
   for (; column + kBlocks * kFeatures <= width; column += kBlocks * kFeatures) {

@@ -265,27 +265,29 @@ class SplitAttention {
       }
     }
 #endif
+    LinesAhead ahead = lines_ahead(unit, p_.values, memory.values + local.begin, local.size());
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
       const bool whole = panel_at(j, local).size() == kPanel<A>;
       if (whole && scores_keys_in_place(unit)) continue;
       for (int64_t h = 0; h < unit.heads; ++h) {
-        score_panel_of(unit, h, memory, registers, j, whole, scores + j);
+        score_panel_of(unit, h, memory, registers, j, whole, ahead, scores + j);
       }
     }
     return computed;
   }
 
-#if defined(__AMX_TILE__)
-  /// Lines of all heads of the unit in some rows; none of codes, which are fetched as they expand.
+  /// Lines of all heads of the unit in some rows; none where products do not fetch them. Those of
+  /// codes are fetched as they expand.
   LinesAhead lines_ahead(const Unit& unit, const Cache& cache, const T* const* rows,
                          int64_t count) const {
-    if constexpr (kCodes<T>) {
-      return {nullptr, 0, 0};
-    } else {
+    if constexpr (kPairs<A, T>) {
       return {rows, count, unit.heads * cache.width};
+    } else {
+      return {nullptr, 0, 0};
     }
   }
 
+#if defined(__AMX_TILE__)
   /// The scores of one head's few rows at the positions of `range`, of whole panels.
   void score_in_place(const Unit& unit, int64_t h, Memory& memory, PassRegisters& registers,
                       Range range, LinesAhead& ahead, A* scores) const {
@@ -302,7 +304,7 @@ class SplitAttention {
 
   /// The scores of one panel of one head.
   void score_panel_of(const Unit& unit, int64_t h, Memory& memory, PassRegisters& registers,
-                      int64_t begin, bool whole, A* scores) const {
+                      int64_t begin, bool whole, LinesAhead& ahead, A* scores) const {
     const auto [rows, shift] = head_rows(
         p_.keys, memory.keys, h, {begin, begin + kPanel<A>}, p_.values, memory.values, memory);
     const F* const* keys = rows + begin;
@@ -312,7 +314,6 @@ class SplitAttention {
       if (in_pairs()) {
         const F* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
-        const Ahead ahead = key_panel_ahead(memory, keys, begin, h);
         pack_keys(keys, whole, shift, width, ahead, packed);
 #if defined(__AMX_TILE__)
         score_panel(registers, queries, unit.rows, width, packed, scores);
@@ -334,29 +335,11 @@ class SplitAttention {
     });
   }
 
-  /// What is fetched while keys are packed; where they are codes, that was done before.
-  Ahead key_panel_ahead(const Memory& memory, const F* const* keys, int64_t begin,
-                        int64_t h) const {
-    if constexpr (kCodes<T>) {
-      return {keys, 0};
-    } else {
-      return {memory.values + begin, h * p_.values.head_stride};
-    }
-  }
-
-  /// The same, while values are added.
-  Ahead value_panel_ahead(const Memory& memory, int64_t row, int64_t h) const {
-    if constexpr (kCodes<T>) {
-      return {nullptr, 0};
-    } else {
-      return {row == 0 ? memory.next_keys : nullptr, h * p_.keys.head_stride};
-    }
-  }
-
   /// Weighted values, a panel of all heads at a time.
   void add_values_by_panel(const Unit& unit, Range local, Memory& memory, Partial<A> out) const {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
     const A* weights = memory.weights.get();
+    LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
     for (int64_t j = local.begin; j < local.end; j += kValues) {
       const Range panel = intersect({j, j + kValues}, local);
       for (int64_t h = 0; h < unit.heads; ++h) {
@@ -368,8 +351,8 @@ class SplitAttention {
           const A* from = weights + (h * unit.rows + row) * kSplit;
           A* to = out.sums + (h * unit.rows + row) * stride;
           if constexpr (kPairs<A, F>) {
-            const Ahead ahead = value_panel_ahead(memory, row, h);
-            value_row_blocks<kTile>(from, values, shift, panel, p_.values.width, ahead, to, stride);
+            LinesAhead* with = row == 0 && !kCodes<T> ? &ahead : nullptr;
+            value_row_blocks<kTile>(from, values, shift, panel, p_.values.width, with, to, stride);
           } else {
             value_row_tile<kTile>(from, values, shift, panel, p_.values.width, to, stride);
           }
