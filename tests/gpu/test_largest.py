@@ -5,6 +5,7 @@ Against the reference ops, whose order among equals is defined. Needs Triton: `t
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -100,8 +101,9 @@ def test_topk_is_one_launch_of_a_warp_a_row() -> None:
     assert (launch.grid, launch.threads) == ((4, 1, 1), 32)
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("width", [1, 1000, 1024, 1025, 9001, 70_000])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [*product([1, 1000, 1024, 1025, 9001], ELEMENTS), (70_000, ELEMENTS[0])]
+)
 def test_row_max_is_its_reference(width: int, dtype: torch.dtype) -> None:
     """The first of equals, within a block and of several blocks; NaN above all."""
     far = torch.zeros(3, width, dtype=dtype)

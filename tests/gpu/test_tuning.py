@@ -109,7 +109,7 @@ class _Configured:
         return call
 
 
-@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("place", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of other sizes: against the reference, on sizes that no tile divides."""
     ops = _Configured(place)
