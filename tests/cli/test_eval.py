@@ -93,7 +93,7 @@ def test_exact_match() -> None:
         ({"prompt": "a", "messages": [], "answer": "b"}, "expected one of prompt and messages"),
         ({"prompt": 3, "answer": "b"}, "line 2: prompt is 3; expected text"),
         ({"messages": [{"role": "user"}], "answer": "b"}, "expected objects of role and content"),
-        ({"prompt": "a"}, "line 2: answer is None; expected a text, or several"),
+        ({"prompt": "a"}, "line 2: answer is missing; expected a text, or several"),
         ({"prompt": "a", "answer": []}, "line 2: answer is missing"),
         ({"prompt": "a", "answer": "b", "stop": [""]}, "line 2: stop is ['']; expected"),
     ],

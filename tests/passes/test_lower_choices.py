@@ -204,7 +204,9 @@ def test_numbers_without_a_kernel_stay(dtype: torch.dtype) -> None:
     assert LowerChoices().apply(_graph(body, torch.arange(8).to(dtype), (2,))) == 0
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_no_choice_of_a_router_is_left(family: str, checkpoint: Callable[..., Path]) -> None:
     backend, directory = EagerBackend(), checkpoint(family, "random")
     before, after = (

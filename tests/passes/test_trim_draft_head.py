@@ -142,7 +142,7 @@ def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(0, "draft_vocab is 0"), ((1, -2), "draft_vocab is -2"), ("ab", "draft_vocab is 'a'"),
+    [(0, "draft_vocab is 0"), ((1, -2), "draft_vocab is -2"), ("ab", "draft_vocab is 'ab'"),
      (1.5, "expected token ids, or a number n")],
 )  # fmt: skip
 def test_bad_lists(value: Any, message: str) -> None:
