@@ -113,7 +113,7 @@ def _child(action: str, store: Path, target: str, triton_cache: Path) -> list[li
     return json.loads(done.stdout.splitlines()[-1]) if action == "load" else []
 
 
-@pytest.mark.parametrize("target", ["hip:gfx942", "cuda:90"])
+@pytest.mark.parametrize("target", ["hip:gfx942", pytest.param("cuda:90", marks=pytest.mark.slow)])
 def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) -> None:
     """Triton's own launcher asks its cache for the very code; without ours it would compile.
 
