@@ -38,6 +38,14 @@ struct InputRows {
   }
 };
 
+/// Whether this level has an instruction for products of pairs of bfloat16.
+inline constexpr bool kPairProducts =
+#if defined(__AVX512BF16__)
+    true;
+#else
+    false;
+#endif
+
 #if defined(__AVX512BF16__)
 
 /// Inputs of kRows rows, as an instruction for pairs of bfloat16 takes them: as they are.

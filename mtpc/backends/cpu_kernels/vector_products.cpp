@@ -12,11 +12,11 @@ namespace {
 /// Registers of sums that a row of a tile takes.
 constexpr int kRegisters = kFeatures / kLanes<float>;
 
-/// Groups of inputs per turn of the loop. One row alone waits only for memory: with four groups per
-/// turn, and no prefetch instructions, the processor itself fetches furthest ahead. With more rows
-/// that is slower, and without AVX-512 it was not measured.
+/// Groups of inputs per turn of the loop. One row alone waits only for memory. With products of pairs,
+/// four groups per turn and no prefetch instructions let the processor itself fetch furthest ahead.
+/// With multiply-adds (on Intel's processors), or more rows, that is slower.
 template <int kRows>
-constexpr int kTurn = kVectorBytes == 64 && kRows == 1 ? 4 : 1;
+constexpr int kTurn = kPairProducts && kRows == 1 ? 4 : 1;
 
 /// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
 template <int kRows>
