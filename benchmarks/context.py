@@ -260,13 +260,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=32, metavar="N")
     command.add_vllm(parser)
     command.add_llama(parser)
-    help_ = "the longest that peers are measured at, for they compute it"
-    add("--peer-context", type=positive, default=8192, metavar="N", help=help_)
+    command.add_peer_context(parser)
     command.add_backend(parser)
     command.add_sampling(parser, 2)
     command.add_probe(parser)
     command.add_files(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    command.check_peer_context(parser, args, args.contexts)
+    return args
 
 
 if __name__ == "__main__":

@@ -249,14 +249,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     command.add_vllm(parser)
     command.add_llama(parser)
-    help_ = "the longest prompt of peers, which take minutes for the longest"
-    add("--peer-context", type=positive, default=8192, metavar="N", help=help_)
+    command.add_peer_context(parser)
     command.add_backend(parser)
     command.add_passes(parser)
     command.add_sampling(parser, 5)
     command.add_probe(parser)
     command.add_files(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    command.check_peer_context(parser, args, args.prompt_tokens)
+    return args
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,27 @@ def add_llama(parser: argparse.ArgumentParser) -> None:
     add("--llama-bench", type=_llama_programs, metavar="DIRECTORY", help=help_)
     help_ = "interpreter that has the package gguf; default: this one"
     add("--gguf-python", type=Path, default=Path(sys.executable), metavar="FILE", help=help_)
+
+
+def add_peer_context(parser: argparse.ArgumentParser) -> None:
+    """The option that leaves peers out of the longest contexts; see `check_peer_context`."""
+    help_ = "the longest context that peers are measured at, for they compute it"
+    parser.add_argument("--peer-context", type=positive, default=8192, metavar="N", help=help_)
+
+
+def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Sequence[int]) -> None:
+    """Refuse, as the parser does, peers that no context is left for.
+
+    Args:
+        parser: of the command line.
+        args: has `--peer-context` and the peers' options.
+        contexts: all that are measured, in tokens.
+    """
+    if (args.vllm_python or args.llama_bench) and min(contexts) > args.peer_context:
+        parser.error(
+            f"every context is longer than --peer-context, which is {args.peer_context}; raise it, "
+            "or leave the peers out"
+        )
 
 
 def add_schemes(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import transformers
 
-from benchmarks import memory, prefill
+from benchmarks import context, memory, prefill
 from benchmarks.harness.decoders import Decoded
 from benchmarks.harness.sampling import Case, Row, Sample, summarise
 from benchmarks.peers import vllm_host
@@ -56,6 +56,20 @@ def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (decoded["steps"], decoded["tokens"]) == (1, row["prompt_tokens"])
     lines = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert [line["engine"] for line in lines] == [row["engine"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "benchmark", [(prefill, "--prompt-tokens"), (context, "--contexts")], ids=lambda b: b[1]
+)
+def test_peers_need_a_context(
+    benchmark: tuple[Any, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is not longer than `--peer-context`, or nothing of a peer would be measured."""
+    module, option = benchmark
+    words = [option, "40", "50", "--peer-context", "9", "--vllm-python", "python"]
+    with pytest.raises(SystemExit):
+        module.main(words)
+    assert "every context is longer than --peer-context, which is 9" in capsys.readouterr().err
 
 
 def _row(engine: Any, seconds: float) -> Row:
