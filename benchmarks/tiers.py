@@ -41,10 +41,11 @@ from benchmarks.serving import (
     percentile,
     sample_in_turns,
 )
+from mtpc.engine.costs import EarlierCosts, Place
 from mtpc.engine.tiers import TierPolicy
 
 WEIGHTS = ("accepting", "random")
-AUTO = "auto"
+AUTO, AGAIN = "auto", "auto, costs known"
 COLUMNS = ("weights", "load", "K", "tokens/s", "of best fixed", "of K=0", "ms/token p50",
            "tokens by K", "samples")  # fmt: skip
 NOTES = (
@@ -54,7 +55,9 @@ NOTES = (
     "weights and load.",
     "tokens by K: where the engine chooses, the share of tokens by the K of their decode step; "
     "each request's first token comes with its prompt, and is not among them.",
-    "Samples of auto have what it costs to learn; with synthetic acceptance, each one all of it.",
+    "Samples of auto have what it costs to learn; with synthetic acceptance, each one all of it. "
+    "'costs known' begins with the costs that the samples of auto before it have measured, as a "
+    "second start does, and learns acceptance.",
     SAMPLES_NOTE,
 )
 
@@ -76,17 +79,24 @@ class TierServer:
 class SyntheticServer(TierServer):
     """A program of several K, or of K = 0, that accepts each draft with one probability.
 
-    Each run begins with a policy that knows nothing, or with one K alone.
+    Each run begins with a policy that knows nothing, or the costs of steps, or with one K alone.
 
     Args:
         model: compiled.
         probability: of a draft to be accepted, given that all before it are.
-        spec_tokens: K, or "auto".
+        spec_tokens: K, "auto", or AGAIN.
+        known: costs that runs of "auto" have measured; these add to them.
     """
 
-    def __init__(self, model: mtpc.SpecModel, probability: float, spec_tokens: int | str):
+    def __init__(
+        self,
+        model: mtpc.SpecModel,
+        probability: float,
+        spec_tokens: int | str,
+        known: dict[Place, EarlierCosts],
+    ):
         super().__init__(model, f"synthetic {probability:g}", spec_tokens)
-        self._model, self._serve = model, self.run
+        self._model, self._serve, self._known = model, self.run, known
         most = model.options.spec_tokens
         self._rates = tuple(probability**count for count in range(1, most + 1))
         self.run = self._run
@@ -95,9 +105,14 @@ class SyntheticServer(TierServer):
         model, k = self._model, self.spec_tokens
         if self._rates:
             model.set_synthetic_acceptance(self._rates)
-        model.engine.tiers = TierPolicy((k,) if isinstance(k, int) else model.options.tiers)
+        known = self._known if k == AGAIN else None
+        policy = TierPolicy((k,) if isinstance(k, int) else model.options.tiers, known)
+        model.engine.tiers = policy
         model.engine.reset_prefix_cache()
-        return self._serve(arrivals)
+        run = self._serve(arrivals)
+        if k == AUTO:
+            self._known.update(policy.costs())
+        return run
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,8 @@ def fixed(rows: Sequence[Row], row: Row) -> dict[int | str, float]:
     return {
         other.spec_tokens: other.tokens_per_s
         for other in rows
-        if (other.weights, other.load) == (row.weights, row.load) and other.spec_tokens != AUTO
+        if (other.weights, other.load) == (row.weights, row.load)
+        and isinstance(other.spec_tokens, int)
     }
 
 
@@ -175,7 +191,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             f"{row.tokens_per_s / max(fixed(rows, row).values()):.2f}",
             f"{row.tokens_per_s / fixed(rows, row)[0]:.2f}",
             f"{row.ms_per_token_p50:.1f}",
-            shares(row.tokens_by_k) if row.spec_tokens == AUTO else "-",
+            "-" if isinstance(row.spec_tokens, int) else shares(row.tokens_by_k),
             sample_counts(row),
         ]
         for row in rows
@@ -219,6 +235,7 @@ def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> It
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
     models: dict[int | str, mtpc.SpecModel] = {}
+    known: dict[Place, EarlierCosts] = {}
     several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
     for k, options in ((0, {}), (AUTO, several)):
         tell(f"compile K={k}")
@@ -231,8 +248,8 @@ def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> It
             **options,
         )
     for probability in args.acceptance:
-        for fixed in (0, *(k for k in sorted(args.tiers) if k), AUTO):
-            yield SyntheticServer(models[0 if fixed == 0 else AUTO], probability, fixed)
+        for fixed in (0, *(k for k in sorted(args.tiers) if k), AUTO, AGAIN):
+            yield SyntheticServer(models[0 if fixed == 0 else AUTO], probability, fixed, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

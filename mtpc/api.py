@@ -37,6 +37,7 @@ from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.background import Background
 from mtpc.program.binding import bind_program
+from mtpc.program.cost_entry import CostEntry
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.open_steps import Assembler, open_steps
 from mtpc.program.program import Program
@@ -79,6 +80,8 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         assembler = Assembler("fused", True, bind, lambda compiler: compiler.compile())
         opened = open_steps(model, options, assembler, listener)
     opened.made.identity = opened.identity
+    if opened.cache is not None and opened.options.spec_tiers:
+        opened.made.costs = CostEntry(opened.cache)
     program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
     spec = SpecModel(opened.served, opened.options, program, opened.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
@@ -142,7 +145,8 @@ class SpecModel:
     def close(self) -> None:
         """End a build in the background; the model goes on with the steps that it has.
 
-        Pages and snapshots are written to `kv_offload_dir`, if there is one.
+        Pages and snapshots are written to `kv_offload_dir`, if there is one, and the costs of steps
+        to the graph cache, if the engine chooses K.
 
         Rank 0 of several lets the others return from `follow`. Nothing runs there afterwards.
         """

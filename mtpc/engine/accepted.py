@@ -18,6 +18,8 @@ for one request, and for the comparison of these."""
 LONG_PRIOR, LATE_PRIOR, OWN_PRIOR = 1.0, 2.0, 4.0
 """How many samples the prior counts for. In the long run the prior is the share at the position
 before; otherwise it is the share of all requests in the long run."""
+USUAL = 0.7
+"""The share of first drafts that is expected before any was verified."""
 SURE = 2.0
 """Another estimate replaces the long run if the logarithm of its likelihood is larger by this."""
 _LEAST = 1e-3
@@ -96,7 +98,7 @@ class Experience:
             drafts: for each request, the number of verified drafts and the number of accepted ones.
             each: the counts of these requests; this adds to them.
         """
-        known = self._long.share(0, 0.5)
+        known = self._long.share(0, USUAL)
         late = self._late.share(0, known)
         self._long.forget()
         self._late.forget()
@@ -119,9 +121,9 @@ class Experience:
     def shares(self) -> list[float]:
         """All requests' shares by position, in the long run.
 
-        A position without a sample takes the share of the position before it, or 0.5.
+        A position without a sample takes the share of the position before it, or `USUAL`.
         """
-        found, known = list[float](), 0.5
+        found, known = list[float](), USUAL
         for position in range(self.count):
             known = self._long.share(position, known)
             found.append(known)

@@ -10,8 +10,10 @@ are less certain.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 NOISE, FIRST_NOISE = 0.04**2, 0.3**2
 """Variance of a sample's logarithm, and of the first sample of a K in a cell, which warms up
@@ -29,6 +31,52 @@ other processes may have used the processor. A second surprise in a row counts i
 costs have changed, of all K alike or of this K alone."""
 LONG = 1000
 """After so many steps without a sample, the variance stops growing."""
+MEASURED, GUESSED = 0.05**2, 0.3**2
+"""Variance of the cost of each K by itself, from an earlier run that measured it, or did not."""
+_MOST_S = 1e4
+"""The longest step that is believed."""
+
+Place = tuple[int, int]
+"""The place of a cell: rows of a bucket, and the class of the requests' mean length."""
+
+
+@dataclass(frozen=True)
+class EarlierCosts:
+    """What the steps of a cell took in an earlier run.
+
+    Attributes:
+        seconds: of a step, by K.
+        measured: the K that ran several times there; the others are guesses from these.
+    """
+
+    seconds: Mapping[int, float]
+    measured: frozenset[int]
+
+
+def costs_to_json(cells: Mapping[Place, EarlierCosts]) -> bytes:
+    """The costs of all cells as text."""
+    rows = [[*place, *map(list, (c.seconds.items(), c.measured))] for place, c in cells.items()]
+    return json.dumps(rows).encode()
+
+
+def costs_from_json(data: bytes) -> dict[Place, EarlierCosts]:
+    """The reverse of `costs_to_json`.
+
+    Raises:
+        ValueError: the text is anything else.
+    """
+    try:
+        cells = {
+            (int(num_reqs), int(length)): EarlierCosts(
+                {int(k): float(time) for k, time in seconds}, frozenset(map(int, measured))
+            )
+            for num_reqs, length, seconds, measured in json.loads(data)
+        }
+        if not all(0 < s < _MOST_S for found in cells.values() for s in found.seconds.values()):
+            raise ValueError("a time is out of range")
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no costs of steps: {error}") from None
+    return cells
 
 
 class StepCosts:
@@ -80,6 +128,26 @@ class StepCosts:
         self._logs = [math.log(seconds) + cost for cost in logs]
         self._add_common(FIRST_NOISE)
         self.counts[place], self.last[place] = 1, step
+
+    @classmethod
+    def of_earlier_run(cls, found: EarlierCosts) -> StepCosts:
+        """The costs of an earlier run. All of the machine may be slower or faster now."""
+        tiers = sorted(found.seconds)
+        costs = cls(tiers, tiers[0], found.seconds[tiers[0]], 0, None)
+        costs.counts = [2 * (tier in found.measured) for tier in tiers]
+        costs.last, costs.changed = [-1] * len(tiers), -1
+        costs._logs = [math.log(found.seconds[tier]) for tier in tiers]
+        costs._cov = [[0.0] * len(tiers) for _ in tiers]
+        for place, count in enumerate(costs.counts):
+            costs._cov[place][place] = MEASURED if count else GUESSED
+        costs._add_common(FIRST_NOISE)
+        return costs
+
+    @property
+    def for_later_runs(self) -> EarlierCosts:
+        """What a later run may know of them."""
+        measured = (k for k, count in zip(self.tiers, self.counts, strict=True) if count > 1)
+        return EarlierCosts({k: self.seconds(k) for k in self.tiers}, frozenset(measured))
 
     def _add_common(self, variance: float) -> None:
         for row in self._cov:

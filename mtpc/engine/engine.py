@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import check_images, check_request, longest_request
+from mtpc.engine.costs import EarlierCosts, Place, costs_from_json, costs_to_json
 from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
@@ -81,7 +82,7 @@ class Engine:
             prefill.max_emitted,
         )
         self._ids = itertools.count()
-        self.tiers = TierPolicy(program.tiers)
+        self.tiers = TierPolicy(program.tiers, self._costs_of_earlier_runs())
         self._masks = GrammarMasks(program, vocab_size)
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
@@ -258,10 +259,25 @@ class Engine:
             self._is_torn = False
 
     def close(self) -> None:
-        """Write the known pages and snapshots to `kv_offload_dir`; the engine can go on."""
+        """Write what later runs can use; the engine can go on.
+
+        That is the known pages and snapshots, to `kv_offload_dir`, and the costs of steps.
+        """
         with self._lock.in_turn():
             self._enter("close")
             self._states.save(self.pages)
+            if self.program.costs is not None and self.tiers.steps:
+                found = costs_to_json(self.tiers.costs())
+                self.program.costs.write(found, self._stats.fallbacks)
+
+    def _costs_of_earlier_runs(self) -> dict[Place, EarlierCosts]:
+        entry, notes = self.program.costs, self._stats.fallbacks
+        data = entry.read(notes) if entry is not None else None
+        try:
+            return costs_from_json(data) if data else {}
+        except ValueError as error:
+            notes[f"costs of earlier runs were not used: {error}"] += 1
+            return {}
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).

@@ -8,9 +8,10 @@ when reading the weights dominates the cost of a step. They do not when the proc
 or when the text is hard to predict. The engine measures T and L as it runs. L is the mean over the
 running requests. If requests differ, each counts by what it accepted itself.
 
-Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). Costs
-change, and so do texts. So the policy tries every K again and again. Two accounts, both in seconds,
-bound what these trials cost:
+Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). The graph
+cache keeps them for later runs, which then choose well from their first step on. Costs change, and
+so do texts. So the policy tries every K again and again. Two accounts, both in seconds, bound what
+these trials cost:
 
 - What trials lose, for each K of a cell. It stays below a small share of all time. If a cost is new
   or has suddenly changed, a trial may lose the time of one step in advance.
@@ -22,12 +23,12 @@ bound what these trials cost:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpc.engine.accepted import Acceptance, Experience
-from mtpc.engine.costs import StepCosts
+from mtpc.engine.costs import EarlierCosts, Place, StepCosts
 
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
@@ -49,9 +50,6 @@ RECENT = 0.999
 _CLASS_TOKENS = 512
 """Tokens per request of the first class of lengths; each class after it ends at twice as many."""
 
-Place = tuple[int, int]
-"""The place of a cell: rows of a bucket, and the class of the requests' mean length."""
-
 
 @dataclass
 class _Cell:
@@ -60,10 +58,12 @@ class _Cell:
     Attributes:
         costs: the costs of each K.
         allowed: seconds that trials of each K may lose; negative if they lost some in advance.
+        ran: whether steps ran there in this process.
     """
 
     costs: StepCosts
     allowed: dict[int, float]
+    ran: bool = False
 
 
 class TierPolicy:
@@ -71,6 +71,7 @@ class TierPolicy:
 
     Args:
         tiers: the K for which the program has steps.
+        known: costs from earlier runs.
 
     Attributes:
         tiers: the same, ascending.
@@ -82,14 +83,14 @@ class TierPolicy:
         rests: whether the smallest K has been better lately than what the policy did.
     """
 
-    def __init__(self, tiers: Sequence[int]):
-        self.tiers = tuple(sorted(set(tiers)))
+    def __init__(self, tiers: Sequence[int], known: Mapping[Place, EarlierCosts] | None = None):
+        self.tiers, self._known = tuple(sorted(set(tiers))), dict(known or {})
         self.current = self.tiers[0]
         self.switches = self.steps = 0
         self.spent = self.lost = 0.0
         self.rests = False
         self.experience = Experience(self.tiers[-1])
-        self._cells: dict[Place, _Cell] = {}
+        self._cells = self._known_cells()
         self._lengths = self.experience.lengths(())
         self._tokens, self._verified = 1.0, False
         self._waited = self._behind = self._recent = 0.0
@@ -98,13 +99,27 @@ class TierPolicy:
 
     def use(self, tiers: Sequence[int]) -> None:
         """Choose among these K from the next step on. What is known of acceptance is kept."""
+        self._known = self.costs()
         self.tiers = tuple(sorted(set(tiers)))
-        self._cells.clear()
+        self._cells = self._known_cells()
         self.experience.count = self.tiers[-1]
         self._lengths = self.experience.lengths(())
         self._trial = None
         if self.current not in self.tiers:
             self.current = self.tiers[0]
+
+    def costs(self) -> dict[Place, EarlierCosts]:
+        """What this run and earlier ones know of costs, for later runs."""
+        ran = {p: cell.costs.for_later_runs for p, cell in self._cells.items() if cell.ran}
+        return {**self._known, **ran}
+
+    def _known_cells(self) -> dict[Place, _Cell]:
+        """Cells of earlier runs that had the same K."""
+        return {
+            place: _Cell(StepCosts.of_earlier_run(found), dict.fromkeys(self.tiers, 0.0))
+            for place, found in self._known.items()
+            if tuple(sorted(found.seconds)) == self.tiers
+        }
 
     def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         """K of the next decode step.
@@ -130,10 +145,13 @@ class TierPolicy:
         return self.current if self._trial is None else self._trial
 
     def _prefer(self, costs: StepCosts) -> None:
-        """Change the preferred K once waiting has lost as much time as a change there and back."""
+        """Change the preferred K once waiting has lost as much time as a change there and back.
+
+        The first step verifies drafts of a prefill step, which has the most: any K begins at once.
+        """
         best = max(self.tiers, key=lambda tier: self._rate(costs, tier))
-        if best == self.current:
-            self._waited = 0.0
+        if best == self.current or not self.steps:
+            self.current, self._waited = best, 0.0
             return
         self._waited += costs.seconds(self.current) * (
             1 - self._rate(costs, self.current) / self._rate(costs, best)
@@ -145,13 +163,12 @@ class TierPolicy:
     def _next_trial(self, cell: _Cell) -> int | None:
         """Another K than the preferred one to try now, or None."""
         costs, tier = cell.costs, self._trial
-        if tier is not None and tier != self.current:
-            # A surprise gets a second sample, and a K that wins goes on.
-            is_open = self._wins or costs.surprises[tier] != 0
-            is_cheap = self._left * self._loss(costs, tier) <= max(cell.allowed[tier], 0.0)
-            if is_open or (self._left and is_cheap):
-                self._left = max(self._left - 1, 0)
-                return tier
+        # The last step shows what is accepted, a surprise needs a second sample, and a K that wins
+        # goes on.
+        goes_on = tier in costs.surprises and (self._left or self._wins or costs.surprises[tier])
+        if tier is not None and tier != self.current and goes_on:
+            self._left = max(self._left - 1, 0)
+            return tier
         if not costs.is_known(self.current):
             return None
         left = {
@@ -217,6 +234,7 @@ class TierPolicy:
             self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
             cell.costs.add(tier, seconds, self.steps)
+        cell.ran = True
         self.steps += 1
         for other in self.tiers:
             if other != tier:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
+from mtpc.program.cost_entry import CostEntry
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Program:
         arrived: steps that were bound meanwhile, each time with the K to choose from now on.
         identity: of the weights, the options and the code, on which the content of caches depends;
             "" if it is not known.
+        costs: keeps what the steps cost for later runs; None if nothing is kept.
     """
 
     steps: dict[StepKey, CapturedStep]
@@ -62,6 +64,7 @@ class Program:
     fallbacks: Counter[str] = field(default_factory=Counter)
     arrived: deque[tuple[tuple[int, ...], list[CapturedStep]]] = field(default_factory=deque)
     identity: str = ""
+    costs: CostEntry | None = None
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
 
     @property

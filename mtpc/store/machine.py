@@ -89,6 +89,11 @@ def processor_fields() -> dict[str, str]:
     return {"machine.cpu": model, "machine.instruction_sets": " ".join(wanted)}
 
 
+def cpu_name() -> str:
+    """The processor's name."""
+    return _cpu()[0]
+
+
 def cpu_flags() -> frozenset[str]:
     """Linux's names of the processor's features that this process may use, and of its vendor."""
     flags = _cpu()[1]

@@ -14,7 +14,7 @@ from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
 from mtpc.engine.accepted import Acceptance, Experience
-from mtpc.engine.costs import StepCosts
+from mtpc.engine.costs import StepCosts, costs_from_json, costs_to_json
 from mtpc.engine.tiers import BUDGET, TierPolicy, _Cell
 from mtpc.errors import OptionError
 
@@ -175,15 +175,15 @@ def test_changes_are_found_by_trials() -> None:
     assert min(last for _, last, _ in after_changes(Untried, 0.5)) < 0.8
 
 
-def lured(policy: TierPolicy, cost: Cost, steps: int) -> list[float]:
-    """Texts that know the policy: drafts are accepted until it prefers some, and two steps more.
+def lured(policy: TierPolicy, cost: Cost, grace: int) -> list[float]:
+    """Texts that know the policy: drafts are accepted until it has preferred some for a few steps.
 
     Returns at each step the seconds that K = 0 takes for all tokens so far, over those taken.
     """
     draw, before, after, plain, taken, shares = random.Random(3), 3, 0, 0.0, 0.0, list[float]()
-    for _ in range(steps):
+    for _ in range(3000):
         tier = policy.choose(2)
-        accepted = min(tier, before) if after < 3 else 0
+        accepted = min(tier, before) if after < grace else 0
         after = after + 1 if policy.current else 0
         seconds = cost(2, tier) * draw.gauss(1, 0.03)
         policy.observe_drafts([(min(tier, before), accepted)] * 2)
@@ -200,10 +200,50 @@ class Restless(TierPolicy):
         pass
 
 
-def test_the_floor_holds_against_texts_that_know_the_policy() -> None:
+@pytest.mark.parametrize("grace", [1, 2, 3, 4])
+def test_the_floor_holds_against_texts_that_know_the_policy(grace: int) -> None:
     for cost in (bandwidth_bound, compute_bound):
-        assert min(lured(TierPolicy(TIERS), cost, 3000)[200:]) >= 0.95
-    assert min(lured(Restless(TIERS), compute_bound, 3000)[200:]) < 0.95
+        assert min(lured(TierPolicy(TIERS), cost, grace)[200:]) >= 0.95
+
+
+def test_the_floor_needs_rests() -> None:
+    assert min(lured(Restless(TIERS), compute_bound, 1)[200:]) < 0.95
+
+
+def test_costs_of_earlier_runs_make_the_first_step_a_good_one() -> None:
+    """What one policy measured is written and read; another begins with it, and measures on."""
+    first = TierPolicy(TIERS)
+    run(first, bandwidth_bound, 0.8, 300, noise=0.03)
+    known = costs_from_json(costs_to_json(first.costs()))
+    assert known == first.costs()
+    assert run(TierPolicy(TIERS), bandwidth_bound, 0.8, 1) == [0]
+    later = TierPolicy(TIERS, known)
+    assert run(later, bandwidth_bound, 0.8, 1) == [3]
+    run(later, lambda n, k: 2 * bandwidth_bound(n, k), 0.8, 300, noise=0.03)
+    (found,) = later.costs().values()
+    assert found.seconds[3] == pytest.approx(2.6, rel=0.1)
+    assert run(TierPolicy(TIERS, known), bandwidth_bound, 0.0, 400)[100:].count(0) > 280
+
+
+def test_known_costs_serve_where_their_k_have_steps() -> None:
+    """A program begins with K = 0, and gets the others while it runs."""
+    first = TierPolicy(TIERS)
+    run(first, bandwidth_bound, 0.8, 300)
+    growing = TierPolicy((0,), first.costs())
+    assert growing.choose(2) == 0
+    growing.use(TIERS)
+    assert growing.choose(2) == 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff", b"1", b"[[1]]", b'[[1, 0, [[0, "a"]], [0]]]', b"[[1, 0, [[0, -1.0]], []]]",
+     b"[[1, 0, [[0, NaN]], []]]", b"[" * 100_000, b"[[1, 0, [[0, 1e999]], []]]",
+     b"[[1e999, 0, [], []]]"],
+)  # fmt: skip
+def test_other_text_is_no_costs(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no costs of steps"):
+        costs_from_json(data)
 
 
 def test_it_does_not_flutter() -> None:
@@ -217,8 +257,8 @@ def test_what_was_not_drafted_does_not_count() -> None:
     """After a step of K = 1, a step of K = 3 verifies one real draft."""
     experience = Experience(3)
     experience.add([(1, 1)])
-    # One sample, and a prior that counts for one: 0.5, or the position before.
-    assert experience.shares() == pytest.approx([0.75] * 3)
+    # One sample, and a prior that counts for one: 0.7, or the position before.
+    assert experience.shares() == pytest.approx([0.85] * 3)
     experience.add([(3, 1)])
     first, second, _ = experience.shares()
     assert first > 0.8

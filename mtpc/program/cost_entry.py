@@ -1,0 +1,58 @@
+"""An entry of the graph cache that keeps what an engine measured: the costs of a program's steps.
+
+It holds bytes, whose meaning is the engine's. Its key names the processor and the number of threads
+besides what the steps' keys have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from mtpc.errors import CacheError
+from mtpc.program.step_cache import StepCache
+from mtpc.store.key import digest
+from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.machine import cpu_name
+
+FILE = "costs.json"
+
+
+class CostEntry:
+    """The costs of one program's steps on this machine.
+
+    Args:
+        cache: holds the steps. If it is frozen, nothing is written.
+    """
+
+    def __init__(self, cache: StepCache):
+        self._store, self._frozen = cache.store, cache.frozen
+        machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
+        self._fields = {**cache.program, **machine, "kind": "costs"}
+
+    def read(self, notes: Counter[str]) -> bytes | None:
+        """The costs; None if there are none, or if they are damaged, which `notes` then counts."""
+        try:
+            entry = find(self._store, self._fields)
+            return None if entry is None else entry.read(FILE)
+        except CacheError as error:
+            notes[f"costs of earlier runs were not used: {error}"] += 1
+            return None
+
+    def write(self, data: bytes, notes: Counter[str]) -> None:
+        """Keep costs in place of the earlier ones; `notes` counts why that failed."""
+        if self._frozen:
+            return
+
+        def fill(directory: Path) -> None:
+            (directory / KEY).write_bytes(key_bytes(self._fields))
+            (directory / FILE).write_bytes(data)
+
+        name = digest(self._fields)
+        try:
+            with self._store.lock(name, lambda line: None):
+                self._store.write(name, fill)
+        except CacheError as error:
+            notes[f"costs of steps were not kept: {error}"] += 1
