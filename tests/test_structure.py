@@ -210,7 +210,7 @@ LINES = {
     # of single options (option_checks.py). `SpecModel.follow` and `close`.
     # `kv_offload_dir`, `draft`, and ranks as torchrun starts them.
     # `images`, and messages as prompts (api.py).
-    ".": 1450,
+    ".": 1460,
     # Tapes: a runner and its arithmetic in place of Inductor's; the null device's pool.
     # Kernels that a wheel carries (`shipped.py`); which tensors of a flat step may be replaced.
     # Several programs for a sampled row (`filters.py`).
@@ -240,8 +240,8 @@ LINES = {
     # Pages and snapshots in files (`offload.py`, `offload_files.py`); costs of K (`costs.py`).
     # Accounts of what trials of a K lose, and of what is lost to plain decoding (`tiers.py`).
     # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
-    # embeddings of images that come again.
-    "engine": 5700,
+    # embeddings of images that come again. Costs of steps from run to run (`earlier_costs.py`).
+    "engine": 5850,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 650,
     "host": 650,
@@ -283,8 +283,8 @@ LINES = {
     # keys; why a build in the background failed. Processes that build beside the one that traced
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
-    # Results in one memory (`packed_results.py`).
-    "program": 4800,
+    # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
+    "program": 4850,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.

@@ -10,7 +10,6 @@ are less certain.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ LONG = 1000
 """After so many steps without a sample, the variance stops growing."""
 MEASURED, GUESSED = 0.05**2, 0.3**2
 """Variance of the cost of each K by itself, from an earlier run that measured it, or did not."""
-_MOST_S = 1e4
-"""The longest step that is believed."""
 
 Place = tuple[int, int]
 """The place of a cell: rows of a bucket, and the class of the requests' mean length."""
@@ -51,32 +48,6 @@ class EarlierCosts:
 
     seconds: Mapping[int, float]
     measured: frozenset[int]
-
-
-def costs_to_json(cells: Mapping[Place, EarlierCosts]) -> bytes:
-    """The costs of all cells as text."""
-    rows = [[*place, *map(list, (c.seconds.items(), c.measured))] for place, c in cells.items()]
-    return json.dumps(rows).encode()
-
-
-def costs_from_json(data: bytes) -> dict[Place, EarlierCosts]:
-    """The reverse of `costs_to_json`.
-
-    Raises:
-        ValueError: the text is anything else.
-    """
-    try:
-        cells = {
-            (int(num_reqs), int(length)): EarlierCosts(
-                {int(k): float(time) for k, time in seconds}, frozenset(map(int, measured))
-            )
-            for num_reqs, length, seconds, measured in json.loads(data)
-        }
-        if not all(0 < s < _MOST_S for found in cells.values() for s in found.seconds.values()):
-            raise ValueError("a time is out of range")
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"no costs of steps: {error}") from None
-    return cells
 
 
 class StepCosts:

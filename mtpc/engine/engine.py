@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import check_images, check_request, longest_request
-from mtpc.engine.costs import EarlierCosts, Place, costs_from_json, costs_to_json
+from mtpc.engine.earlier_costs import read_costs, write_costs
 from mtpc.engine.grammar import Grammar, GrammarMasks
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
@@ -82,7 +82,7 @@ class Engine:
             prefill.max_emitted,
         )
         self._ids = itertools.count()
-        self.tiers = TierPolicy(program.tiers, self._costs_of_earlier_runs())
+        self.tiers = TierPolicy(program.tiers, read_costs(program, self._stats.fallbacks))
         self._masks = GrammarMasks(program, vocab_size)
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
@@ -259,25 +259,11 @@ class Engine:
             self._is_torn = False
 
     def close(self) -> None:
-        """Write what later runs can use; the engine can go on.
-
-        That is the known pages and snapshots, to `kv_offload_dir`, and the costs of steps.
-        """
+        """Write pages and snapshots to `kv_offload_dir`, and costs of steps; it can go on."""
         with self._lock.in_turn():
             self._enter("close")
             self._states.save(self.pages)
-            if self.program.costs is not None and self.tiers.steps:
-                found = costs_to_json(self.tiers.costs())
-                self.program.costs.write(found, self._stats.fallbacks)
-
-    def _costs_of_earlier_runs(self) -> dict[Place, EarlierCosts]:
-        entry, notes = self.program.costs, self._stats.fallbacks
-        data = entry.read(notes) if entry is not None else None
-        try:
-            return costs_from_json(data) if data else {}
-        except ValueError as error:
-            notes[f"costs of earlier runs were not used: {error}"] += 1
-            return {}
+            write_costs(self.program, self.tiers.costs(), self._stats.fallbacks)
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).
@@ -351,9 +337,8 @@ class Engine:
     def _advance(self) -> None:
         """Launch the next step, if there is one, and read it, or with async the previous one."""
         turn, unread = self.scheduler.next_turn(), self._unread
-        if turn is not None:
-            turn = self._write_rows(turn)
-        launched = self._launch(turn) if turn is not None else None
+        turn = None if turn is None else self._write_rows(turn)
+        launched = None if turn is None else self._launch(turn)
         if self.options.async_scheduling:
             self._unread, launched = launched, unread
         if launched is not None:
@@ -442,9 +427,8 @@ class Engine:
             request.num_drafts = key.spec_tokens
         self.tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
-            context = context_of(turn.decoding)
-            seconds = pending.readout.replay_s
-            self.tiers.observe(key.bucket.num_reqs, key.spec_tokens, seconds, context)
+            step = (key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
+            self.tiers.observe(*step, context_of(turn.decoding))
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Turn a step's results into outputs, row by row.

@@ -14,7 +14,8 @@ from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
 from mtpc.engine.accepted import Acceptance, Experience
-from mtpc.engine.costs import StepCosts, costs_from_json, costs_to_json
+from mtpc.engine.costs import StepCosts
+from mtpc.engine.earlier_costs import from_json, to_json
 from mtpc.engine.tiers import BUDGET, TierPolicy, _Cell
 from mtpc.errors import OptionError
 
@@ -214,7 +215,7 @@ def test_costs_of_earlier_runs_make_the_first_step_a_good_one() -> None:
     """What one policy measured is written and read; another begins with it, and measures on."""
     first = TierPolicy(TIERS)
     run(first, bandwidth_bound, 0.8, 300, noise=0.03)
-    known = costs_from_json(costs_to_json(first.costs()))
+    known = from_json(to_json(first.costs()))
     assert known == first.costs()
     assert run(TierPolicy(TIERS), bandwidth_bound, 0.8, 1) == [0]
     later = TierPolicy(TIERS, known)
@@ -243,7 +244,7 @@ def test_known_costs_serve_where_their_k_have_steps() -> None:
 )  # fmt: skip
 def test_other_text_is_no_costs(data: bytes) -> None:
     with pytest.raises(ValueError, match="no costs of steps"):
-        costs_from_json(data)
+        from_json(data)
 
 
 def test_it_does_not_flutter() -> None:
