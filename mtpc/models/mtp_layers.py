@@ -15,7 +15,7 @@ from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import MTPLayer, stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-from mtpc.weights.recipes import Join, make
+from mtpc.weights.recipes import Join, make, names
 
 EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
@@ -297,7 +297,9 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
         rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{'|'.join(known)})\.weight"
     )
     out: dict[str, Tensor] = {}
-    tensors = _join_gate_up(tensors, family)
+    tensors, joined = dict(tensors), joined_gate_up(f"block.{EXPERTS}", family)
+    if joined.parts and all(name in tensors for name in names(joined)):
+        tensors[f"block.{EXPERTS}.gate_up_proj"] = make(joined, tensors.pop)
     parts: dict[str, set[tuple[str, int]]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
@@ -330,14 +332,13 @@ def stacked_experts(stem: str, part: str, family: ModelFamily, count: int) -> Jo
     return Join("stack", tuple(Join("cat", pair) for pair in pairs))
 
 
-def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Gate and up projections that the family stores as one tensor [E, I, H] each ->
-    transformers' `gate_up_proj` [E, 2I, H]."""
-    out = dict(tensors)
-    gate, up = (f"block.{name}" for name in family.stacked_gate_up or ("", ""))
-    if family.stacked_gate_up and gate in out and up in out:
-        out[f"block.{EXPERTS}.gate_up_proj"] = torch.cat([out.pop(gate), out.pop(up)], 1)
-    return out
+def joined_gate_up(stem: str, family: ModelFamily) -> Join:
+    """Gate and up projections stored as one tensor [E, I, H] each -> transformers' [E, 2I, H].
+
+    It has no parts where the family stores them in another way.
+    """
+    layer = stem.removesuffix(EXPERTS)
+    return Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up or ()))
 
 
 def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
