@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from mtpc.models.load import LoadedModel
-from mtpc.models.mtp_layers import joined_gate_up, layer_names, stacked_experts, stored_name
+from mtpc.models.mtp_layers import (
+    expert_projections,
+    joined_gate_up,
+    layer_names,
+    stacked_experts,
+    stored_name,
+)
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.recipes import Recipe, make, make_grouped, names, spec_of
@@ -40,10 +46,6 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         if recipe is not None:
             found[name] = recipe
     return found
-
-
-_STACKED = ("gate_up_proj", "up_proj", "down_proj")
-"""transformers' names for projections of all experts."""
 
 
 def stored_groups(loaded: LoadedModel) -> StoredGroups:
@@ -114,7 +116,7 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
-        if not stem.endswith(".experts") or part not in _STACKED:
+        if not stem.endswith(".experts") or not expert_projections(part, loaded.family):
             continue
         last = f".{loaded.family.expert_names[2]}.weight"
         count = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
