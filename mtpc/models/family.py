@@ -106,8 +106,8 @@ class ModelFamily:
         wiring: how an MTP layer joins embedding and features.
         num_mtp_layers: config -> number of MTP layers; None if the config does not say: loading
             then counts them in the checkpoint.
-        layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i; by default it is
-            numbered after the decoder layers.
+        layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i. By default the
+            layer has the number that follows the decoder layers.
         block_prefix: prefix of the decoder block's names below `layer_prefix`.
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
             layer index is num_hidden_layers + i. By default a copy.
