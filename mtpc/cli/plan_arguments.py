@@ -63,9 +63,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--spec-tokens", counts(0), "K,K", "drafts per step", "0,1,2,3"),
         ("--page-size", positive, "N", "tokens per KV page", CompileOptions.page_size),
     )
-    names, text = ("--max-len", "--max-model-len"), "tokens of every request"
-    shown = f"{text} (default: {DEFAULT_LEN}, or the model's most)"
-    parser.add_argument(*names, type=positive, metavar="N", help=shown)
+    text = f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)"
+    parser.add_argument("--max-len", "--max-model-len", type=positive, metavar="N", help=text)
     for flag, names, text in (
         ("--device", DEVICE_NAMES, "whose published figures to take (default: h200)"),
         ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),
