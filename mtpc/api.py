@@ -18,6 +18,7 @@ from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import (
     Prompt,
     encode,
+    end_ids,
     grammar_each,
     is_conversation,
     is_single,
@@ -263,10 +264,21 @@ class SpecModel:
             An iterator of `mtpc.engine.stream.Output`: which prompt, new ids, new text.
         """
         batch: Sequence[Any] = [prompts] if is_single(prompts) else list(prompts)
-        stops = self._stop_ids(stop_ids, ignore_eos)
+        ends = end_ids(self.served, stop_ids, ignore_eos)
         each = sampling_each(sampling, params, len(batch))
         grammars = grammar_each(grammar, len(batch))
-        return self._stream(batch, max_new_tokens, stops, stop, each, grammars)
+        strings = stop_strings(stop)
+        if strings and not all(map(is_text, batch)):
+            raise RequestError("stop strings need text prompts; give stop_ids for token ids")
+        rows = zip(map(self._encode, batch), each, grammars, strict=True)
+        requests = [
+            Request(-1, ids, max_new_tokens, ends, chosen, grammar=rules, images=images)
+            for (ids, images), chosen, rules in rows
+        ]
+        check_all(self.engine, requests)
+        decode = self.served.decode
+        texts = [TextAssembler(decode, strings) if is_text(p) else None for p in batch]
+        return stream(self.engine, requests, texts)
 
     def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, top: int = 1
@@ -304,31 +316,3 @@ class SpecModel:
         if images and self.vision is not None:
             return self.vision.place(ids, images, self.engine.longest)
         return ids, None
-
-    def _stop_ids(self, stop_ids: Sequence[int] | None, ignore_eos: bool) -> tuple[int, ...]:
-        if stop_ids is not None:
-            return tuple(token_ids("stop_ids", stop_ids))
-        return () if ignore_eos else self.served.stop_ids
-
-    def _stream(
-        self,
-        batch: Sequence[Prompt],
-        max_new_tokens: int,
-        stops: tuple[int, ...],
-        stop: Any,
-        sampling: Sequence[SamplingParams],
-        grammars: Sequence[Grammar | None],
-    ) -> Iterator[Output]:
-        """Form and check all requests before any of them runs."""
-        strings = stop_strings(stop)
-        if strings and not all(map(is_text, batch)):
-            raise RequestError("stop strings need text prompts; give stop_ids for token ids")
-        prompts = map(self._encode, batch)
-        requests = [
-            Request(-1, ids, max_new_tokens, stops, chosen, grammar=grammar, images=images)
-            for (ids, images), chosen, grammar in zip(prompts, sampling, grammars, strict=True)
-        ]
-        check_all(self.engine, requests)
-        decode = self.served.decode
-        texts = [TextAssembler(decode, strings) if is_text(p) else None for p in batch]
-        return stream(self.engine, requests, texts)

@@ -221,7 +221,7 @@ LINES = {
     # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
     # Products and sums that do not depend on other rows (`batch_invariant`).
     # Launches that begin early; rows that are packed are looked at.
-    "backends": 10250,
+    "backends": 10200,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -233,7 +233,7 @@ LINES = {
     # `mtpc tune-head`.
     # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
     # command.
-    "cli": 4600,
+    "cli": 4550,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -272,7 +272,7 @@ LINES = {
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
-    "passes": 3600,
+    "passes": 3550,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are

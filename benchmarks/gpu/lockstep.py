@@ -100,7 +100,7 @@ class Probed:
     def _keep(self, graph: StepGraph, node: fx.Node, name: str) -> Tensor:
         value = node.meta["val"]
         kept = torch.zeros(value.shape, dtype=value.dtype, device=self._backend.device)
-        set_tensor(graph.module, f"probe.head_{name}", kept, buffer=True)
+        set_tensor(graph.module, f"probe.head_{name}", kept)
         with graph.graph.inserting_after(node):
             place = graph.graph.get_attr(f"probe.head_{name}")
             place.meta = {"val": value, "piece": "step"}

@@ -16,7 +16,8 @@ from torch import Tensor
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
-from mtpc.weights.grouped import GroupForm, Kind, pack_codes, pack_scales
+from mtpc.weights.grouped import GroupForm, Kind, pack_scales, raw_codes
+from mtpc.weights.packing import pack
 
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
 """Of each request: positions with its rows, and rows; without positions it is off."""
@@ -244,7 +245,7 @@ def _grouped(new: Inputs, kind: Kind, group: int, *shape: int, zeros: bool = Fal
     scales = (torch.rand(groups, generator=new.generator) + 0.5) / (top * shape[-1] ** 0.5)
     points = torch.randint(0, top, groups, generator=new.generator, dtype=torch.uint8)
     return (
-        pack_codes(codes, kind),
+        pack(raw_codes(codes, kind)).view(codes.dtype),
         pack_scales(scales.half()),
         pack_scales(points) if zeros else None,
     )

@@ -348,7 +348,11 @@ def _compute_once(graph: fx.Graph) -> None:
     mtpc's operators write is in memory, and a view would make Inductor copy it before the write.
     """
     effects, versions = analyse(graph), Counter[Root]()
-    ours = [node for node in graph.nodes if _is_ours(node)]
+    ours = [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and node.target.namespace.startswith("mtpc")
+    ]
     in_memory = frozenset().union(*(effects.writes[n] | effects.roots[n] for n in ours))
     readers: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -373,7 +377,3 @@ def _compute_once(graph: fx.Graph) -> None:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a tensor that begins where its memory does, without gaps."""
     return isinstance(value, Tensor) and not value.storage_offset() and value.is_contiguous()
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace.startswith("mtpc")

@@ -58,7 +58,7 @@ class _Memory:
         new: arguments of the same form.
 
     Raises:
-        _UnlikeError: other ones of them share memory.
+        _UnlikeError: the new ones do not share memory as the old ones do.
     """
 
     def __init__(self, old: Any, new: Any):

@@ -238,7 +238,7 @@ class StepGraph:
         """Adopt a layout in which one buffer has another size, and reallocate that buffer."""
         device = self.buffer(name).device
         self.layout = layout
-        set_tensor(self.module, name, layout.allocate(name, device), buffer=True)
+        set_tensor(self.module, name, layout.allocate(name, device))
 
     def text(self) -> str:
         """The graph as text, one line per node, in order of execution."""
@@ -300,14 +300,10 @@ def get_tensor(module: nn.Module, name: str) -> Tensor:
     return getattr(module.get_submodule(owner), leaf)
 
 
-def set_tensor(module: nn.Module, name: str, tensor: Tensor, buffer: bool) -> None:
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Bind a tensor to a dotted name of a module, and create missing submodules.
 
-    Args:
-        module: where to bind it.
-        name: dotted name.
-        tensor: a `Parameter` stays one.
-        buffer: whether another tensor becomes a buffer; otherwise it becomes a parameter.
+    A `Parameter` stays one; any other tensor becomes a buffer.
     """
     *owners, leaf = name.split(".")
     for part in owners:
@@ -316,10 +312,8 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor, buffer: bool) -> No
         module = getattr(module, part)
     if isinstance(tensor, nn.Parameter):
         module.register_parameter(leaf, tensor)
-    elif buffer:
-        module.register_buffer(leaf, tensor, persistent=False)
     else:
-        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+        module.register_buffer(leaf, tensor, persistent=False)
 
 
 def is_buffer_name(name: str) -> bool:

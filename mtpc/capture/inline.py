@@ -64,6 +64,16 @@ def all_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
     return same(one, other)
 
 
+def add_attribute(
+    root: nn.Module, graph: fx.Graph, mode: FakeTensorMode, name: str, tensor: Tensor
+) -> fx.Node:
+    """Append the attribute of a tensor, which `root` gets, with its fake value."""
+    set_tensor(root, name, tensor)
+    node = graph.get_attr(name)
+    node.meta["val"] = fake_of(mode, name, tensor)
+    return node
+
+
 class Inliner:
     """Builds the flat graph.
 
@@ -143,10 +153,7 @@ class Inliner:
             name = self.weights.add_constant(tensor)
             tensor = self.weights[name]
         if name not in self.attributes:
-            set_tensor(self.root, name, tensor, buffer=not isinstance(tensor, nn.Parameter))
-            node = self.graph.get_attr(name)
-            node.meta["val"] = fake_of(self.mode, name, tensor)
-            self.attributes[name] = node
+            self.attributes[name] = add_attribute(self.root, self.graph, self.mode, name, tensor)
         return self.attributes[name]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], piece: str) -> Any:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of, set_tensor
-from mtpc.capture.inline import all_same, fake_call, fake_mode_of
-from mtpc.capture.step_mode import fake_of
+from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of
+from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.weights.recipes import substitute
 
 if TYPE_CHECKING:
@@ -165,11 +164,7 @@ class _Writer:
         name = self.pattern.shifted(str(node.target), layers) if layers else str(node.target)
         if name not in self.attributes:
             tensor = self._tensor(str(node.target), name, layers)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            set_tensor(self.root, name, tensor, buffer=not is_parameter)
-            new = self.graph.get_attr(name)
-            new.meta = {"val": fake_of(self.mode, name, tensor)}
-            self.attributes[name] = new
+            self.attributes[name] = add_attribute(self.root, self.graph, self.mode, name, tensor)
         return self.attributes[name]
 
     def _tensor(self, old: str, name: str, layers: int) -> Tensor:

@@ -90,7 +90,7 @@ def split_step(graph: StepGraph) -> SplitStep:
     tensors = {spec.name: layout.allocate(spec.name, device) for spec in specs}
     whole = graph.clone()  # The caller's module must not get the cross buffers.
     for name, tensor in tensors.items():
-        set_tensor(whole.module, name, tensor, buffer=True)
+        set_tensor(whole.module, name, tensor)
     sides = _Sides(graph, propose_side, free, names)
     verify, propose = sides.verify(), sides.propose()
     return SplitStep(

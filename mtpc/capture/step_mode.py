@@ -43,17 +43,17 @@ class StepMode(FakeTensorMode):
         self._forms: dict[tuple[sympy.Expr, frozenset[sympy.Symbol]], Dim] = {}
         self._dims: dict[sympy.Expr, Dim] = {}
         values = {s: layout.sizes[s] for s in layout.open_sizes}
-        self._open = {s: self._symbol(s, n) for s, n in values.items() if n >= LEAST}
+        self._open = {
+            s: self._env.create_symbol(n, ConstantSource(f"size_{s}"), DimDynamic.DYNAMIC)
+            for s, n in values.items()
+            if n >= LEAST
+        }
         self._least = dict.fromkeys(self._open, LEAST)
         self._names = {ours: symbol for symbol, ours in self._open.items()}
         for spec in layout.values():
             for form in map(self.form, spec.dims):
                 if not isinstance(form, int):
                     self._fix(form.atoms(Application))
-
-    def _symbol(self, symbol: sympy.Symbol, value: int) -> sympy.Expr:
-        source = ConstantSource(f"size_{symbol}")
-        return self._env.create_symbol(value, source, DimDynamic.DYNAMIC)
 
     def _fix(self, functions: set[sympy.Expr]) -> None:
         """Fix the sizes that functions take: floor, Min, Max."""
@@ -115,10 +115,8 @@ class StepMode(FakeTensorMode):
                 least[symbol] = max(least[symbol], bound[1])
         return {s: n for s, n in least.items() if self._open[s] not in fixed}
 
-    def dim(self, size: Any) -> Dim:
-        """A size of a fake tensor, over the layout's symbols."""
-        if not isinstance(size, torch.SymInt):
-            return int(size)
+    def dim(self, size: torch.SymInt) -> Dim:
+        """An open size of a fake tensor, over the layout's symbols."""
         expr = size.node.expr
         if expr not in self._dims:
             form = sympy.expand(expr)

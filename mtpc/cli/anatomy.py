@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,19 +115,16 @@ def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Acces
     effects = effects or analyse(graph.graph)
     for node in graph.graph.nodes:
         writes = frozenset(effects.buffer_writes(node))
-        is_view = not writes and node not in effects.roots[node]
-        if node.op in ("get_attr", "output") or (is_view and not _returns_nothing(node)):
+        schema = getattr(node.target, "_schema", None)
+        has_result = schema is None or bool(schema.returns)
+        is_view = has_result and not writes and node not in effects.roots[node]
+        if node.op in ("get_attr", "output") or is_view:
             continue
         taken = [root for arg in node.all_input_nodes for root in effects.roots[arg]]
         reads = {r for r in taken if isinstance(r, str) and is_buffer_name(r)}
         reads = {name for name in reads if name not in writes or taken.count(name) > 1}
         if reads or writes:
             yield Access(node, frozenset(reads), writes)
-
-
-def _returns_nothing(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,3 @@ def number_ranges(numbers: set[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one element of a tuple of results."""
-    return node.op == "call_function" and node.target is operator.getitem

@@ -15,9 +15,9 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.run import check_tokenizer, compile_model
 from mtpc.errors import CapacityError, CheckpointError, RequestError
-from mtpc.layout.display import show_progress, stage_listener
+from mtpc.layout.display import show_progress
 from mtpc.server.options import require_packages
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ def command(args: argparse.Namespace) -> int:
     if template is None:
         raise CheckpointError(f"{checkpoint} has no chat template; give one: --chat-template FILE")
     with show_progress(sys.stderr) as tell:
-        tell("import torch")
-        compile_model = mtpc.compile
-        set_threads(args.threads, checkpoint)
-        tell(f"load {checkpoint}")
-        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+        model = compile_model(checkpoint, options, args, tell)
     chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
     with closing(model):
         chat.run(is_interactive=sys.stdin.isatty())

@@ -140,7 +140,8 @@ def add_compile_options(
         ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
     ):
         default = defaults.get(name, getattr(CompileOptions, name))
-        shown = "" if default in (None, ()) else f" (default: {_listed(default)})"
+        typed = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = "" if default in (None, ()) else f" (default: {typed})"
         flags = [f"--{name.replace('_', '-')}", *filter(None, [VLLM_NAMES.get(name)])]
         group.add_argument(*flags, type=kind, metavar=metavar, help=text + shown)
     _add_vllm_options(group, several_k)
@@ -167,8 +168,3 @@ def _add_vllm_options(group: Any, several_k: bool) -> None:
     text = 'as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
     kind = speculative_lists if several_k else speculative
     add("--speculative-config", type=kind, dest="spec_tokens", metavar="JSON", help=text)
-
-
-def _listed(value: object) -> str:
-    """A value as the user types it on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Literal
@@ -22,8 +22,6 @@ from mtpc.config import cxx_compiler
 from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]
-VersionOf = Callable[[str], str]
-"""Returns a distribution's version, or raises `importlib.metadata.PackageNotFoundError`."""
 
 PYTHON: Version = (3, 11)
 RANGES: dict[str, tuple[Version, Version | None]] = {
@@ -58,7 +56,7 @@ class Finding:
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return 0 if mtpc can run on this machine, else 1."""
-    findings = list(examine(metadata.version))
+    findings = list(examine())
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.status:8}  {finding.what:{width}}  {finding.found}")
@@ -70,10 +68,10 @@ def command(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def examine(version_of: VersionOf) -> Iterator[Finding]:
+def examine() -> Iterator[Finding]:
     """Yield the results of all checks. Without torch, the checks of hardware are left out."""
     yield _check_python()
-    needed = [check_distribution(name, version_of) for name in RANGES]
+    needed = [check_distribution(name) for name in RANGES]
     yield from needed
     yield _check_demo()
     if all(finding.status == "ok" for finding in needed):
@@ -81,11 +79,11 @@ def examine(version_of: VersionOf) -> Iterator[Finding]:
         yield _check_kernels()
         yield _check_cpu()
         yield _check_gpu()
-    triton = check_triton(version_of)
+    triton = check_triton()
     yield triton
     if all(finding.status == "ok" for finding in needed):
         yield _check_gpu_kernels(triton)
-    yield check_aiter(version_of)
+    yield check_aiter()
 
 
 def _check_python() -> Finding:
@@ -95,12 +93,12 @@ def _check_python() -> Finding:
     return Finding("python", "wrong", found, f"install python {_dotted(PYTHON)} or newer")
 
 
-def check_distribution(name: str, version_of: VersionOf) -> Finding:
+def check_distribution(name: str) -> Finding:
     """Check that a distribution is installed, has a supported version, and can be imported."""
     low, high = RANGES[name]
     wanted = f"{name}>={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
     advice = f'pip install "{wanted}"'
-    version = _version(name, version_of)
+    version = _version(name)
     if version is None:
         return Finding(name, "wrong", "not installed", advice)
     release = _release(version)
@@ -189,10 +187,10 @@ def _check_gpu() -> Finding:
     return Finding("GPU", "ok", f"{', '.join(names)} ({build})")
 
 
-def check_triton(version_of: VersionOf) -> Finding:
+def check_triton() -> Finding:
     """Check for Triton. It comes with torch's builds for GPUs, under one of three names."""
     for name in ("triton", "triton-rocm", "pytorch-triton-rocm"):
-        version = _version(name, version_of)
+        version = _version(name)
         if version is None:
             continue
         try:
@@ -220,13 +218,13 @@ def _check_gpu_kernels(triton: Finding) -> Finding:
     return Finding("GPU kernels", "ok", f"{own}; {len(found.bindings)} of aiter: {found.message}")
 
 
-def check_aiter(version_of: VersionOf) -> Finding:
+def check_aiter() -> Finding:
     """Check for AMD's kernels, which are the distribution `amd-aiter`.
 
     The distribution `aiter` on the public index is a different project.
     """
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
-    ours, other = (_version(name, version_of) for name in ("amd-aiter", "aiter"))
+    ours, other = (_version(name) for name in ("amd-aiter", "aiter"))
     if ours and other:  # Each has overwritten files of the other.
         found = f"amd-aiter {ours}, and aiter {other} of the same import name"
         return Finding("aiter", "optional", found, "uninstall both, then install amd-aiter")
@@ -238,9 +236,9 @@ def check_aiter(version_of: VersionOf) -> Finding:
     return Finding("aiter", "optional", "amd-aiter is not installed", advice)
 
 
-def _version(name: str, version_of: VersionOf) -> str | None:
+def _version(name: str) -> str | None:
     """A distribution's version; None if it is not installed."""
     try:
-        return version_of(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None

@@ -6,6 +6,7 @@ one execution of a piece. The draft layer, for example, has one box for each dra
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,14 +15,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, is_buffer_name
-from mtpc.cli.anatomy import (
-    accesses,
-    inner_graph,
-    is_getitem,
-    number_ranges,
-    operator_name,
-    piece_of,
-)
+from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, operator_name, piece_of
 from mtpc.cli.tables import format_bytes, format_shape
 from mtpc.layout import dtype_name
 
@@ -109,8 +103,9 @@ def condense(graph: StepGraph) -> Flow:
 
 def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> int:
     """The index of a node's box. Appends a new box if another piece begins with this node."""
-    if is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0] in box_of:
-        return box_of[node.args[0]]
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source in box_of:
+        return box_of[source]
     piece = piece_of(node)
     if not boxes or boxes[-1].piece != piece or node.op == "call_module":
         boxes.append(Box(piece))

@@ -17,7 +17,7 @@ from mtpc.cli.anatomy import (
     weight_kinds,
 )
 from mtpc.cli.tables import format_bytes, format_shape, output, print_table
-from mtpc.layout import BufferSpec, Layout, dtype_name
+from mtpc.layout import Layout, dtype_name
 from mtpc.layout.buffers import N, P, Q, R, S
 
 
@@ -90,17 +90,18 @@ def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
         groups = buffer_groups(
             graph.layout, (name for name, spec in graph.layout.items() if spec.shared == shared)
         )
-        columns = (*names, *(_bucket_heading(layout, shared) for layout in shown))
+        sizes = ["size"] if shared else [f"R={x.sizes[R]}, Q={x.sizes[Q]}" for x in shown]
         rows = [
             (
-                *_spec_cells(group.label, group.spec),
+                *(group.label, format_shape(group.spec.dims), dtype_name(group.spec.dtype)),
+                *(str(group.spec.pad), ", ".join(group.spec.writers)),
                 *(_size(layout, group.names) for layout in shown),
             )
             for group in groups
         ]
         sums = (sum(group.nbytes(layout) for group in groups) for layout in shown)
         total = ("total", *[""] * (len(names) - 1), *map(format_bytes, sums))
-        print_table(title, columns, rows, total)
+        print_table(title, (*names, *sizes), rows, total)
 
 
 def _print_growth(layout: Layout) -> None:
@@ -111,15 +112,6 @@ def _print_growth(layout: Layout) -> None:
         f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
         "tokens.\n"
     )
-
-
-def _bucket_heading(layout: Layout, shared: bool) -> str:
-    return "size" if shared else f"R={layout.sizes[R]}, Q={layout.sizes[Q]}"
-
-
-def _spec_cells(label: str, spec: BufferSpec) -> tuple[str, ...]:
-    dims = format_shape(spec.dims)
-    return label, dims, dtype_name(spec.dtype), str(spec.pad), ", ".join(spec.writers)
 
 
 def _size(layout: Layout, names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mtpc.cli.parsing import add_switches, ids, invalid, positive
+from mtpc.cli.parsing import add_switches, add_values, ids, invalid, positive
 from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
 
 DEFAULT_LEN = 8192
@@ -50,33 +50,21 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
     text = "directory with config.json, of which headers are read where there are *.safetensors"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
-    for flag, kind, default, metavar, text in (
-        ("--devices", positive, 1, "N", "devices in all"),
-        (
-            *("--tensor-parallel-size", positive, None, "N"),
-            "devices that share one replica of the model (default: all)",
-        ),
-        ("--memory", size, None, "SIZE", "memory of one device (default: the device's)"),
-        ("--bandwidth", size, None, "RATE", "its memory bandwidth (default: the device's)"),
-        ("--link-bandwidth", size, None, "RATE", "what it sends to others, one way (likewise)"),
-        ("--collective-latency", microseconds, 10.0, "US", "microseconds a collective, assumed"),
-        (
-            *("--max-len", positive, None, "N"),
-            f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)",
-        ),
-        ("--batch", counts(1), [1, 64], "R,R", "requests of a step"),
-        ("--spec-tokens", counts(0), [0, 1, 2, 3], "K,K", "drafts per step"),
-        ("--page-size", positive, CompileOptions.page_size, "N", "tokens per KV page"),
-    ):
-        shown = ",".join(map(str, default)) if isinstance(default, list) else default
-        others = ["--max-model-len"] if flag == "--max-len" else []
-        parser.add_argument(
-            *(flag, *others),
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=text + ("" if default is None else f" (default: {shown})"),
-        )
+    shared = "devices that share one replica of the model (default: all)"
+    add_values(
+        parser,
+        ("--devices", positive, "N", "devices in all", 1),
+        ("--tensor-parallel-size", positive, "N", shared),
+        ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
+        ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
+        ("--link-bandwidth", size, "RATE", "what it sends to others, one way (likewise)"),
+        ("--collective-latency", microseconds, "US", "microseconds a collective, assumed", 10.0),
+        ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
+        ("--spec-tokens", counts(0), "K,K", "drafts per step", "0,1,2,3"),
+        ("--page-size", positive, "N", "tokens per KV page", CompileOptions.page_size),
+    )
+    text = f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)"
+    parser.add_argument("--max-len", "--max-model-len", type=positive, metavar="N", help=text)
     for flag, names, text in (
         ("--device", DEVICE_NAMES, "whose published figures to take (default: h200)"),
         ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),

@@ -36,8 +36,8 @@ STEP_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for another one within a step: one that does not answer has stopped. One
 that ends closes its connections, which the others notice at once."""
 _POLL_S, _GRACE_S, _END_S = 0.1, 1.0, 5.0
-"""Between two looks at children; for rank 0 to notice by itself that one has ended; for a process
-to end after SIGTERM."""
+"""Seconds between two looks at the children; that rank 0 has to notice by itself that one has
+ended; that a process has to end after SIGTERM."""
 _HOST = "127.0.0.1"
 
 
@@ -78,7 +78,7 @@ def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _silent_losses(rank: int) -> Iterator[None]:
-    """What other ranks do wrong is said by them and by rank 0, and by no third one."""
+    """End without a message where another rank fails: that one and rank 0 report the failure."""
     try:
         yield
     except RankError:
@@ -143,7 +143,7 @@ class _Watch:
     is_lost: bool = False
 
     def run(self) -> None:
-        """Until the block is left."""
+        """Watch the children until the block ends."""
         while not self.closed.wait(_POLL_S):
             if not any(child.is_lost for child in self.children):
                 continue

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mtpc
 from mtpc.cli.arguments import sampling_fields
@@ -15,10 +15,7 @@ from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.ranks import follow
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import RequestError
-from mtpc.layout.display import show_progress, stage_listener
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from mtpc.layout.display import Tell, show_progress, stage_listener
 
 Prompt = str | list[int]
 SMALL_BYTES = 64 * 2**20
@@ -35,11 +32,7 @@ def command(args: argparse.Namespace) -> int:
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:
-        tell("import torch")
-        compile_model = mtpc.compile
-        set_threads(args.threads, checkpoint, args.tensor_parallel_size)
-        tell(f"load {checkpoint}")
-        model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+        model = compile_model(checkpoint, options, args, tell)
         if follow(model):
             return 0
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
@@ -58,6 +51,17 @@ def command(args: argparse.Namespace) -> int:
 def bucket_of(count: int) -> int:
     """The batch bucket for a number of prompts: a power of two, as those of `mtpc.compile` are."""
     return 1 << (count - 1).bit_length()
+
+
+def compile_model(
+    checkpoint: Path, options: dict[str, Any], args: argparse.Namespace, tell: Tell
+) -> mtpc.SpecModel:
+    """Compile a checkpoint on the threads that a command was given, and tell of each stage."""
+    tell("import torch")
+    compile_checkpoint = mtpc.compile  # This imports torch.
+    set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
+    tell(f"load {checkpoint}")
+    return compile_checkpoint(checkpoint, progress=stage_listener(tell), **options)
 
 
 def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = None) -> None:
@@ -119,18 +123,14 @@ def _print_results(
     console = output()
     if quiet:
         for result in results:
-            _print_text(console, _as_text(result))
+            console.print(_as_text(result), soft_wrap=True)
         return
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
-        _print_text(console, f"[{number}] {_as_text(prompt)}", style="dim")
-        _print_text(console, _as_text(result))
+        console.print(f"[{number}] {_as_text(prompt)}", style="dim", soft_wrap=True)
+        console.print(_as_text(result), soft_wrap=True)
         console.print()
     rows = [*_speed(model), *_acceptance(model), *_replays(model)]
     print_table("Statistics", ("", ""), rows)
-
-
-def _print_text(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style, soft_wrap=True)
 
 
 def _as_text(prompt: Prompt) -> str:

@@ -12,11 +12,11 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import set_threads
+from mtpc.cli.run import compile_model
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout.display import show_progress, stage_listener
+from mtpc.layout.display import show_progress
 from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions, require_packages
 
@@ -42,15 +42,11 @@ def command(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         with show_progress(sys.stderr) as tell:
             tell("import torch")
-            compile_model = mtpc.compile
             from mtpc.server.run import bind, run_server
 
             # A port that is in use gives an error now, before a compilation that takes minutes.
             listener = None if is_other() else stack.enter_context(closing(bind(server)))
-            set_threads(args.threads, checkpoint, args.tensor_parallel_size)
-            tell(f"load {checkpoint}")
-            options = {**adaptive(options), **options}
-            model = compile_model(checkpoint, progress=stage_listener(tell), **options)
+            model = compile_model(checkpoint, {**adaptive(options), **options}, args, tell)
             if follow(model):
                 return 0
         for reason in model.stats.fallbacks:

@@ -58,7 +58,9 @@ def check_request(
         RequestError: a field does not meet the conditions that `Engine.add` lists.
         CapacityError: the page pool cannot hold the request even when it is empty.
     """
-    _check_prompt(request, vocab_size)
+    if not request.prompt_ids:
+        raise RequestError("the prompt is empty; expected at least one token")
+    _check_ids("prompt id", request.prompt_ids, vocab_size)
     _check_length(request, options)
     _check_stop_ids(request, vocab_size)
     if request.on_output is not None and not callable(request.on_output):
@@ -84,13 +86,6 @@ def check_images(request: Request, program: Program) -> None:
     offsets = program.shared.get(ROPE_OFFSETS)
     grids = 0 if offsets is None else offsets.shape[2]
     images.check(len(request.prompt_ids), program.shared[PROMPT_EMBEDS], grids)
-
-
-def _check_prompt(request: Request, vocab_size: int) -> None:
-    prompt = request.prompt_ids
-    if not prompt:
-        raise RequestError("the prompt is empty; expected at least one token")
-    _check_ids("prompt id", prompt, vocab_size)
 
 
 def _check_length(request: Request, options: CompileOptions) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.prompt_images import PromptImages
-from mtpc.engine.prompts import encode, sampling_each, token_ids
+from mtpc.engine.prompts import encode, end_ids, sampling_each
 from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
@@ -285,8 +285,7 @@ class AsyncEngine:
             text = TextAssembler(self.served.decode, strings)
         elif strings:
             raise RequestError("stop strings need a text prompt; give stop_ids for token ids")
-        ends = () if ignore_eos else self.served.stop_ids
-        ends = ends if stop_ids is None else tuple(token_ids("stop_ids", stop_ids))
+        ends = end_ids(self.served, stop_ids, ignore_eos)
         (chosen,) = sampling_each(sampling, params, 1)
         prompt_ids = encode(self.served, prompt)
         asked = (prompt_ids, max_new_tokens, ends, chosen)

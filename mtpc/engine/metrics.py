@@ -104,29 +104,32 @@ def prometheus_text(stats: Stats) -> str:
     return "\n".join(lines) + "\n"
 
 
-Metric = tuple[str, str, Iterable[Sample]]
+Samples = Iterable[Sample] | float
+Metric = tuple[str, str, Samples]
 
 
-def metric_lines(kind: str, name: str, description: str, samples: Iterable[Sample]) -> list[str]:
+def metric_lines(kind: str, name: str, description: str, samples: Samples) -> list[str]:
     """One metric in Prometheus' text format: its HELP line, its TYPE line and its samples.
 
     Args:
         kind: "gauge" or "counter".
         name: the metric's name without prefix.
         description: text for the HELP line.
-        samples: labels and value of each sample.
+        samples: labels and value of each sample; a number is one without labels.
     """
+    if isinstance(samples, int | float):
+        samples = [({}, samples)]
     head = [f"# HELP {PREFIX}{name} {description}", f"# TYPE {PREFIX}{name} {kind}"]
     return head + [f"{PREFIX}{name}{_labels(labels)} {value}" for labels, value in samples]
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:
     used = stats.pages_used / stats.num_pages if stats.num_pages else 0.0
-    yield "num_requests_running", "Requests with a slot.", [({}, stats.num_running)]
-    yield "num_requests_waiting", "Requests in the queue.", [({}, stats.num_waiting)]
-    yield "kv_cache_usage_perc", "KV pages in use; 1 is all.", [({}, used)]
-    yield "gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", [({}, used)]
-    idle: list[Sample] = [({}, float(stats.pages_idle))]
+    yield "num_requests_running", "Requests with a slot.", stats.num_running
+    yield "num_requests_waiting", "Requests in the queue.", stats.num_waiting
+    yield "kv_cache_usage_perc", "KV pages in use; 1 is all.", used
+    yield "gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", used
+    idle = float(stats.pages_idle)
     yield "kv_cache_idle_pages", "KV pages that no request uses, kept for reuse.", idle
     tiers: list[Sample] = [({"spec_tokens": k}, 1.0) for k in stats.tiers]
     yield "spec_decode_tiers_ready", "Numbers of drafts that have steps.", tiers
@@ -137,7 +140,7 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
         ("kv_offload_bytes", "Bytes of offloaded pages and snapshots.", stats.offload_bytes),
         ("image_bytes", "Bytes of kept embeddings of images.", stats.image_bytes),
     ):
-        yield name, description, [({}, float(value))]
+        yield name, description, float(value)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
@@ -171,7 +174,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
         ("host_gaps_total", "Gaps between replays.", stats.host_gaps),
         ("callback_errors_total", "Requests ended by their callback.", stats.callback_errors),
     ):
-        yield name, description, [({}, float(value))]
+        yield name, description, float(value)
     description = "Drafts accepted, by draft position."
     yield "spec_decode_num_accepted_tokens_per_pos_total", description, positions
     yield "request_success_total", "Requests that ended, by reason.", finished

@@ -91,6 +91,15 @@ def _token_id(name: str, token_id: Any) -> int:
         raise RequestError(f"{name} has {shown}; expected token ids (integers)") from None
 
 
+def end_ids(
+    served: ServedModel, stop_ids: Sequence[int] | None, ignore_eos: bool
+) -> tuple[int, ...]:
+    """The ids that end a continuation: those that are given, else the model's, or none."""
+    if stop_ids is not None:
+        return tuple(token_ids("stop_ids", stop_ids))
+    return () if ignore_eos else served.stop_ids
+
+
 def encode(served: ServedModel, prompt: Any) -> list[int]:
     """The token ids of one prompt.
 

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from mtpc.engine.engine import Engine
-from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
+from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.text import TextAssembler
 from mtpc.errors import GrammarError, NumericsError, RequestError, ServingError
 from mtpc.sampling_params import TokenLogprobs
@@ -123,7 +123,7 @@ def stream(
     unfinished = set(range(len(requests)))
     try:
         for index, request in enumerate(requests):
-            request.on_output = _sink(ready, index)
+            request.on_output = lambda output, index=index: ready.append((index, output))
             engine.submit(request)
         while unfinished:
             while not ready:
@@ -140,7 +140,3 @@ def stream(
     finally:
         for index in unfinished:
             engine.abort(requests[index].request_id)
-
-
-def _sink(ready: deque[tuple[int, StepOutput]], index: int) -> OnOutput:
-    return lambda output: ready.append((index, output))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from transformers import StoppingCriteria
@@ -20,40 +20,6 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
 
 
-class AnsweringEngine(Protocol):
-    """Continues prompts of token ids, and scores texts.
-
-    Attributes:
-        name: of the engine, and its backend.
-        spec_tokens: K; None where drafts are not its own.
-        served: tokenizer and end-of-sequence ids.
-        max_len: the most tokens of a prompt and its text.
-    """
-
-    name: str
-    spec_tokens: int | None
-    served: ServedModel
-    max_len: int
-
-    def answer(
-        self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
-    ) -> list[str]:
-        """The text that follows each prompt.
-
-        Args:
-            prompts: token ids.
-            limits: the most new tokens of each.
-            stops: strings that end each text, which is cut before them.
-        """
-        ...
-
-    def prompt_logprobs(
-        self, prompts: Sequence[list[int]], starts: Sequence[int]
-    ) -> list[list[TokenLogprobs]]:
-        """As `mtpc.SpecModel.prompt_logprobs`, with one most probable token."""
-        ...
-
-
 class MtpcEngine:
     """mtpc on one backend, with one K.
 
@@ -62,6 +28,12 @@ class MtpcEngine:
         scores: whether it is compiled for `prompt_logprobs`, too.
         listener: hears of compilation.
         **options: of `mtpc.compile`; `backend` and `spec_tokens` among them.
+
+    Attributes:
+        name: of the engine, and its backend.
+        spec_tokens: K; None where drafts are not its own.
+        served: tokenizer and end-of-sequence ids.
+        max_len: the most tokens of a prompt and its text.
     """
 
     def __init__(self, checkpoint: Path, scores: bool, listener: Listener, **options: Any):
@@ -75,7 +47,13 @@ class MtpcEngine:
     def answer(
         self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
     ) -> list[str]:
-        """See `AnsweringEngine`; the engine batches the prompts as it can."""
+        """The text that follows each prompt; the engine batches the prompts as it can.
+
+        Args:
+            prompts: token ids.
+            limits: the most new tokens of each.
+            stops: strings that end each text, which is cut before them.
+        """
         engine, served = self.model.engine, self.served
         requests = [
             Request(-1, prompt, limit, served.stop_ids)
@@ -91,12 +69,14 @@ class MtpcEngine:
     def prompt_logprobs(
         self, prompts: Sequence[list[int]], starts: Sequence[int]
     ) -> list[list[TokenLogprobs]]:
-        """See `AnsweringEngine`."""
+        """As `mtpc.SpecModel.prompt_logprobs`, with one most probable token."""
         return self.model.prompt_logprobs(prompts, starts)
 
 
 class TransformersEngine:
     """transformers' eager code on the values of a checkpoint's weights, one prompt at a time.
+
+    It has the attributes of `MtpcEngine`.
 
     Args:
         checkpoint: its directory.
@@ -120,7 +100,7 @@ class TransformersEngine:
     def answer(
         self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
     ) -> list[str]:
-        """See `AnsweringEngine`."""
+        """See `MtpcEngine`."""
         return [self._answer(*row) for row in zip(prompts, limits, stops, strict=True)]
 
     def _answer(self, prompt: list[int], limit: int, strings: tuple[str, ...]) -> str:
@@ -141,7 +121,7 @@ class TransformersEngine:
     def prompt_logprobs(
         self, prompts: Sequence[list[int]], starts: Sequence[int]
     ) -> list[list[TokenLogprobs]]:
-        """See `AnsweringEngine`."""
+        """See `MtpcEngine`."""
         rows = []
         for ids, start in zip(prompts, starts, strict=True):
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
@@ -152,6 +132,9 @@ class TransformersEngine:
             entries = zip(ids[start:], numbers, tops, strict=True)
             rows.append([TokenLogprobs(i, number, (top,)) for i, number, top in entries])
         return rows
+
+
+AnsweringEngine: TypeAlias = MtpcEngine | TransformersEngine
 
 
 class _AtString(StoppingCriteria):

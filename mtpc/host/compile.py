@@ -97,7 +97,7 @@ def _lower(graph: StepGraph, backend: Backend) -> Lowered:
     """A package where the backend makes one, which opens over any tensors; else the graph."""
     if backend.package is None:
         for name, tensor in graph.buffers().items():  # No memory is held for stand-ins.
-            set_tensor(graph.module, name, tensor.to("meta"), buffer=True)
+            set_tensor(graph.module, name, tensor.to("meta"))
         return GraphPart(graph, backend)
     directory = TemporaryDirectory(prefix="mtpc-host-")
     package = backend.package(graph, Path(directory.name))

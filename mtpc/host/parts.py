@@ -36,7 +36,7 @@ class GraphPart:
         """Replace the graph's own buffers by the tensors, lower it, and capture it."""
         own = self.graph.clone()
         for name in own.buffers():
-            set_tensor(own.module, name, tensors[name], buffer=True)
+            set_tensor(own.module, name, tensors[name])
         return self.backend.capture(self.backend.lower(own), own)
 
 

@@ -149,14 +149,16 @@ class DraftChain:
         return {bucket: graph for bucket, graph in graphs.items() if graph is not None}
 
     def _layout(self, num_reqs: int) -> Layout:
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "batch.first_ids": ((num_reqs,), torch.int64),
-            "batch.features": ((num_reqs, self._width), self._dtype),
-            "batch.context_lens": ((num_reqs,), torch.int32),
-            "batch.active": ((num_reqs,), torch.bool),
-            "batch.block_table": ((num_reqs, self.pools.num_blocks), torch.int32),
-        }
-        host = [BufferSpec(n, dims, dtype, 0, HOST) for n, (dims, dtype) in sizes.items()]
+        host = [
+            BufferSpec(f"batch.{name}", (num_reqs, *width), dtype, 0, HOST)
+            for name, width, dtype in (
+                ("first_ids", (), torch.int64),
+                ("features", (self._width,), self._dtype),
+                ("context_lens", (), torch.int32),
+                ("active", (), torch.bool),
+                ("block_table", (self.pools.num_blocks,), torch.int32),
+            )
+        ]
         drafts = BufferSpec("batch.drafts", (num_reqs, self.plan.steps), torch.int64)
         names = self._buffer_names.values()
         pools = [

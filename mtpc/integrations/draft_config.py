@@ -41,8 +41,9 @@ def draft_config(
     family = find_family(names)
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     if quantised and not host_loads:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({_method(quantised)}); a traced draft holds unquantised "
+            f"the checkpoint is quantised ({method}); a traced draft holds unquantised "
             "weights: use an unquantised checkpoint, or the host's own draft"
         )
     config_class = getattr(transformers, family.hf_config_class)
@@ -79,7 +80,3 @@ def _entries(source: Any) -> dict[str, Any]:
             )
         return entries
     return dict(source.to_dict())
-
-
-def _method(quantised: Any) -> str:
-    return str(quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised)

@@ -60,7 +60,7 @@ def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Ten
     kv, gate = inputs.chunk(2, -1)
     bias = part.position_bias
     if overlaps:
-        kv, gate = _halves(kv, ratio, 1), _halves(gate, ratio, 1)
+        kv, gate = _halves(kv, ratio), _halves(gate, ratio)
         bias = torch.cat(bias.chunk(2, -1), 0)
     # Tokens before the first window have no weight. Entries that are not valid keep finite gates,
     # because a softmax over -inf alone is NaN.
@@ -75,11 +75,11 @@ def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Ten
     ring.write(fresh, rows)
 
 
-def _halves(x: Tensor, ratio: int, dim: int) -> Tensor:
+def _halves(x: Tensor, ratio: int) -> Tensor:
     """Select [J, 2 * ratio, D] from [J, 2 * ratio, 2D]: the first half of the features for the
     window before, the second half for the window itself."""
-    before, own = x.split([ratio, ratio], dim)
-    return torch.cat([before.chunk(2, -1)[0], own.chunk(2, -1)[1]], dim)
+    before, own = x.split([ratio, ratio], 1)
+    return torch.cat([before.chunk(2, -1)[0], own.chunk(2, -1)[1]], 1)
 
 
 def angles(part: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

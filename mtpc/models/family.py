@@ -92,11 +92,6 @@ def nextn_layers(config: Any) -> int:
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
-def nextn_prefix(num_hidden_layers: int, index: int) -> str:
-    """Prefix of MTP layer `index`: released checkpoints number it after the decoder layers."""
-    return f"model.layers.{num_hidden_layers + index}."
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """One row of the family table.
@@ -111,7 +106,8 @@ class ModelFamily:
         wiring: how an MTP layer joins embedding and features.
         num_mtp_layers: config -> number of MTP layers; None if the config does not say: loading
             then counts them in the checkpoint.
-        layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i.
+        layer_prefix: (num_hidden_layers, i) -> checkpoint prefix of MTP layer i. By default the
+            layer has the number that follows the decoder layers.
         block_prefix: prefix of the decoder block's names below `layer_prefix`.
         block_config: config -> config that builds the decoder block of an MTP layer; the block's
             layer index is num_hidden_layers + i. By default a copy.
@@ -156,7 +152,9 @@ class ModelFamily:
     hf_config_class: str
     wiring: MTPWiring
     num_mtp_layers: Callable[[Any], int | None] = nextn_layers
-    layer_prefix: Callable[[int, int], str] = nextn_prefix
+    layer_prefix: Callable[[int, int], str] = lambda layers, index: (
+        f"model.layers.{layers + index}."
+    )
     cache_specs: Callable[[Any, int, torch.dtype], tuple[BufferSpec, ...]] = paged_kv_specs
     block_config: Callable[[Any], Any] = copy.deepcopy
     make_block: Callable[[Any, Any, int], nn.Module] = lambda layer, config, index: layer(

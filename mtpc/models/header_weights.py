@@ -66,15 +66,10 @@ class HeaderWeights:
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._reserved[id(tensor)] = (tensor, made)
         stored = self._stored.get(tensor.untyped_storage()._cdata)
-        if stored is not None and _is_same(tensor, stored[0]):
-            self._origins[id(made)] = stored[1]
+        layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        if stored is not None and layout == (stored[0].shape, stored[0].stride(), 0):
+            self._origins[id(made)] = stored[1]  # It is all of the stored one, in the same order.
         return made
-
-
-def _is_same(tensor: Tensor, stored: Tensor) -> bool:
-    """Whether a tensor in the memory of a stored one is all of it, in the same order."""
-    layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
-    return layout == (stored.shape, stored.stride(), 0)
 
 
 @dataclass(frozen=True)

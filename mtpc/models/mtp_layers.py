@@ -15,7 +15,7 @@ from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import MTPLayer, stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-from mtpc.weights.recipes import Join, make
+from mtpc.weights.recipes import Join, make, names
 
 EXPERTS = "mlp.experts"
 """transformers' name for the experts of a decoder layer."""
@@ -250,22 +250,20 @@ def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:
 def stored_tensors(layer: MTPLayer, family: ModelFamily) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an MTP layer by checkpoint name within it, with experts as the family stores
     them: what `load_mtp_layer` reads."""
-    gate, up, down = family.expert_names
     for name, tensor in layer.state_dict().items():
         stored = stored_name(name, family)
         stem, _, part = stored.rpartition(".")
-        if part == "gate_up_proj":
-            halves = tensor.chunk(2, 1)
-            if family.stacked_gate_up:
-                prefix = stem.removesuffix(EXPERTS)
-                yield from zip((prefix + n for n in family.stacked_gate_up), halves, strict=True)
-            else:
-                yield from _one_by_one(stem, gate, halves[0])
-                yield from _one_by_one(stem, up, halves[1])
-        elif part in ("up_proj", "down_proj"):
-            yield from _one_by_one(stem, up if part == "up_proj" else down, tensor)
-        else:
+        projections = expert_projections(part, family)
+        if not projections:
             yield stored, tensor
+            continue
+        stacks = tensor.chunk(len(projections), 1)
+        if part == "gate_up_proj" and family.stacked_gate_up:
+            yield from zip(names(joined_gate_up(stem, family)), stacks, strict=True)
+            continue
+        for projection, stack in zip(projections, stacks, strict=True):
+            for index, rows in enumerate(stack):
+                yield f"{stem}.{index}.{projection}.weight", rows
 
 
 def tensors_as_stored(
@@ -281,12 +279,6 @@ def tensors_as_stored(
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _one_by_one(stem: str, projection: str, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """One projection of all experts, [E, ...], as a tensor for each expert."""
-    for index, rows in enumerate(stacked):
-        yield f"{stem}.{index}.{projection}.weight", rows
-
-
 def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
     """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`.
 
@@ -297,7 +289,9 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
         rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{'|'.join(known)})\.weight"
     )
     out: dict[str, Tensor] = {}
-    tensors = _join_gate_up(tensors, family)
+    tensors, joined = dict(tensors), joined_gate_up(f"block.{EXPERTS}", family)
+    if joined.parts and all(name in tensors for name in names(joined)):
+        tensors[f"block.{EXPERTS}.gate_up_proj"] = make(joined, tensors.pop)
     parts: dict[str, set[tuple[str, int]]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
@@ -321,23 +315,26 @@ def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[s
 
 def stacked_experts(stem: str, part: str, family: ModelFamily, count: int) -> Join:
     """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
+    projections = expert_projections(part, family)
+    stored = [tuple(f"{stem}.{i}.{name}.weight" for name in projections) for i in range(count)]
+    return Join("stack", tuple(Join("cat", each) if each[1:] else each[0] for each in stored))
+
+
+def expert_projections(part: str, family: ModelFamily) -> tuple[str, ...]:
+    """What an expert's rows of transformers' stack `part` are called where experts are stored one
+    by one; () for other parts."""
     gate, up, down = family.expert_names
-    experts = [f"{stem}.{index}." for index in range(count)]
-    if part != "gate_up_proj":
-        name = down if part == "down_proj" else up
-        return Join("stack", tuple(f"{expert}{name}.weight" for expert in experts))
-    pairs = [(f"{expert}{gate}.weight", f"{expert}{up}.weight") for expert in experts]
-    return Join("stack", tuple(Join("cat", pair) for pair in pairs))
+    stacks = {"gate_up_proj": (gate, up), "up_proj": (up,), "down_proj": (down,)}
+    return stacks.get(part, ())
 
 
-def _join_gate_up(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Gate and up projections that the family stores as one tensor [E, I, H] each ->
-    transformers' `gate_up_proj` [E, 2I, H]."""
-    out = dict(tensors)
-    gate, up = (f"block.{name}" for name in family.stacked_gate_up or ("", ""))
-    if family.stacked_gate_up and gate in out and up in out:
-        out[f"block.{EXPERTS}.gate_up_proj"] = torch.cat([out.pop(gate), out.pop(up)], 1)
-    return out
+def joined_gate_up(stem: str, family: ModelFamily) -> Join:
+    """Gate and up projections stored as one tensor [E, I, H] each -> transformers' [E, 2I, H].
+
+    It has no parts where the family stores them in another way.
+    """
+    layer = stem.removesuffix(EXPERTS)
+    return Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up or ()))
 
 
 def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel
-from mtpc.models.mtp_layers import EXPERTS, layer_names, stacked_experts, stored_name
+from mtpc.models.mtp_layers import (
+    expert_projections,
+    joined_gate_up,
+    layer_names,
+    stacked_experts,
+    stored_name,
+)
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
-from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
+from mtpc.weights.recipes import Recipe, make, make_grouped, names, spec_of
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
@@ -41,10 +46,6 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         if recipe is not None:
             found[name] = recipe
     return found
-
-
-_STACKED = ("gate_up_proj", "up_proj", "down_proj")
-"""transformers' names for projections of all experts."""
 
 
 def stored_groups(loaded: LoadedModel) -> StoredGroups:
@@ -115,12 +116,13 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
-        if not stem.endswith(".experts") or part not in _STACKED:
+        if not stem.endswith(".experts") or not expert_projections(part, loaded.family):
             continue
-        joined = _join_gate_up(stem, loaded.family) if part == "gate_up_proj" else ()
         last = f".{loaded.family.expert_names[2]}.weight"
         count = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
-        for recipe in (stacked_experts(stem, part, loaded.family, count), *joined):
+        stacks = [stacked_experts(stem, part, loaded.family, count)]
+        stacks += [joined_gate_up(stem, loaded.family)] if part == "gate_up_proj" else []
+        for recipe in stacks:
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 
@@ -140,11 +142,3 @@ def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
     ]
     for place in (name, *moved):
         yield from layer_names(place, family)
-
-
-def _join_gate_up(stem: str, family: ModelFamily) -> tuple[Join, ...]:
-    """Gate and up projections that the family stores as one tensor each -> transformers' stack."""
-    if family.stacked_gate_up is None:
-        return ()
-    layer = stem.removesuffix(EXPERTS)
-    return (Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up)),)

@@ -50,7 +50,7 @@ def grouped_linear(
     Args:
         x: floating point [..., K].
         codes: uint8 or float8_e4m3fn [ceil(N / 32), K / 8 or K / 4, 32, 4], as
-            `mtpc.weights.grouped.pack_codes` makes them.
+            `unpack_codes` reads them.
         scales: float16, bfloat16 or float32 [ceil(N / 32), K / group, 32], of `pack_scales`.
         zeros: uint8 of the same shape, or None: 8 for int4 and 128 for int8. Of the scales' dtype
             they are minima. None for float8.

@@ -54,12 +54,6 @@ def with_signature(function: Callable[..., Any], signature: Signature) -> Callab
     return function
 
 
-def may_omit(reference: Any, name: str) -> bool:
-    """Whether an operator has an argument of a name that calls may leave out."""
-    arguments = reference._schema.arguments
-    return any(a.name == name and a.has_default_value() for a in arguments)
-
-
 def written_by(reference: Any) -> tuple[str, ...]:
     """The arguments that an operator writes."""
     arguments = reference._schema.arguments

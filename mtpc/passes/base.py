@@ -17,9 +17,8 @@ from mtpc.capture.graph import (
     arguments,
     first_argument,
     get_tensor,
-    set_tensor,
 )
-from mtpc.capture.inline import all_same, fake_call, fake_mode_of
+from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.ops.signatures import value_of
@@ -121,10 +120,7 @@ def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> f
 
 def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
     """Append the attribute of a tensor that is not a parameter; `like` lends fakes."""
-    set_tensor(graph.module, name, tensor, buffer=True)
-    node = graph.graph.get_attr(name)
-    node.meta = {"val": like.meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
-    return node
+    return add_attribute(graph.module, graph.graph, like.meta["val"].fake_mode, name, tensor)
 
 
 def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:

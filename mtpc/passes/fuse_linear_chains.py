@@ -167,12 +167,14 @@ def _following(chain: _Chain) -> _Stage | None:
         return None
     (user,) = last.out.users
     stage = _stage_of(user)
-    if stage is None or stage.inputs.count(last.out) != 1 or not _same_piece(last.node, stage.node):
+    if stage is None or stage.inputs.count(last.out) != 1:
         return None
-    if _writes_between(last.node, stage.node):
+    if last.node.meta.get("piece") != user.meta.get("piece") or _writes_between(last.node, user):
         return None
     if stage.epsilon is None:
-        return stage if _is_read_later(chain.total, stage.node) else None
+        # The chain would stand here, so whatever reads the sum must come later.
+        is_late = chain.total is None or all(user < reader for reader in chain.total.users)
+        return stage if is_late else None
     if chain.epsilon is None:
         return stage
     other, users = _other_input(chain, stage), list(chain.total.users) if chain.total else []
@@ -184,11 +186,6 @@ def _other_input(chain: _Chain, norm: _Stage) -> fx.Node:
     """The term of a norm's sum that is not the chain's result."""
     left, right = norm.inputs
     return right if left is chain.stages[-1].out else left
-
-
-def _same_piece(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls come from pieces of the same name."""
-    return bool(one.meta.get("piece") == other.meta.get("piece"))
 
 
 def _writes_between(first: fx.Node, last: fx.Node) -> bool:
@@ -204,11 +201,6 @@ def _writes_between(first: fx.Node, last: fx.Node) -> bool:
             return True
         node = node.next
     return False
-
-
-def _is_read_later(total: fx.Node | None, node: fx.Node) -> bool:
-    """Whether everything that reads a sum comes after a node, where the chain would stand."""
-    return total is None or all(node < user for user in total.users)
 
 
 def _replace(graph: fx.Graph, chain: _Chain) -> None:

@@ -164,13 +164,8 @@ def _join(call: Call) -> int:
     return cut
 
 
-def _entry(call: Call) -> int:
-    """An entry of a result that has several, all cut alike."""
-    return call.cut
-
-
 _RULES: Mapping[Any, Callable[[Call], int]] = {
-    GETITEM: _entry,
+    GETITEM: lambda call: call.cut,  # All entries of a result are cut alike.
     aten.to.dtype: _cast,
     aten.type_as.default: _cast,
     aten.clone.default: _cast,

@@ -13,8 +13,6 @@ from mtpc.capture.effects import Effects, Root, analyse
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import GETITEM, Policy, sweep
 
-_IMPURE_TAGS = (torch.Tag.nondeterministic_seeded,)
-
 
 @dataclass(frozen=True)
 class HoistShared:
@@ -58,7 +56,7 @@ def _key(
         return None
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        if any(tag in target.tags for tag in _IMPURE_TAGS):
+        if torch.Tag.nondeterministic_seeded in target.tags:
             return None
     elif target is not GETITEM:
         return None

@@ -20,19 +20,14 @@ class MergeProjections:
     It copies weights where the user's model keeps the originals; where mtpc read them itself, they
     become views of the merged weight. pack-weights does the same for the weights that it packs. All
     buckets share a merged weight. On by default on GPUs.
-
-    Attributes:
-        min_group: the smallest number of linears to merge.
     """
 
     name: ClassVar[str] = "merge-projections"
     policy: ClassVar[Policy] = "backend"
-    min_group: int = 2
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: True)
-        merged = [group for group in groups if len(group.nodes) >= self.min_group]
-        return replace_groups(merged, _joint)
+        return replace_groups([group for group in groups if len(group.nodes) > 1], _joint)
 
 
 def _joint(group: LinearGroup) -> fx.Node:

@@ -95,14 +95,11 @@ def _widen_linears(graph: StepGraph) -> int:
 
 def _before_widening(operand: Any) -> Any:
     """An operand before the casts that widened it; widening is exact."""
-    source = cast(operand)
-    while source is not None and _is_widening(source, operand):
-        operand, source = source, cast(source)
+    while (source := cast(operand)) is not None:
+        if operand.meta["val"].dtype != torch.float32 or source.meta["val"].dtype not in _NARROW:
+            break
+        operand = source
     return operand
-
-
-def _is_widening(source: fx.Node, result: fx.Node) -> bool:
-    return result.meta["val"].dtype == torch.float32 and source.meta["val"].dtype in _NARROW
 
 
 def _packed_experts(graph: StepGraph, node: fx.Node) -> fx.Node:

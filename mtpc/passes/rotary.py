@@ -34,7 +34,8 @@ class Rotary:
 
     def emit_rows(self, graph: fx.Graph) -> fx.Node:
         """Append nodes that give the input heads as [T, heads, D]."""
-        return to_rows(graph, self.heads, self.last)
+        row = emit(graph, aten.select.int, (self.heads, 0, 0), self.last)
+        return emit(graph, aten.transpose.int, (row, 0, 1), self.last)
 
     def emit_angles(self, graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
         """Append nodes that give cos and sin, each [T, C]."""
@@ -46,14 +47,8 @@ class Rotary:
         return emit(graph, aten.select.int, (row, 0, 0), self.last)
 
 
-def to_rows(graph: fx.Graph, heads: fx.Node, like: fx.Node) -> fx.Node:
-    """Append nodes that turn [1, heads, T, D] into [T, heads, D]."""
-    row = emit(graph, aten.select.int, (heads, 0, 0), like)
-    return emit(graph, aten.transpose.int, (row, 0, 1), like)
-
-
 def rows_of(node: Any) -> Any:
-    """The heads that `to_rows` turned into this node, or None."""
+    """The heads that `Rotary.emit_rows` turned into this node, or None."""
     row, *swapped = operands(node, aten.transpose.int, 3)
     heads, *chosen = operands(row, aten.select.int, 3)
     return heads if swapped == [0, 1] and chosen == [0, 0] else None

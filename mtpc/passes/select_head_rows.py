@@ -84,15 +84,11 @@ def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]
         over = values["dim"] or ()
         return bool(values["keepdim"] and over) and all(d < 0 and d != dim for d in over)
     if is_call(node, aten.select.int):
-        return _select_keeps_rows(node, dim)
+        # select(x, 0, i) removes a leading dim: dims counted from the right stay what they are.
+        return bool(arguments(node)["dim"] == 0 and -dim <= node.meta["val"].dim())
     if is_call(node, aten.linear.default):
         return dim < -1
     return is_call(node, *_ELEMENTWISE)
-
-
-def _select_keeps_rows(node: fx.Node, dim: int) -> bool:
-    """select(x, 0, i) removes a leading dim: dims counted from the right stay what they are."""
-    return bool(arguments(node)["dim"] == 0 and -dim <= node.meta["val"].dim())
 
 
 def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:

@@ -121,7 +121,7 @@ class _Cutter:
     def _cut_attribute(self, node: fx.Node, name: str) -> None:
         weights, caches = self.sharding.weights, self.sharding.caches
         if name in caches:
-            set_tensor(self.graph.module, name, caches[name], buffer=True)
+            set_tensor(self.graph.module, name, caches[name])
             node.meta["val"] = self.mode.from_tensor(caches[name], static_shapes=True)
             self.held[node] = caches[name].dim() - 2
         elif name in weights:

@@ -12,7 +12,6 @@ from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
 from mtpc.ops import references
-from mtpc.ops.signatures import may_omit
 from mtpc.passes.base import GETITEM, Policy, emit, is_call
 
 aten = torch.ops.aten
@@ -30,7 +29,7 @@ _OF_HEADS = (
 _SKIPPING: dict[Any, int] = {
     operator: 2 if operator in _OF_HEADS else 1
     for operator in references().values()
-    if may_omit(operator, "rows")
+    if any(a.name == "rows" and a.has_default_value() for a in operator._schema.arguments)
 }
 """Operators with an argument `rows` -> how many trailing dimensions of their input are features."""
 

@@ -162,7 +162,7 @@ class StepCompiler:
             name: new_buffer(layout, name, device) for name, spec in layout.items() if spec.shared
         }
         for name, tensor in tensors.items():
-            set_tensor(module, name, tensor, buffer=True)
+            set_tensor(module, name, tensor)
         return tensors, module
 
     def _cut_caches(self) -> dict[str, Tensor]:

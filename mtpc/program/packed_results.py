@@ -26,7 +26,7 @@ def pack_results(graph: StepGraph) -> None:
     for (name, tensor), part in zip(held.items(), memory.split(sizes), strict=True):
         packed = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         packed.copy_(tensor)
-        set_tensor(graph.module, name, packed, buffer=True)
+        set_tensor(graph.module, name, packed)
 
 
 def copy_results(buffers: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -165,7 +165,9 @@ class Answer:
     def _top(self, entry: TokenLogprobs | Unscored) -> dict[str, float] | None:
         if isinstance(entry, Unscored):
             return None
-        return {self.decode([i]): logprob for i, logprob in _likeliest_last(entry)}
+        # The likeliest comes last: of several ids with the same text, the dict keeps that one.
+        pairs = [(entry.token_id, entry.logprob), *reversed(entry.top)]
+        return {self.decode([i]): logprob for i, logprob in pairs}
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]
@@ -204,14 +206,6 @@ def _part_json(part: CallPart) -> dict[str, Any]:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
-
-
-def _likeliest_last(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """The emitted token, then the top tokens in ascending order of probability.
-
-    A dict that is built in this order keeps the likeliest of several ids with the same text.
-    """
-    return [(entry.token_id, entry.logprob), *reversed(entry.top)]
 
 
 class Chunks:
@@ -264,8 +258,3 @@ def usage_chunk(answer: Answer, usage: Usage) -> bytes:
     """The event with the token counts of a whole stream."""
     body = {**answer._head(True), "choices": [], "usage": usage.json()}
     return f"data: {json.dumps(body)}\n\n".encode()
-
-
-def error_event(body: bytes) -> bytes:
-    """Encode an error that occurs after the stream has begun. It takes the place of a chunk."""
-    return b"data: " + body + b"\n\n"

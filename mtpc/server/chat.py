@@ -38,7 +38,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        # In the place of a mark, what holds in any case.
+        # Each mark becomes a condition that always holds.
         plain = _TRAINING_MARKS.sub(
             lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", source
         )

@@ -81,7 +81,8 @@ class GuardedProtocol:
         self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
         self._write_timer = _Timer(self._options.write_seconds, self._give_up_unread)
-        self._linger_timer = _Timer(self._options.header_seconds, self._end_lingering)
+        # Closing first sends the unsent data, which have their own timer.
+        self._linger_timer = _Timer(self._options.header_seconds, lambda: self._transport.close())
         self._probe_timer = _Timer(_FIRST_PROBE_S, self._probe)
 
     def connection_made(self, transport: Any) -> None:
@@ -242,9 +243,6 @@ class GuardedProtocol:
 
     def _give_up(self) -> None:
         self._transport.abort()
-
-    def _end_lingering(self) -> None:
-        self._transport.close()  # It first sends the unsent data, which have their own timer.
 
     def _time_writing(self) -> None:
         # The timer reads the size of the unsent data later, because uvicorn may still be writing.

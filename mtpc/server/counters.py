@@ -80,13 +80,10 @@ class ServerCounters:
             for (path, status), count in sorted(self.responses.items())
         ]
 
-        def one(value: float) -> list[Sample]:
-            return [({}, float(value))]
-
-        left, lines = one(self.disconnects), list[str]()
+        left, lines = float(self.disconnects), list[str]()
         for metric in (
-            ("gauge", "server_ready", "1 while the server accepts requests.", one(is_ready)),
-            ("gauge", "server_choices_in_flight", "Choices that run or wait.", one(in_flight)),
+            ("gauge", "server_ready", "1 while the server accepts requests.", float(is_ready)),
+            ("gauge", "server_choices_in_flight", "Choices that run or wait.", float(in_flight)),
             ("counter", "http_responses_total", "Responses, by path and status code.", responses),
             ("counter", "http_disconnects_total", "Clients that disconnected early.", left),
         ):

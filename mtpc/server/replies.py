@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from starlette.types import Receive, Scope, Send
 
-from mtpc.server.answers import DONE, Answer, Chunks, Piece, error_event, usage_chunk
+from mtpc.server.answers import DONE, Answer, Chunks, Piece, usage_chunk
 from mtpc.server.errors import api_error
 from mtpc.server.generation import Job, run_choices
 from mtpc.server.service import Service
@@ -92,10 +92,11 @@ class Reply:
             response = api_error(error)
             if response.status == 500:
                 log.error("a stream failed", exc_info=error)
-            await events.end(error_event(response.body()))
+            # An error takes the place of a chunk.
+            await events.write(b"data: " + response.body() + b"\n\n", more=False)
             return
         last = usage_chunk(self._answer, usage) if self._answer.wants_usage else b""
-        await events.end(last + DONE)
+        await events.write(last + DONE, more=False)
 
     def _note_first(self) -> None:
         if not self._has_text:
@@ -124,10 +125,6 @@ class _Events:
                 start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
                 await self._send(start)
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def end(self, data: bytes) -> None:
-        """Send the last events."""
-        await self.write(data, more=False)
 
 
 async def _unless_left(work: Awaitable[None], receive: Receive) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.heads import draft_head, final_norm_of, target_head
@@ -26,7 +27,7 @@ from mtpc.models.hf import (
 )
 from mtpc.models.load import LoadedModel, family_of, place, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
-from mtpc.tuning.experts import ROUNDED_EXPERTS, register_rounded_experts
+from mtpc.tuning.experts import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
 
@@ -168,7 +169,7 @@ class TrainedModel:
             raise _no_gradient(family.name, "its MTP layer is fed residual streams")
         self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)
         target: Any = share_model(self._model, {})
-        register_rounded_experts()
+        ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)
         for part in (target.config, target.config.get_text_config(decoder=True)):
             part._experts_implementation = ROUNDED_EXPERTS
         layers = load_mtp_layers(checkpoint, replace(family, canonical={}), target)

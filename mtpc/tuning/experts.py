@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.integrations.moe import ExpertsInterface
 
 ROUNDED_EXPERTS = "mtpc_rounded"
 """Name of `rounded_experts` among transformers' implementations."""
@@ -44,8 +43,3 @@ def rounded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         found = functional.linear(gated, down)[: len(token)]
         out.index_add_(0, token, (found * weights[token, choice, None]).to(out.dtype))
     return out
-
-
-def register_rounded_experts() -> None:
-    """Register `ROUNDED_EXPERTS` with transformers; existing entries do not change."""
-    ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)

@@ -258,7 +258,7 @@ def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> N
 
 
 def _device(backend: str) -> str:
-    """Where the decoding runs, there the training does, too."""
+    """Where to train: on the device that decodes."""
     has_gpu = torch.cuda.is_available() and backend in ("auto", "cuda")
     return "cuda" if has_gpu else "cpu"
 

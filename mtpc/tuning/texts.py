@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mtpc.api import SpecModel
 
 HELD_OUT = 10
-"""The last one in so many tokens of each text is held out, if no text is given for that."""
+"""Where no held-out text is given, the last of so many parts of each text is held out."""
 PROMPT_TOKENS = 64
 """Tokens of a held-out prompt."""
 KNOWN_SHARE = 4
-"""One in so many tokens of a text that the target goes on with is the user's."""
+"""Where the target continues a text, it keeps the first of so many parts."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,9 @@ def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
 
 
 def continue_rows(model: SpecModel, rows: Tensor, count: int) -> Tensor:
-    """The rows, some of which the target itself goes on with, greedily, after their beginnings.
+    """The rows; the target itself continues some of them, greedily, after their beginnings.
 
-    Drafts are counted on such text. Where the target does not write as the user does, drafts of the
-    user's text are not those that decoding needs.
+    Decoding needs drafts for text that the target writes, which may be unlike the user's text.
 
     Args:
         model: decodes with the target.

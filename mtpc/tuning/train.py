@@ -167,7 +167,7 @@ class Training:
         if state.is_file():
             self._restore()
 
-    def run(self, tell: Tell, save_seconds: float = SAVE_SECONDS) -> Progress:
+    def run(self, tell: Tell) -> Progress:
         """Train to the end of the schedule. The state is saved now and then, and at the end."""
         at, saved, found = self.progress, time.monotonic(), list[tuple[float, list[float]]]()
         told = saved
@@ -183,7 +183,7 @@ class Training:
                 at.curve.append(point)
                 tell(self._line())
                 told, found = now, []
-            if now - saved >= save_seconds or is_over:
+            if now - saved >= SAVE_SECONDS or is_over:
                 self.save()
                 saved = now
         return at

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtpc.weights.packing import TILE, allocate, count_tiles, fill_tiles, pack, unpack
+from mtpc.weights.packing import TILE, allocate, count_tiles, fill_tiles, unpack
 
 Kind = Literal["int4", "int8", "float8"]
 
@@ -122,20 +122,6 @@ def values_of(form: GroupForm, codes: Tensor, scales: Tensor, zeros: Tensor | No
     return codes * scales - points if form.has_mins else (codes - points) * scales
 
 
-def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
-    """Codes in the order in which kernels read them. Features that fill the last tile are zero.
-
-    Args:
-        codes: uint8 or float8_e4m3fn [..., N, K], K a multiple of `PACKED_INPUTS`.
-        kind: of the codes.
-
-    Returns:
-        [..., ceil(N / 32), K / 8, 32, 4] for int4, else [..., ceil(N / 32), K / 4, 32, 4], of the
-        codes' dtype.
-    """
-    return pack(raw_codes(codes, kind)).view(codes.dtype)
-
-
 def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
     """The bytes of codes [..., N, K], before they are put into tiles: [..., N, K / 2] for int4."""
     raw = codes.view(torch.uint8)
@@ -148,7 +134,13 @@ def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:
-    """The codes [..., features, K] of `pack_codes`; its inverse."""
+    """Codes [..., features, K] from their tiles.
+
+    Args:
+        packed: [..., ceil(N / 32), K / 8, 32, 4] for int4, else [..., ceil(N / 32), K / 4, 32, 4].
+        kind: of the codes.
+        features: N.
+    """
     raw = unpack(packed.view(torch.uint8), features)
     if kind == "int4":
         bytes_ = raw.unflatten(-1, (-1, 4))

@@ -83,10 +83,6 @@ class GroupedRows:
         return self.read(0, self.shape[0])
 
 
-def _read_nothing(name: str) -> GroupedRows:
-    raise KeyError(name)
-
-
 @dataclass(frozen=True)
 class StoredGroups:
     """Weights of a model that its checkpoint stores in groups.
@@ -97,7 +93,7 @@ class StoredGroups:
     """
 
     specs: Mapping[str, GroupSpec] = field(default_factory=dict)
-    read: Callable[[str], GroupedRows] = _read_nothing
+    read: Callable[[str], GroupedRows] = dict[str, GroupedRows]().__getitem__
 
 
 GroupedOf = Callable[[str, GroupSpec], GroupedRows]

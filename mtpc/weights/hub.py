@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.json_file import CONFIG
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_CONFIG = "config.json"
 
 
 def find_directory(source: str | Path, revision: str | None = None) -> Path:
@@ -34,7 +34,7 @@ def find_directory(source: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, _CONFIG, revision=revision)
+        found = try_to_load_from_cache(name, CONFIG, revision=revision)
     except HFValidationError:  # It looks like an id, but is not one.
         return path
     if isinstance(found, str):

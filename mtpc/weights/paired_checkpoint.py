@@ -6,10 +6,10 @@ key and the binding of weights see one checkpoint, whichever directory holds a t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mtpc.weights.hub import find_directory
 from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import TensorFile
 
+Answer = TypeVar("Answer")
 DRAFT = "draft."
 """Prefix of the names of the drafter's tensors."""
 TOKEN_MAP, _INVERSE_MAP = "d2t", "t2d"
@@ -52,16 +53,16 @@ class PairedCheckpoint(Checkpoint):
         names = [name for name in self.draft.tensors if name != _INVERSE_MAP]
         theirs = {DRAFT + name: self.draft.tensors[name] for name in names}
         self.tensors = {**self.target_tensors, **theirs}
-        if TOKEN_MAP in self.draft.tensors:
-            self._check_token_map(self.draft.peek(TOKEN_MAP))
-        if TOKEN_ORDER in self.draft.tensors:
-            self._check_token_order(self.draft.peek(TOKEN_ORDER))
-
-    def _check_token_map(self, offsets: Tensor) -> None:
-        """Refuse a map that would name wrong tokens, before any step reads it."""
         size = self.text_config.get("vocab_size")
         if type(size) is not int or size < 1:  # Reading the target's config refuses it.
             return
+        if TOKEN_MAP in self.draft.tensors:
+            self._check_token_map(self.draft.peek(TOKEN_MAP), size)
+        if TOKEN_ORDER in self.draft.tensors:
+            self._check_token_order(self.draft.peek(TOKEN_ORDER), size)
+
+    def _check_token_map(self, offsets: Tensor, size: int) -> None:
+        """Refuse a map that would name wrong tokens, before any step reads it."""
         is_row = offsets.dim() == 1 and not offsets.is_floating_point()
         ids = offsets.long() + torch.arange(len(offsets)) if is_row else offsets
         if (
@@ -75,11 +76,8 @@ class PairedCheckpoint(Checkpoint):
                 f"are {_span(ids)}; use the drafter that was trained for this target"
             )
 
-    def _check_token_order(self, ids: Tensor) -> None:
+    def _check_token_order(self, ids: Tensor, size: int) -> None:
         """Refuse clusters that would name wrong tokens, before any step reads them."""
-        size = self.text_config.get("vocab_size")
-        if type(size) is not int or size < 1:
-            return
         if ids.is_floating_point() or not torch.equal(ids.long().sort().values, torch.arange(size)):
             raise CheckpointError(
                 f"{self.draft.directory}: {TOKEN_ORDER} must name each of the target's {size} "
@@ -115,23 +113,19 @@ class PairedCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """As `Checkpoint.tensor`."""
-        own = self._in_draft(name)
-        return super().tensor(name) if own is None else self.draft.tensor(own)
+        return self._ask(Checkpoint.tensor, name)
 
     def peek(self, name: str) -> Tensor:
         """As `Checkpoint.peek`."""
-        own = self._in_draft(name)
-        return super().peek(name) if own is None else self.draft.peek(own)
+        return self._ask(Checkpoint.peek, name)
 
     def grouped(self, name: str) -> GroupedRows:
         """As `Checkpoint.grouped`."""
-        own = self._in_draft(name)
-        return super().grouped(name) if own is None else self.draft.grouped(own)
+        return self._ask(Checkpoint.grouped, name)
 
     def meta_tensor(self, name: str) -> Tensor:
         """As `Checkpoint.meta_tensor`."""
-        own = self._in_draft(name)
-        return super().meta_tensor(name) if own is None else self.draft.meta_tensor(own)
+        return self._ask(Checkpoint.meta_tensor, name)
 
     @property
     def files(self) -> Iterable[TensorFile]:
@@ -140,25 +134,21 @@ class PairedCheckpoint(Checkpoint):
 
     def spans(self, name: str) -> list[Span]:
         """As `Checkpoint.spans`."""
-        own = self._in_draft(name)
-        return super().spans(name) if own is None else self.draft.spans(own)
+        return self._ask(Checkpoint.spans, name)
 
     def is_plain(self, name: str) -> bool:
         """As `Checkpoint.is_plain`."""
-        own = self._in_draft(name)
-        return super().is_plain(name) if own is None else self.draft.is_plain(own)
+        return self._ask(Checkpoint.is_plain, name)
 
     def release(self, name: str) -> None:
         """As `Checkpoint.release`."""
-        own = self._in_draft(name)
-        if own is None:
-            super().release(name)
-        else:
-            self.draft.release(own)
+        self._ask(Checkpoint.release, name)
 
-    def _in_draft(self, name: str) -> str | None:
-        """The name of a tensor in the drafter's checkpoint; None if it is the target's."""
-        return name.removeprefix(DRAFT) if name not in self.target_tensors else None
+    def _ask(self, method: Callable[[Checkpoint, str], Answer], name: str) -> Answer:
+        """What a method of `Checkpoint` gives for a tensor: of the target, or of the drafter."""
+        if name in self.target_tensors:
+            return method(self, name)
+        return method(self.draft, name.removeprefix(DRAFT))
 
 
 def _span(ids: Tensor) -> str:

@@ -322,9 +322,7 @@ def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
 
 def packs_all(recipe: Recipe) -> bool:
     """Whether all values of `parts_read` are packed, so that the packing sees each of them."""
-    if isinstance(recipe, Packed):
-        return _takes_all(recipe.part)
-    return False
+    return isinstance(recipe, Packed) and _takes_all(recipe.part)
 
 
 def _takes_all(recipe: Recipe) -> bool:
@@ -335,13 +333,8 @@ def _takes_all(recipe: Recipe) -> bool:
 
 def names(recipe: Recipe) -> Iterator[str]:
     """Names of all tensors that a recipe uses."""
-    if isinstance(recipe, str):
-        yield recipe
-    elif isinstance(recipe, Join):
-        for part in recipe.parts:
-            yield from names(part)
-    else:
-        yield from names(recipe.part)
+    for read in parts_read(recipe):
+        yield from [read] if isinstance(read, str) else names(read.part)
 
 
 def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:

@@ -193,14 +193,13 @@ class TensorFile:
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; using it again reads the file again."""
+        span = self.tensors[name].span
         if self.ahead:
-            self.ahead.release(self.tensors[name].span)
+            self.ahead.release(span)
         if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.
             return
-        stored = self.tensors[name]
-        size = stored.nbytes
-        begin = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (stored.begin + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = -(-span.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (span.begin + span.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             with contextlib.suppress(OSError):  # A failure only costs memory.
                 self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

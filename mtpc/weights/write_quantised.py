@@ -16,7 +16,6 @@ from mtpc.config import check_scheme
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.formats.stored import pack_words
-from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import SCHEMES, is_head, quantise, stays_plain
@@ -110,7 +109,10 @@ class _Writer:
         matrices = (n for n, s in stored.items() if n.endswith(".weight") and len(s.shape) == 2)
         plain = tuple(name for name in matrices if name not in specs)
         after = self._write_shards(specs)
-        self._write_config(plain)
+        ignored = sorted(name.removesuffix(".weight") for name in plain)
+        says = quantization_config(self.scheme, ignored)
+        config = {**self.checkpoint.config, "quantization_config": says}
+        write_json(self.directory / CONFIG, config)
         copy_others(self.checkpoint.directory, self.directory)
         before = sum(tensor.nbytes for tensor in stored.values())
         return Written(len(specs), plain, before, after)
@@ -151,21 +153,10 @@ class _Writer:
         if spec.form.kind == "int4":
             yield f"{name}_packed", pack_words(weight.codes)
             yield f"{name}_shape", torch.tensor(weight.codes.shape)
-        else:
-            yield name, _signed(weight)
-
-    def _write_config(self, plain: Sequence[str]) -> None:
-        ignored = sorted(name.removesuffix(".weight") for name in plain)
-        says = quantization_config(self.scheme, ignored)
-        config = {**self.checkpoint.config, "quantization_config": says}
-        write_json(self.directory / CONFIG, config)
-
-
-def _signed(weight: GroupedWeight) -> Tensor:
-    """Codes of one byte as compressed-tensors stores them: int8, or float8."""
-    if weight.form.kind == "float8":
-        return weight.codes
-    return (weight.codes ^ weight.form.default_zero).view(torch.int8)
+        elif spec.form.kind == "float8":
+            yield name, weight.codes
+        else:  # Signed, as compressed-tensors stores them.
+            yield name, (weight.codes ^ weight.form.default_zero).view(torch.int8)
 
 
 def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:

@@ -150,16 +150,14 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 # --------------------------------------------------------------------------------- doctor
 
 
-def lookup(**versions: str):
-    """A metadata lookup that knows these distributions (`_` for `-`)."""
+@pytest.fixture
+def install(monkeypatch):
+    """Has the doctor find these distributions only (`_` for `-`)."""
 
-    def version_of(name: str) -> str:
-        try:
-            return versions[name.replace("-", "_")]
-        except KeyError:
-            raise metadata.PackageNotFoundError(name) from None
+    def install(**versions: str) -> None:
+        monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name.replace("-", "_")))
 
-    return version_of
+    return install
 
 
 def test_doctor_finds_this_machine_fit(capsys):
@@ -180,23 +178,28 @@ def test_doctor_finds_this_machine_fit(capsys):
         assert re.search(rf"^(ok|optional) +{re.escape(row)} ", out, re.M)
 
 
-def test_doctor_tells_amd_aiter_from_its_namesake():
-    assert doctor.check_aiter(lookup(amd_aiter="0.1.7")).found == "amd-aiter 0.1.7"
-    both = doctor.check_aiter(lookup(amd_aiter="0.1.7", aiter="0.13"))
+def test_doctor_tells_amd_aiter_from_its_namesake(install):
+    install(amd_aiter="0.1.7")
+    assert doctor.check_aiter().found == "amd-aiter 0.1.7"
+    install(amd_aiter="0.1.7", aiter="0.13")
+    both = doctor.check_aiter()
     assert both.status == "optional"
     assert both.found == "amd-aiter 0.1.7, and aiter 0.13 of the same import name"
     assert both.advice.startswith("uninstall both")
-    namesake = doctor.check_aiter(lookup(aiter="0.13.20"))
+    install(aiter="0.13.20")
+    namesake = doctor.check_aiter()
     assert namesake.status == "optional"
     assert "aiter 0.13.20 is the async-iterator helpers" in namesake.found
     assert "pip uninstall aiter" in namesake.advice
-    assert doctor.check_aiter(lookup()).found == "amd-aiter is not installed"
+    install()
+    assert doctor.check_aiter().found == "amd-aiter is not installed"
 
 
 @pytest.mark.parametrize("name", ["triton", "triton_rocm", "pytorch_triton_rocm"])
-def test_doctor_knows_every_name_of_triton(name, monkeypatch):
+def test_doctor_knows_every_name_of_triton(name, install, monkeypatch):
     monkeypatch.setattr(doctor, "import_module", lambda name: None)
-    found = doctor.check_triton(lookup(**{name: "3.6.0"}))
+    install(**{name: "3.6.0"})
+    found = doctor.check_triton()
     assert (found.status, found.found) == ("ok", f"{name.replace('_', '-')} 3.6.0")
 
 
@@ -204,14 +207,16 @@ def test_doctor_knows_every_name_of_triton(name, monkeypatch):
     ("version", "status"),
     [("2.10.1", "wrong"), ("2.11.0+cpu", "ok"), ("2.13.1", "ok"), ("2.14.0a0", "wrong")],
 )
-def test_doctor_holds_versions_to_their_range(version, status):
-    finding = doctor.check_distribution("torch", lookup(torch=version))
+def test_doctor_holds_versions_to_their_range(version, status, install):
+    install(torch=version)
+    finding = doctor.check_distribution("torch")
     assert finding.status == status
     assert bool(finding.advice) == (status == "wrong")
 
 
-def test_doctor_without_torch_says_how_to_get_it():
-    findings = {finding.what: finding for finding in doctor.examine(lookup())}
+def test_doctor_without_torch_says_how_to_get_it(install):
+    install()
+    findings = {finding.what: finding for finding in doctor.examine()}
     assert findings["torch"].status == "wrong"
     assert findings["torch"].advice == 'pip install "torch>=2.11,<2.14"'
     assert "GPU" not in findings

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.batches import bf16, mixture
 from helpers.compiled import run_on
-from helpers.grouped import FORMS, Packed, Zeros, bound, exact, random_weight
+from helpers.grouped import FORMS, Packed, Zeros, bound, exact, pack_codes, random_weight
 from helpers.places import TESTS
 from helpers.small_graphs import small_graph
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
 from mtpc.store.machine import cpu_flags
-from mtpc.weights.grouped import Kind, pack_codes
+from mtpc.weights.grouped import Kind
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from helpers.places import ROOT
 
-from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.backends.cpu_kernels import build_kernels, shipped
 from mtpc.backends.cpu_kernels.build import LIBRARY
-from mtpc.backends.cpu_kernels.shipped import is_shipped
 from mtpc.errors import BackendError, CacheError
 from mtpc.store.entries import SUMS, Entry, EntryStore
 from mtpc.store.lookup import KEY
@@ -25,14 +24,15 @@ LEVEL = "avx2"
 
 
 @pytest.fixture
-def shipped(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernels of this machine's level, as another compiler's wheel would ship them."""
     built = build_kernels()
     assert isinstance(built, Entry)
     folder = tmp_path / "shipped" / "level"
     shutil.copytree(built.directory, folder, ignore=shutil.ignore_patterns(SUMS))
     edit(folder, COMPILER, "another compiler")
-    return folder.parent
+    monkeypatch.setattr(shipped, "SHIPPED", folder.parent)
+    return folder
 
 
 def edit(folder: Path, field: str, value: str) -> None:
@@ -42,46 +42,48 @@ def edit(folder: Path, field: str, value: str) -> None:
 
 
 def test_shipped_kernels_are_not_compiled(
-    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there is a compiler or not, and again at the next start."""
     store = EntryStore(tmp_path / "cache")
     monkeypatch.setenv("CXX", "/bin/false")
-    built = build_kernels(store, shipped=shipped)
+    built = build_kernels(store)
     assert isinstance(built, Entry)
-    assert is_shipped(built, shipped)
-    library = shipped / "level" / LIBRARY
-    assert (built.directory / LIBRARY).read_bytes() == library.read_bytes()
-    assert build_kernels(store, frozen=True, shipped=shipped) == built
+    assert shipped.is_shipped(built)
+    assert (built.directory / LIBRARY).read_bytes() == (folder / LIBRARY).read_bytes()
+    assert build_kernels(store, frozen=True) == built
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_kernels(store, frozen=True) == built
 
 
 @pytest.mark.parametrize("field", ["source.kernels", "version.torch", "machine.level", "flags"])
-def test_kernels_of_other_sources_are_not_taken(field: str, shipped: Path, tmp_path: Path) -> None:
-    edit(shipped / "level", field, "another")
+def test_kernels_of_other_sources_are_not_taken(field: str, folder: Path, tmp_path: Path) -> None:
+    edit(folder, field, "another")
     with pytest.raises(CacheError, match="no cpu kernels of level"):
-        build_kernels(EntryStore(tmp_path / "cache"), frozen=True, shipped=shipped)
+        build_kernels(EntryStore(tmp_path / "cache"), frozen=True)
 
 
-def test_what_the_cache_has_comes_first(shipped: Path) -> None:
+def test_what_the_cache_has_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest may be pinned."""
-    assert build_kernels(frozen=True, shipped=shipped) == build_kernels()
+    taken = build_kernels(frozen=True)
+    monkeypatch.undo()
+    assert taken == build_kernels()
 
 
-def test_a_cache_that_cannot_be_written(shipped: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lines: list[str] = []
-    built = build_kernels(EntryStore(tmp_path / "file"), lines.append, shipped=shipped)
-    assert built == shipped / "level" / LIBRARY
-    assert is_shipped(built, shipped)
+    built = build_kernels(EntryStore(tmp_path / "file"), lines.append)
+    assert built == folder / LIBRARY
+    assert shipped.is_shipped(built)
     assert any("loaded from it: cannot write the graph cache" in line for line in lines)
 
 
 def test_a_build_without_shipped_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path / "nothing")
     with pytest.raises(BackendError, match="failed with exit status 1"):
-        build_kernels(EntryStore(tmp_path / "cache"), shipped=tmp_path / "nothing")
+        build_kernels(EntryStore(tmp_path / "cache"))
 
 
 @pytest.mark.slow

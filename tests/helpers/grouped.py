@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_codes, pack_scales
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_scales, raw_codes
+from mtpc.weights.packing import pack
 
 Zeros = Literal["", "zeros", "mins"]
 """What groups have besides a scale: nothing, a zero point, or a minimum."""
@@ -23,6 +24,12 @@ FORMS: list[tuple[Kind, int, Zeros]] = [
     ("float8", 128, ""),
 ]
 """Kind, group, and what groups have besides."""
+
+
+def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
+    """Codes [..., N, K] in the kernels' order: [..., ceil(N / 32), K / 8, 32, 4] for int4, else
+    [..., ceil(N / 32), K / 4, 32, 4]."""
+    return pack(raw_codes(codes, kind)).view(codes.dtype)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def small_graph(function: Callable[..., Any], **tensors: Tensor) -> StepGraph:
     buffers = {n: t for n, t in named.items() if n.startswith(("batch.", "kv."))}
     module, graph = nn.Module(), fx.Graph()
     for name, tensor in named.items():
-        set_tensor(module, name, tensor, buffer=True)
+        set_tensor(module, name, tensor)
     module.add_module("pieces", nn.Module())
     module.pieces.add_module("body", Function(function))  # type: ignore[operator]
     graph.call_module("pieces.body", tuple(graph.get_attr(name) for name in named))

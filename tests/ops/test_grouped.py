@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches import bf16
-from helpers.grouped import FORMS, Zeros, bound, exact, random_weight
+from helpers.grouped import FORMS, Zeros, bound, exact, pack_codes, random_weight
 
 import mtpc.ops  # noqa: F401  (registers the operators)
 from mtpc.weights.grouped import (
@@ -13,7 +13,6 @@ from mtpc.weights.grouped import (
     GroupForm,
     Kind,
     form_of,
-    pack_codes,
     pack_scales,
     unpack_codes,
     unpack_scales,

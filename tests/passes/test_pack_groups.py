@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.batches import bf16
 from helpers.families import TINY
+from helpers.grouped import pack_codes
 from helpers.theorem import PROMPTS
 
 import mtpc
@@ -23,7 +24,7 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_codes, pack_scales
+from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales
 from mtpc.weights.grouped_recipes import GroupSpec, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.recipes import Grouped, GroupedMaker, Join, Rows

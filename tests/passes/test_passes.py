@@ -466,7 +466,7 @@ def test_a_demand_for_rows_is_seen_by_name() -> None:
 def test_a_piece_takes_no_argument_by_name() -> None:
     """An argument by name would be lost where the piece is inlined."""
     module, graph = nn.Module(), fx.Graph()
-    set_tensor(module, "batch.out", torch.zeros(2), buffer=True)
+    set_tensor(module, "batch.out", torch.zeros(2))
     module.add_module("pieces", nn.Module())
     module.pieces.add_module("body", Function(lambda out: out.add_(1)))  # type: ignore[operator]
     out = graph.get_attr("batch.out")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.batches import bf16
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.grouped import pack_codes
 from helpers.theorem import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from mtpc.passes.quantise_draft import draft_spec
 from mtpc.passes.trim_draft_head import runs
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
-from mtpc.weights.grouped import pack_codes, pack_scales
+from mtpc.weights.grouped import pack_scales
 from mtpc.weights.packing import pack
 from mtpc.weights.quantise import quantise
 from mtpc.weights.recipes import Grouped, Packed, Recipe, Rows

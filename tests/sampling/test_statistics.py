@@ -111,7 +111,7 @@ def build(spec_tokens: int, rule: type[Accept]) -> tuple[Program, CapturedStep, 
     layout, module = Layout(specs, sizes), nn.Module()
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
     for name, tensor in shared.items():
-        set_tensor(module, name, tensor, buffer=True)
+        set_tensor(module, name, tensor)
     weights = WeightTable(dict(model.named_parameters()))
     graph = trace_step(key, ModelTraces(model, layout), layout, module, weights)
     names = {id(tensor): name for name, tensor in shared.items()}

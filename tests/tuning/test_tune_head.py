@@ -205,12 +205,13 @@ def test_a_killed_training_goes_on(
         return model, Training(model, texts, PLAN.schedule, tmp_path / name)
 
     def train() -> None:
-        begin("state.pt")[1].run(print, save_seconds=0)
+        begin("state.pt")[1].run(print)
 
     plain = begin("plain.pt")
     plain[1].run(print)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", kill_at(call))
+        patch.setattr("mtpc.tuning.train.SAVE_SECONDS", 0)
         in_a_child(train)
     resumed = begin("state.pt")
     assert resumed[1].progress.step == call - 1

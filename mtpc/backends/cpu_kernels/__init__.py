@@ -50,13 +50,13 @@ def load_kernels(store: EntryStore | None = None, report: Report = silent) -> No
         BackendError: there is no C++ compiler, or it failed.
         CacheError: another user could have written the cache.
     """
-    if not _is_loaded():
+    if not kernel_table():
         load_library(build_kernels(store, report))
 
 
 def load_library(built: Entry | Path) -> None:
     """Load what `build_kernels` returned; does nothing where kernels are loaded already."""
-    if _is_loaded():
+    if kernel_table():
         return
     directory = built.parent if isinstance(built, Path) else built.directory
     torch.classes.load_library(str(directory / RUNNER))
@@ -65,10 +65,6 @@ def load_library(built: Entry | Path) -> None:
     ctypes.CDLL(str(directory / LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for reference, ours in kernel_table().items():
         torch.library.register_fake(ours.name(), reference)
-
-
-def _is_loaded() -> bool:
-    return bool(kernel_table())
 
 
 def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:

@@ -24,7 +24,7 @@ import torch
 from mtpc.backends.cpu_kernels.compilers import RunCompiler, running_compilers
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
-from mtpc.backends.cpu_kernels.shipped import SHIPPED, find_shipped, keep_shipped
+from mtpc.backends.cpu_kernels.shipped import find_shipped, keep_shipped
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout.progress import Report, silent
@@ -70,10 +70,7 @@ _ADVICE = "install g++ >= 12 or clang++ >= 15, set CXX to it, or use backend='ea
 
 
 def build_kernels(
-    store: EntryStore | None = None,
-    report: Report = silent,
-    frozen: bool = False,
-    shipped: Path = SHIPPED,
+    store: EntryStore | None = None, report: Report = silent, frozen: bool = False
 ) -> Entry | Path:
     """The kernel library for this machine's level, compiled if the cache does not have it.
 
@@ -84,7 +81,6 @@ def build_kernels(
         report: receives a line before a compilation starts and when it is done, and the share of
             the sources that are compiled.
         frozen: refuse to compile.
-        shipped: where kernels of this installation are.
 
     Returns:
         The checked entry that holds the library; or, where the cache cannot be written, the path
@@ -103,7 +99,7 @@ def build_kernels(
     entry = find(store, fields) if frozen else _find(store, fields, report)
     if entry is not None:
         return entry
-    ready = find_shipped(fields, shipped)
+    ready = find_shipped(fields)
     if ready is not None:
         return keep_shipped(ready, store, report) or ready / LIBRARY
     if frozen:

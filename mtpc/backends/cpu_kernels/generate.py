@@ -88,7 +88,9 @@ def generate() -> dict[str, str]:
     header = _HEADER.format(declarations="\n".join(map(_declaration, schemas)))
     source = _SOURCE.format(
         definitions="\n".join(f'  library.def("{_local_schema(s)}");' for s in schemas),
-        kernels="\n".join(map(_registration, schemas)),
+        kernels="\n".join(
+            f'  library.impl("{name}", TORCH_BOX(&mtpc::{name}));' for name in map(_name, schemas)
+        ),
         functions="\n\n".join(map(_function, schemas)),
     )
     return {"operators.h": header, "operators.cpp": source}
@@ -125,10 +127,6 @@ def _declaration(schema: Any) -> str:
 def _local_schema(schema: Any) -> str:
     """The schema without its namespace. Kernels take sizes as they are, never symbols."""
     return str(schema).partition("::")[2].replace("SymInt", "int")
-
-
-def _registration(schema: Any) -> str:
-    return f'  library.impl("{_name(schema)}", TORCH_BOX(&mtpc::{_name(schema)}));'
 
 
 def _function(schema: Any) -> str:

@@ -64,14 +64,10 @@ NATIVE = Level("native", "native")
 """What this very machine has: elsewhere than on x86-64."""
 
 
-def runnable(flags: Set[str], machine: str | None = None) -> tuple[Level, ...]:
-    """The levels that a processor runs, best first.
-
-    Args:
-        flags: of its /proc/cpuinfo, with its `vendor_id`.
-        machine: `platform.machine()` of it; by default of this one.
-    """
-    if (machine or platform.machine()) not in ("x86_64", "AMD64"):
+def runnable(flags: Set[str]) -> tuple[Level, ...]:
+    """The levels that a processor runs, best first, by the flags of its /proc/cpuinfo, with its
+    `vendor_id`."""
+    if platform.machine() not in ("x86_64", "AMD64"):
         return (NATIVE,)
     levels = INTEL if "GenuineIntel" in flags else X86
     return tuple(level for level in levels if level.needs <= flags)

@@ -20,14 +20,9 @@ SHIPPED = SOURCE_DIR / "shipped"
 """A folder for each level, with the files of an entry of the cache. A source tree has none."""
 
 
-def find_shipped(wanted: Fields, shipped: Path = SHIPPED) -> Path | None:
-    """The folder of the kernels of equal sources, level and torch, whatever compiled them.
-
-    Args:
-        wanted: the key of the kernels that are needed.
-        shipped: where to look.
-    """
-    for path in sorted(shipped.glob(f"*/{KEY}")):
+def find_shipped(wanted: Fields) -> Path | None:
+    """The folder of shipped kernels whose key is the wanted one, whatever compiled them."""
+    for path in sorted(SHIPPED.glob(f"*/{KEY}")):
         found = parse_key(path.read_bytes())
         if found is not None and _but_compiler(found) == _but_compiler(wanted):
             return path.parent
@@ -61,11 +56,11 @@ def keep_shipped(folder: Path, store: EntryStore, report: Callable[[str], None])
         return None
 
 
-def is_shipped(kernels: Entry | Path, shipped: Path = SHIPPED) -> bool:
+def is_shipped(kernels: Entry | Path) -> bool:
     """Whether loaded kernels, or those of an entry, came with this installation."""
     if isinstance(kernels, Path):
-        return kernels.is_relative_to(shipped)
-    return kernels.digest in {digest_of(path.parent) for path in shipped.glob(f"*/{KEY}")}
+        return kernels.is_relative_to(SHIPPED)
+    return kernels.digest in {digest_of(path.parent) for path in SHIPPED.glob(f"*/{KEY}")}
 
 
 def digest_of(folder: Path) -> str:

@@ -238,7 +238,7 @@ def _with_weights(
             continue
         name = title if title not in held else f"{title}.{len(held)}"
         held[name], tensors[name] = node, value
-        set_tensor(traced, name, value, buffer=False)
+        set_tensor(traced, name, value)
         with graph.inserting_after(placeholders[-1]):
             weight = graph.get_attr(name)
         weight.meta["val"] = node.meta["val"]

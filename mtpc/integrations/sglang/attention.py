@@ -43,11 +43,8 @@ def make_attention(site: AttentionSite, layer_id: int, run: DraftRun) -> nn.Modu
             "the draft has attention with sinks, which SGLang passes to each attention backend in "
             "its own way; use SGLang's own draft"
         )
-    return (
-        LatentAttention(site, layer_id, run)
-        if site.kind == "latent"
-        else Attention(site, layer_id, run)
-    )
+    kind = LatentAttention if site.kind == "latent" else Attention
+    return kind(site, layer_id, run)
 
 
 class Attention(nn.Module):

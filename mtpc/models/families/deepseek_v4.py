@@ -228,10 +228,6 @@ def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
     return StreamHead(layer.stream_head, layer.final_norm, head_of(model, layer))
 
 
-def _new_stream_head(decoder: Any, config: Any) -> nn.Module:
-    return type(decoder.hc_head)(config)
-
-
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
@@ -255,7 +251,10 @@ DEEPSEEK_V4 = ModelFamily(
         "DeepseekV4Attention": WindowedAttention,
         "DeepseekV4HyperConnection": HyperConnection,
     },
-    parts=StepParts(StreamTarget, _target_head, StreamDraft, _draft_head, _new_stream_head),
+    parts=StepParts(
+        *(StreamTarget, _target_head, StreamDraft, _draft_head),
+        stream_head=lambda decoder, config: type(decoder.hc_head)(config),
+    ),
     rotary_type=lambda config, i: _MAIN,
     stored_names=STORED_NAMES,
     stored_prefixes=STORED_PREFIXES,
