@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mtpc.engine.costs import EarlierCosts, Place
+from mtpc.engine.tiers import TierPolicy
 from mtpc.program.program import Program
 
 _MOST_S = 1e4
@@ -24,10 +25,10 @@ def read_costs(program: Program, notes: Counter[str]) -> Cells:
         return {}
 
 
-def write_costs(program: Program, cells: Cells, notes: Counter[str]) -> None:
-    """Keep costs for later runs, if there are any; `notes` counts why that failed."""
-    if program.costs is not None and cells:
-        program.costs.write(to_json(cells), notes)
+def write_costs(program: Program, policy: TierPolicy, notes: Counter[str]) -> None:
+    """Keep what a policy measured for later runs; `notes` counts why that failed."""
+    if program.costs is not None and policy.steps:
+        program.costs.write(to_json(policy.costs()), notes)
 
 
 def to_json(cells: Cells) -> bytes:

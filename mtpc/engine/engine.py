@@ -263,7 +263,7 @@ class Engine:
         with self._lock.in_turn():
             self._enter("close")
             self._states.save(self.pages)
-            write_costs(self.program, self.tiers.costs(), self._stats.fallbacks)
+            write_costs(self.program, self.tiers, self._stats.fallbacks)
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).

@@ -58,12 +58,10 @@ class _Cell:
     Attributes:
         costs: the costs of each K.
         allowed: seconds that trials of each K may lose; negative if they lost some in advance.
-        ran: whether steps ran there in this process.
     """
 
     costs: StepCosts
     allowed: dict[int, float]
-    ran: bool = False
 
 
 class TierPolicy:
@@ -110,8 +108,8 @@ class TierPolicy:
 
     def costs(self) -> dict[Place, EarlierCosts]:
         """What this run and earlier ones know of costs, for later runs."""
-        ran = {p: cell.costs.for_later_runs for p, cell in self._cells.items() if cell.ran}
-        return {**self._known, **ran}
+        own = {place: cell.costs.for_later_runs for place, cell in self._cells.items()}
+        return {**self._known, **own}
 
     def _known_cells(self) -> dict[Place, _Cell]:
         """Cells of earlier runs that had the same K."""
@@ -234,7 +232,6 @@ class TierPolicy:
             self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
             cell.costs.add(tier, seconds, self.steps)
-        cell.ran = True
         self.steps += 1
         for other in self.tiers:
             if other != tier:
