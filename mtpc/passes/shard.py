@@ -254,6 +254,15 @@ class _Cutter:
         self._compute(node)
         return True
 
+    def _latent_attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Query heads, and what expands the latents for them; every rank has all latents."""
+        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
+        if cut != ({"q": 1, "kv_up": 0} if "kv_up" in given else {"q": 1}):
+            raise NeedsWholeError
+        self.held[node] = 1
+        self._compute(node)
+        return True
+
     def _embed(self, node: fx.Node, given: dict[str, Any]) -> bool:
         weight, ids = given["weight"], given["indices"]
         if ids in self.held or not self.steps.get(weight):
@@ -308,4 +317,6 @@ _RULES: Mapping[Any, Callable[[_Cutter, fx.Node, dict[str, Any]], bool]] = {
     ours.sample.default: _choose,
     ours.experts.default: _Cutter._experts,
     ours.paged_attention.default: _Cutter._attention,
+    ours.latent_attention.default: _Cutter._latent_attention,
+    ours.expanded_latent_attention.default: _Cutter._latent_attention,
 }
