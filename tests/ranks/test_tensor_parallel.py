@@ -23,7 +23,7 @@ SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
 FAMILIES = (
     *("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5", "glm4_moe_lite"),
-    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash"),
+    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h"),
 )
 
 

@@ -47,9 +47,7 @@ def test_a_drafter_serves(
         target, spec_tokens=0, backend="eager", dtype="float64", batch_buckets=(2,), **TINY
     )
     options = ["--backend", backend, "--cache-dir", str(cpu_cache), "--draft", str(draft)]
-    # On the cpu backend K is the server's: it begins without drafts.
-    options += ["--spec-tokens", "3"] if backend == "eager" else ["--spec-tokens", "auto"]
-    with process(target, *options) as (server, url):
+    with process(target, *options, "--spec-tokens", "3") as (server, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         fields: dict[str, Any] = dict(model=target.name, temperature=0, max_tokens=16)
         fields["extra_body"] = {"ignore_eos": True}
