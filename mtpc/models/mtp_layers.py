@@ -216,7 +216,7 @@ def module_name(name: str, family: ModelFamily) -> str:
     if not name.startswith(family.block_prefix):
         return name  # `check_tensors` reports it as unexpected.
     name = name.removeprefix(family.block_prefix)
-    for part, module in family.stored_names:
+    for part, module in () if family.make_layer else family.stored_names:
         name = name.replace(part, module)
     return f"block.{name}"
 
@@ -229,7 +229,8 @@ def stored_name(name: str, family: ModelFamily) -> str:
     if joint in ("embedding", "head"):
         return next(n for n, role in family.shared_tensors.items() if role == joint)
     if joint == "block":
-        return family.block_prefix + layer_names(leaf, family)[0]
+        own = leaf if family.make_layer else layer_names(leaf, family)[0]
+        return family.block_prefix + own
     if joint == "stream_head" and family.wiring.stream_head:
         head, inner = family.wiring.stream_head
         return head + leaf.removeprefix(inner)

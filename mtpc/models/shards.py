@@ -107,6 +107,7 @@ STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Style(),
     "mla_kv_a_proj": Style(),
     "local_params": Style(),
+    "moe_identity_expert": Style(),
     "replicate": Style(),
 }
 """By transformers' names. The experts' own tensors have rules; the module's rule is their sum."""
@@ -160,7 +161,7 @@ class ShardPlan:
     def cuts_cache(self, name: str) -> bool:
         """Whether a buffer, "kv.LAYER.ROLE", holds a rank's own key/value heads only."""
         _, layer, role = name.split(".")
-        style = self.style(f"{self._block(int(layer))}self_attn.k_proj")
+        style = self.style(f"{self._attention(int(layer))}.k_proj")
         return role in HEAD_ROLES and style.kind == "colwise" and style.collective is None
 
     def _read(self, expert_parallel: bool) -> dict[str, str]:
@@ -191,16 +192,18 @@ class ShardPlan:
         name = re.sub(r"^mtp\.\d+\.head\b", self._head, name)
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
-    def _block(self, layer: int) -> str:
-        """What the names of a layer begin with; MTP layers follow the target's."""
+    def _attention(self, layer: int) -> str:
+        """The attention that writes a layer's cache; MTP layers follow the target's."""
+        caches = self._loaded.family.caches_per_layer
         later = layer - self._loaded.config.num_hidden_layers
-        return f"{self._layers}{layer}." if later < 0 else f"mtp.{later}.block."
+        block = f"{self._layers}{layer // caches}" if later < 0 else f"mtp.{later}.block"
+        return f"{block}.self_attn" + (f".{layer % caches}" if caches > 1 else "")
 
     def _check_heads(self) -> None:
         """Key/value heads by the cache's own shape, and query heads by the output projection's."""
         loaded, weights = self._loaded, self._loaded.weights()
         for layer in range(loaded.config.num_hidden_layers + len(loaded.mtp_layers)):
-            output = f"{self._block(layer)}self_attn.o_proj"
+            output = f"{self._attention(layer)}.o_proj"
             if self.style(output).collective is None or f"{output}.weight" not in weights:
                 continue
             specs = {s.name.rpartition(".")[2]: s.dims for s in loaded.cache_specs(layer)}

@@ -120,9 +120,13 @@ def _reshape(call: Call) -> int:
 def _share_size(call: Call, dim: int) -> None:
     """Divide a size that the call states; -1 follows by itself."""
     for place, name in enumerate(call.arguments):
-        sizes = call.arguments[name]
-        if name in ("size", "shape") and sizes[dim] != -1:
-            shared = [n // call.ranks if i == dim else n for i, n in enumerate(sizes)]
+        sizes, at = call.arguments[name], dim
+        if name == "sizes":  # Of one dimension, which is divided.
+            at -= call.dim()
+        elif name not in ("size", "shape"):
+            continue
+        if 0 <= at < len(sizes) and sizes[at] != -1:
+            shared = [n // call.ranks if i == at else n for i, n in enumerate(sizes)]
             call.node.update_arg(place, shared)
 
 
@@ -155,6 +159,15 @@ def _mean(call: Call) -> int:
     return call.cut - (0 if call.arguments["keepdim"] else sum(dim < call.cut for dim in dims))
 
 
+def _multiply(call: Call) -> int:
+    """Products of matrices, of which each rank has some: both are cut alike."""
+    cuts = {call.held.get(node, -1) for node in call.inputs}
+    cut = cuts.pop()
+    if cuts or not 0 <= cut < len(call.shape) - 2:
+        raise NeedsWholeError
+    return cut
+
+
 def _join(call: Call) -> int:
     """All that is joined is cut alike, and not where it is joined."""
     cuts = {call.held.get(node, -1) for node in call.inputs}
@@ -172,6 +185,7 @@ _RULES: Mapping[Any, Callable[[Call], int]] = {
     aten.view.default: _reshape,
     aten.reshape.default: _reshape,
     aten.flatten.using_ints: _reshape,
+    aten.unflatten.int: _reshape,
     aten.transpose.int: _transpose,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _drop,
@@ -181,5 +195,6 @@ _RULES: Mapping[Any, Callable[[Call], int]] = {
     aten.split_with_sizes.default: _beside,
     aten.index_select.default: _beside,
     aten.mean.dim: _mean,
+    aten.matmul.default: _multiply,
     aten.cat.default: _join,
 }

@@ -238,7 +238,7 @@ class _Cutter:
     def _experts(self, node: fx.Node, given: dict[str, Any]) -> bool:
         """Each rank has a part of every expert's features, and a summand of their results."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        if cut != {"gate_up": 1, "down": 2}:
+        if cut not in ({"gate_up": 1, "down": 2}, {"up": 1, "down": 2}):
             raise NeedsWholeError
         with self.fx.inserting_before(node):
             total = self._reduce(emit_named(self.fx, node.target, given, node), node)
@@ -249,6 +249,15 @@ class _Cutter:
         """Query heads beside the key/value heads that they use."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
         if cut != {"q": 1, "k_cache": 2, "v_cache": 2} or given["sinks"] is not None:
+            raise NeedsWholeError
+        self.held[node] = 1
+        self._compute(node)
+        return True
+
+    def _latent_attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Query heads, and what expands the latents for them; every rank has all latents."""
+        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
+        if cut != ({"q": 1, "kv_up": 0} if "kv_up" in given else {"q": 1}):
             raise NeedsWholeError
         self.held[node] = 1
         self._compute(node)
@@ -307,5 +316,8 @@ _RULES: Mapping[Any, Callable[[_Cutter, fx.Node, dict[str, Any]], bool]] = {
     aten.max.dim: _choose,
     ours.sample.default: _choose,
     ours.experts.default: _Cutter._experts,
+    ours.relu2_experts.default: _Cutter._experts,
     ours.paged_attention.default: _Cutter._attention,
+    ours.latent_attention.default: _Cutter._latent_attention,
+    ours.expanded_latent_attention.default: _Cutter._latent_attention,
 }

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mtpc
+from helpers.places import ROOT
 from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running, run_server
 
@@ -117,3 +121,25 @@ def post(body: bytes, path: str = "/v1/completions", *headers: str) -> bytes:
 
 def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
+
+
+COMMAND = [sys.executable, "-m", "mtpc", "serve"]
+OPTIONS = ["--backend", "eager", "--spec-tokens", "1", "--batch-buckets", "2", "--port", "0"]
+SIZES = ["--max-len", "64", "--page-size", "4", "--prefill-chunk", "8", "--dtype", "float64"]
+
+
+@contextmanager
+def process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`mtpc serve` as users run it, and where it listens."""
+    command = [*COMMAND, str(directory), *OPTIONS, *SIZES, *options]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+        assert line.startswith(f"mtpc serves {directory.name!r} on http://127.0.0.1:")
+        yield server, line.split()[-1]
+    finally:
+        if server.poll() is None:
+            server.kill()
+        server.wait(10)
+        server.stdout.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from helpers import assistant, eagle, longcat
@@ -388,3 +389,23 @@ def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries
 def drafter(directory: Path) -> dict[str, Path]:
     """The option `draft` of a checkpoint that `make_checkpoint` wrote, where it has a drafter."""
     return {"draft": directory / "draft"} if (directory / "draft").is_dir() else {}
+
+
+def apart(full: Path, directory: Path, rename: tuple[str, str] = ("", "")) -> tuple[Path, Path]:
+    """A full checkpoint as two: the target without MTP layers, and a directory with these alone."""
+    target, draft = directory / "target", directory / "draft"
+    shutil.copytree(full, target)
+    draft.mkdir()
+    tensors = load_file(full / "model.safetensors")
+    config = json.loads((full / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    starts = ("model.mtp_layers.", f"model.layers.{layers}.")
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(starts)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
+    save_file(rest, target / "model.safetensors", metadata={"format": "pt"})
+    own = {name.replace(*rename): tensor for name, tensor in own.items()}
+    save_file(own, draft / "model.safetensors", metadata={"format": "pt"})
+    (draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    config["num_nextn_predict_layers"] = 0
+    (target / "config.json").write_text(json.dumps(config))
+    return target, draft

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.released.eagle3 import Eagle3
 from helpers.theorem import PROMPTS, check_drafts
+from helpers.tiny import apart
 from safetensors.torch import load_file, save_file
 
 import mtpc
@@ -206,26 +206,6 @@ def test_a_model_object_keeps_what_it_is(checkpoint: Callable[..., Path]) -> Non
 
 
 # ---------------------------------------------------------------------- MTP layers
-
-
-def apart(full: Path, directory: Path, rename: tuple[str, str] = ("", "")) -> tuple[Path, Path]:
-    """A full checkpoint as two: the target without MTP layers, and a directory with these alone."""
-    target, draft = directory / "target", directory / "draft"
-    shutil.copytree(full, target)
-    draft.mkdir()
-    tensors = load_file(full / "model.safetensors")
-    config = json.loads((full / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    starts = ("model.mtp_layers.", f"model.layers.{layers}.")
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(starts)}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
-    save_file(rest, target / "model.safetensors", metadata={"format": "pt"})
-    own = {name.replace(*rename): tensor for name, tensor in own.items()}
-    save_file(own, draft / "model.safetensors", metadata={"format": "pt"})
-    (draft / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    config["num_nextn_predict_layers"] = 0
-    (target / "config.json").write_text(json.dumps(config))
-    return target, draft
 
 
 @pytest.mark.parametrize(

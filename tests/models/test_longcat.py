@@ -64,7 +64,7 @@ def test_a_layer_has_two_caches(checkpoint: Callable[..., Path]) -> None:
     assert [spec.name for spec in loaded.state_specs] == [f"kv.{i}.latent" for i in range(5)]
     layers = loaded.target.get_decoder().layers
     numbers = [attention.layer_idx for layer in layers for attention in layer.self_attn]
-    assert [*numbers, loaded.mtp_layers[0].block.self_attn.layer_idx] == [0, 1, 2, 3, 4]
+    assert [*numbers, loaded.mtp_layers[0].block.self_attn[0].layer_idx] == [0, 1, 2, 3, 4]
 
 
 def test_layers_are_copied_with_both_caches(tmp_path: Path) -> None:

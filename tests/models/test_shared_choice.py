@@ -6,6 +6,7 @@ The oracle is the page of plain code, uncached: later rows attend to the last ce
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.released import PAGES
-from helpers.theorem import PROMPTS, check_caches, check_drafts, check_theorem
+from helpers.reuse import Conversations, check_reuse
+from helpers.sampling_oracle import FILTERS
+from helpers.theorem import PROMPTS, check_caches, check_drafts, check_theorem, poison
 from helpers.tiny import make_checkpoint
 
 import mtpc
 from mtpc.capture.graph import operators
+from mtpc.engine.engine import Engine
+from mtpc.engine.request import Request
 
 FAMILY = "glm_moe_dsa@shared"
 CHOICE, WRITE = torch.ops.mtpc.choose_slots.default, torch.ops.mtpc.write_cache.default
@@ -79,3 +84,54 @@ def test_text_equals_plain_decoding(
     spec = compiled(FAMILY, 3, batch_buckets=(4,))
     check_theorem(spec, oracle(FAMILY), max_examples=2).check_all_happened()
     check_caches(spec, PROMPTS[7])
+
+
+def test_reuse_and_preemption(compiled: Callable[..., Any]) -> None:
+    """Turns on a cached beginning, forks, and requests that wait for pages: text, drafts and rows
+    of latents and indexer keys are those of fresh runs."""
+    check_reuse(Conversations(compiled(FAMILY, 3, batch_buckets=(4,))), 6)
+
+
+def sampled(spec: Any, asks: list[Request], **options: Any) -> tuple[list[Any], Engine]:
+    """Texts of requests that an engine of its own serves, with the drafts after each step."""
+    engine = Engine(spec.program, replace(spec.options, **options), spec.engine.vocab_size)
+    drafts: list[dict[int, list[int]]] = [{} for _ in asks]
+    for ask in asks:
+        engine.submit(ask)
+    while engine.has_work:
+        engine.step()
+        for ask, seen in zip(asks, drafts, strict=True):
+            if ask.slot is not None and ask.is_prefilled and ask.remaining_tokens:
+                row = spec.program.shared["state.token_ids"][ask.slot].tolist()
+                assert row[0] == ask.output_ids[-1]
+                seen[len(ask.output_ids)] = row[1:]
+    return [(ask.output_ids, seen) for ask, seen in zip(asks, drafts, strict=True)], engine
+
+
+def test_sampling(compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]) -> None:
+    """Text of plain sampling by seed; in company, from cached pages and after preemption, text and
+    drafts are those of a request alone."""
+    spec = compiled(FAMILY, 3, batch_buckets=(4,), sampling=True)
+    names = ("temperature", "greedy", "hot", "everything", "top_p", "repetition")
+    prompts = [PROMPTS[12] + [7, 8, 9, token] for token in range(3, 9)]
+
+    def asks() -> list[Request]:
+        pairs = zip(prompts, names, strict=True)
+        return [Request(-1, list(p), 14, (), FILTERS[name]) for p, name in pairs]
+
+    poison(spec)
+    wanted = [sampled(spec, [ask], prefix_caching=False)[0][0] for ask in asks()]
+    poison(spec)
+    for _ in range(2):
+        found, engine = sampled(spec, asks(), num_pages=26)
+        for (text, seen), (plain, drafts) in zip(found, wanted, strict=True):
+            assert text == plain
+            both = seen.keys() & drafts.keys()
+            assert both
+            assert {count: seen[count] for count in both} == {c: drafts[c] for c in both}
+        assert engine.scheduler.num_preemptions > 0 < engine.stats.reused_tokens
+    oracle = sampling_oracle(FAMILY)
+    for prompt, name, (text, _) in zip(prompts, names, wanted, strict=True):
+        end = next((i + 1 for i, token in enumerate(text) if token == 1), len(text))
+        assert text[:end] == oracle.generate(prompt, 14, FILTERS[name])
+    assert 0 < sum(engine.stats.accepted) < sum(engine.stats.drafted)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
@@ -58,3 +59,24 @@ def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
     assert shapes[0] == shapes[ranks - 1]
     assert shapes[0]["shard.lm_head_weight"] == (96 // ranks, 64)
     assert shapes[0]["shard.model_layers_1_mlp_experts_down_proj"] == (4, 64, 32 // ranks)
+
+
+def test_heads_of_latent_attention_are_cut(checkpoint: Callable[..., Path]) -> None:
+    """In layers with two attentions and in the MTP layer; latents are whole."""
+    loaded = load(str(checkpoint("longcat_flash", "random")), "float64", True)
+    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    place = Ranks(1, 2, "0")
+    built = StepCompiler(loaded, options, make_backend("eager"), ranks=place)
+    graph = built.rewritten(built.keys[0])
+    named: dict[str, Tensor] = dict(graph.module.named_buffers(remove_duplicate=False))
+    blocks = ("model_layers_0_self_attn_0", "model_layers_1_self_attn_1", "mtp_0_block_self_attn_0")
+    for block in blocks:
+        assert named[f"shard.{block}_kv_b_proj_weight"].shape == (4 * (16 + 12) // 2, 32)
+        assert named[f"shard.{block}_o_proj_weight"].shape == (64, 4 * 12 // 2)
+    assert {built.shared[f"kv.{i}.latent"].shape[-1] for i in range(5)} == {40}
+    found = Counter(op.overloadpacket.__name__ for _, op in operators(graph.graph))
+    # An attention and a feed-forward, four times in the target, with two layers' experts beside
+    # them, and twice in drafts.
+    assert found["all_reduce"] == 4 * 2 + 2 + 2 * 2
+    with pytest.raises(OptionError, match="layer 0 has 4 attention heads for 3 ranks"):
+        StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(0, 3, "0"))

@@ -21,7 +21,10 @@ from mtpc.weights.checkpoint import Checkpoint
 
 SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
-FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5")
+FAMILIES = (
+    *("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5", "glm4_moe_lite"),
+    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,11 @@ def passes_of(spec: mtpc.SpecModel, directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "spec_tokens"), [("mimo", 1), pytest.param("glm4_moe", 3, marks=pytest.mark.slow)]
+    ("family", "spec_tokens"),
+    [
+        *[("mimo", 1), ("longcat_flash", 3)],
+        pytest.param("glm4_moe", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_text_is_that_of_plain_decoding(
     family: str,
@@ -109,7 +116,13 @@ def test_bfloat16_text_depends_on_neither_drafts_nor_batch(
     assert all(text == texts[0] for text in texts)
 
 
-@pytest.mark.parametrize("family", ["mimo", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mimo",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_next", "glm_moe_dsa@shared")),
+    ],
+)
 def test_sampling_preemption_and_reuse(
     family: str, two: Group, checkpoint: Callable[..., Path]
 ) -> None:

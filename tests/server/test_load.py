@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from helpers.places import ROOT
-from helpers.served import is_idle, serving, until
+from helpers.served import is_idle, process, serving, until
 from helpers.word_model import words
 
 import mtpc
@@ -137,27 +136,6 @@ def test_many_streams_for_minutes(word_spec: mtpc.SpecModel) -> None:
 
 
 # ---------------------------------------------------------------------------------- the end
-
-COMMAND = [sys.executable, "-m", "mtpc", "serve"]
-OPTIONS = ["--backend", "eager", "--spec-tokens", "1", "--batch-buckets", "2", "--port", "0"]
-SIZES = ["--max-len", "64", "--page-size", "4", "--prefill-chunk", "8", "--dtype", "float64"]
-
-
-@contextmanager
-def process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`mtpc serve` as users run it, and where it listens."""
-    command = [*COMMAND, str(directory), *OPTIONS, *SIZES, *options]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    try:
-        line = server.stdout.readline()
-        assert line.startswith(f"mtpc serves {directory.name!r} on http://127.0.0.1:")
-        yield server, line.split()[-1]
-    finally:
-        if server.poll() is None:
-            server.kill()
-        server.wait(10)
-        server.stdout.close()
 
 
 def test_sigterm_drains(word_spec: mtpc.SpecModel) -> None:

@@ -72,14 +72,14 @@ class DenseLayer(nn.Module):
     def __init__(self, layer: Any, config: Any, index: int):
         super().__init__()
         whole = layer(config, index // 2)
-        self.self_attn, self.mlp = whole.self_attn[0], whole.mlps[0]
+        self.self_attn, self.mlps = whole.self_attn[:1], whole.mlps[:1]
         self.input_layernorm = whole.input_layernorm[0]
         self.post_attention_layernorm = whole.post_attention_layernorm[0]
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(hidden_states=normed, **options)[0]
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.self_attn[0](hidden_states=normed, **options)[0]
+        return hidden_states + self.mlps[0](self.post_attention_layernorm(hidden_states))
 
 
 @cache
@@ -132,7 +132,7 @@ LONGCAT_FLASH = ModelFamily(
     caches_per_layer=2,
     shared_tensors={"embed_tokens.weight": "embedding"},
     canonical={"LongcatFlashExperts": ZeroExperts},
-    stored_names=(("transformer_layer.mlp.", "mlp."),),
+    stored_names=(("transformer_layer.mlp.", "mlps.0."), ("self_attn.", "self_attn.0.")),
     config_entries=_config_entries,
     released_entries=_COMPUTED,
 )

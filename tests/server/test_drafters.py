@@ -1,0 +1,63 @@
+"""`mtpc serve --draft DIR` as a process of its own, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from helpers.families import TINY
+from helpers.served import process
+from helpers.theorem import PROMPTS
+from helpers.tiny import apart
+from helpers.word_model import word_checkpoint, words
+
+import mtpc
+
+CASES = [
+    ("llama", "eager"),
+    pytest.param("mimo", "eager", marks=pytest.mark.slow),
+    pytest.param("llama", "cpu", marks=pytest.mark.slow),
+]
+"""An EAGLE-3 head in the public format, and MTP layers of their own."""
+
+
+def counted(url: str, name: str) -> float:
+    """A metric's value."""
+    text = httpx.get(url.replace("/v1", "/metrics")).text
+    found = re.search(rf"^mtpc:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    assert found, text
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("family", "backend"), CASES)
+def test_a_drafter_serves(
+    family: str, backend: str, checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path
+) -> None:
+    """Text of plain decoding, whole and streamed; drafts are accepted in part; an orderly end."""
+    source = checkpoint(family)
+    target, draft = apart(source, tmp_path) if family == "mimo" else (source, source / "draft")
+    target = word_checkpoint(target, tmp_path / "words")
+    plain = mtpc.compile(
+        target, spec_tokens=0, backend="eager", dtype="float64", batch_buckets=(2,), **TINY
+    )
+    options = ["--backend", backend, "--cache-dir", str(cpu_cache), "--draft", str(draft)]
+    with process(target, *options, "--spec-tokens", "3") as (server, url):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        fields: dict[str, Any] = dict(model=target.name, temperature=0, max_tokens=16)
+        fields["extra_body"] = {"ignore_eos": True}
+        for prompt in PROMPTS[3:9]:
+            wanted = words(plain.generate(prompt, 16, ignore_eos=True))
+            done = client.completions.create(prompt=prompt, **fields)
+            assert done.choices[0].text == wanted
+            with client.completions.create(prompt=prompt, stream=True, **fields) as stream:
+                assert "".join(chunk.choices[0].text for chunk in stream) == wanted
+        accepted = counted(url, "spec_decode_num_accepted_tokens_total")
+        assert 0 < accepted < counted(url, "spec_decode_num_draft_tokens_total")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
