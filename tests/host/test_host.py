@@ -12,7 +12,7 @@ from typing import Any
 import host as example
 import pytest
 import torch
-from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES
+from helpers.families import ASSISTED, CPU_FAMILY_NAMES, DRAFTED, FAMILY_NAMES, NEAR_FAMILIES
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
 from helpers.watched_host import Server, bind_poisoned, finish, layers_of, serve, tensors_for
@@ -31,7 +31,7 @@ DEFAULT = [("mimo", 0), ("mimo", 3), ("qwen3_next", 3)]
     ("family", "spec_tokens"),
     [
         pytest.param(family, k, marks=[] if (family, k) in DEFAULT else [pytest.mark.slow])
-        for family in (*FAMILY_NAMES, DRAFTED[0], ASSISTED[0])
+        for family in (*FAMILY_NAMES, *NEAR_FAMILIES, DRAFTED[0], ASSISTED[0])
         for k in range(4)
         if family in CPU_FAMILY_NAMES or k in (1, 3)
     ],

@@ -18,7 +18,6 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.families.longcat_flash import ZeroExperts
-from mtpc.models.hf import model_class
 from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import load
 
@@ -88,25 +87,6 @@ def test_an_embedding_of_its_own(checkpoint: Callable[..., Path], tmp_path: Path
     spec = mtpc.compile(directory, spec_tokens=2, dtype="float64", **EAGER)
     drafts = DraftOracle(Oracle(FAMILY, directory))
     assert check_drafts(spec, drafts, [PROMPTS[4], PROMPTS[9]], 6) >= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec_tokens", [0, 3])
-def test_text_is_transformers_generation(
-    spec_tokens: int, checkpoint: Callable[..., Path], cpu_cache: Path
-) -> None:
-    """In float32, compiled for the cpu, by transformers' own caches."""
-    directory = checkpoint(FAMILY)
-    options = {**EAGER, "backend": "cpu", "dtype": "float32", "cache_dir": cpu_cache}
-    spec = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
-    model = model_class(tiny.family_of(FAMILY)).from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    for prompt in (PROMPTS[0], PROMPTS[4], PROMPTS[12]):
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1)
-        assert spec.generate(prompt, 16, ignore_eos=True) == out[0, len(prompt) :].tolist()
-    assert spec_tokens == 0 or sum(spec.stats.accepted) > 0
 
 
 def test_an_object_of_transformers_class() -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import longcat
-from helpers.families import NEAR_FAMILIES
+from helpers.families import NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
-from helpers.tiny import with_entries
+from helpers.tiny import family_of, with_entries
 
+import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
+from mtpc.models.hf import model_class
 from mtpc.models.load import load
 from mtpc.models.weight_recipes import weight_recipes
 
@@ -102,6 +104,42 @@ def test_released_entries(family: str, checkpoint: Callable[..., Path], tmp_path
     recipes = weight_recipes(released)
     assert recipes.keys() == released.weights().keys()
     assert all("inv_freq" in name for name, recipe in recipes.items() if recipe is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 3])
+@pytest.mark.parametrize("family", [*NEAR_FAMILIES, "glm4v_moe"])
+def test_text_is_transformers_generation(
+    family: str, spec_tokens: int, checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """In float32, compiled for the cpu, by transformers' own caches."""
+    directory = checkpoint(family)
+    options = {**TINY, "batch_buckets": (2,), "backend": "cpu", "cache_dir": cpu_cache}
+    spec = mtpc.compile(directory, spec_tokens=spec_tokens, dtype="float32", **options)
+    model = model_class(family_of(family)).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    for prompt in (PROMPTS[0], PROMPTS[4], PROMPTS[12]):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=-1)
+        assert spec.generate(prompt, 16, ignore_eos=True) == out[0, len(prompt) :].tolist()
+    assert spec_tokens == 0 or sum(spec.stats.accepted) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*NEAR_FAMILIES, "glm4v_moe"])
+def test_drafts_change_no_text_in_bfloat16(
+    family: str, checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """Compiled for the cpu, with all passes."""
+    options = {**TINY, "batch_buckets": (2,), "backend": "cpu", "cache_dir": cpu_cache}
+    plain, drafted = (
+        mtpc.compile(checkpoint(family), spec_tokens=k, dtype="bfloat16", **options) for k in (0, 3)
+    )
+    prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[12]]
+    found = drafted.generate(prompts, 24, ignore_eos=True)
+    assert found == plain.generate(prompts, 24, ignore_eos=True)
+    assert 0 < sum(drafted.stats.accepted) < sum(drafted.stats.drafted)
 
 
 def test_a_shared_choice_decides(oracle: Callable[..., Oracle]) -> None:
