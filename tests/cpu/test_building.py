@@ -101,7 +101,7 @@ def test_the_longest_sources_are_there() -> None:
     assert set(LONGEST) <= named
 
 
-RARE = ("avx512_vnni", "portable")
+RARE = ("avx512", "avx512_vnni", "portable")
 """Levels whose sources the other levels compile nearly all of."""
 
 

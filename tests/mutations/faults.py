@@ -144,7 +144,6 @@ FAULTS = (
         "live = active[request] & in_batch & (position < blocks * page_size)",
         "live = in_batch & (position < blocks * page_size)",
         "step/test_step.py",
-        in_sample=True,
     ),
     Fault(
         "padded rows write the cache of the last request",
@@ -205,7 +204,6 @@ FAULTS = (
         "accepted = matches.long().cumprod(1).sum(1)",
         "accepted = matches.long().sum(1)",
         _ACCEPT,
-        in_sample=True,
     ),
     Fault(
         "drafts are compared with the choice one row later",
@@ -491,8 +489,8 @@ FAULTS = (
     Fault(
         "longcat: the MTP layer's feed-forward is fed what is not normed",
         LONGCAT,
-        "self.mlp(self.post_attention_layernorm(hidden_states))",
-        "self.mlp(hidden_states)",
+        "self.mlps[0](self.post_attention_layernorm(hidden_states))",
+        "self.mlps[0](hidden_states)",
         f"{_WIRING}[longcat_flash]",
     ),
     Fault(
@@ -560,7 +558,6 @@ FAULTS = (
         "certain = live & (index < slots.certain_lens[request])",
         "certain = live",
         "ops/test_gated_delta.py",
-        in_sample=True,
     ),
     Fault(
         "a recurrent state counts rejected drafts as seen",
@@ -670,7 +667,6 @@ FAULTS = (
         "del self._idle[page]\n            self.index.forget(page)\n",
         "del self._idle[page]\n",
         "engine/test_pages.py",
-        in_sample=True,
     ),
     Fault(
         "a request that reuses pages starts at length 0",

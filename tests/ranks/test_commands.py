@@ -207,10 +207,11 @@ def serve(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("rank", "is_busy"),
     [
-        (0, True),
         (1, False),
-        pytest.param(0, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((0, True), (0, False), (1, True))
+        ),
     ],
 )
 def test_a_server_ends_with_a_killed_rank(rank: int, is_busy: bool, serve: list[str]) -> None:
