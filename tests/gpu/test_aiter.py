@@ -376,6 +376,7 @@ def test_three_drafts_are_within_the_limits_and_four_are_not(
     assert "does not run on aiter (5 query rows a request; it takes up to 4)" in note
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_widths_are_refused(
     wide_mla: Path, checkpoint: Callable[..., Path], install: Callable[..., None]
 ) -> None:

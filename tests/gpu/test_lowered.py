@@ -75,7 +75,11 @@ def test_a_copied_pool_is_seen(checkpoint: Callable[..., Path]) -> None:
     ("rows", "linears"),
     [
         (2, {"mtpc.norm_linear.default": 2, "mtpc.skinny_linear.default": 2}),
-        (8, {"aten.mm.out": 4, "mtpc.add_rms_norm.default": 2, "mtpc.silu_and_mul.default": 1}),
+        pytest.param(
+            8,
+            {"aten.mm.out": 4, "mtpc.add_rms_norm.default": 2, "mtpc.silu_and_mul.default": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dense_layer_adds_no_kernel_that_inductor_generates(

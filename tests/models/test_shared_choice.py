@@ -42,7 +42,9 @@ def runs(spec: Any) -> set[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("spec_tokens", [1, 3, 4])
+@pytest.mark.parametrize(
+    "spec_tokens", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 4))]
+)
 def test_drafts_equal_the_wiring(
     spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

@@ -37,7 +37,7 @@ def test_draws_of_fewer_drafts_are_the_same_draws() -> None:
     assert torch.equal(draws(RATES, 512).clamp(max=2), draws(RATES[:2], 512))
 
 
-@pytest.mark.parametrize("family", ["mimo", "step3p7"])
+@pytest.mark.parametrize("family", ["mimo", pytest.param("step3p7", marks=pytest.mark.slow)])
 def test_every_step_is_the_models_own_after_its_drafts(
     family: str, compiled: Compiled, oracle: Callable[..., Any]
 ) -> None:
