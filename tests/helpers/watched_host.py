@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any
 import host as example
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 import mtpc
 from helpers.families import TINY
@@ -43,10 +43,10 @@ def layers_of(model: mtpc.HostedModel) -> tuple[int, int]:
     """Layers of the target, and rows before a step's own that chained MTP layers compute again."""
     directory = model.served.directory
     assert directory is not None
-    config = json.loads((directory / "config.json").read_text())
+    config = AutoConfig.from_pretrained(directory).get_text_config()
     chained = [b for name, b in model.buffers.items() if name == "state.chain_ids"]
     window = chained[0].shape[1] if chained else 0
-    return config.get("text_config", config)["num_hidden_layers"], window
+    return config.num_hidden_layers, window
 
 
 class Watched:
