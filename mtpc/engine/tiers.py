@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 BUDGET = 0.006
 """The share of decode time that the trials of all K together may lose."""
 CREDIT = 1.0
-"""Steps that trials of a K may lose in advance if its cost is new or has suddenly changed."""
+"""Steps that trials of a K may lose in advance if its cost is new or has suddenly changed, and that
+the step of a trial may lose that verifies its drafts."""
 TRIAL = 2
 """Steps of a trial of more drafts. The first of them verifies only the drafts of the step
 before."""
@@ -161,12 +162,14 @@ class TierPolicy:
     def _next_trial(self, cell: _Cell) -> int | None:
         """Another K than the preferred one to try now, or None."""
         costs, tier = cell.costs, self._trial
-        # The last step shows what is accepted, a surprise needs a second sample, and a K that wins
-        # goes on.
-        goes_on = tier in costs.surprises and (self._left or self._wins or costs.surprises[tier])
-        if tier is not None and tier != self.current and goes_on:
-            self._left = max(self._left - 1, 0)
-            return tier
+        if tier is not None and tier != self.current:
+            # The last step shows what is accepted. A surprise gets a second sample, and a K that
+            # wins goes on.
+            is_open = self._wins or costs.surprises[tier] != 0
+            is_cheap = self._loss(costs, tier) <= CREDIT * costs.seconds(self.current)
+            if is_open or (self._left and is_cheap):
+                self._left = max(self._left - 1, 0)
+                return tier
         if not costs.is_known(self.current):
             return None
         left = {
