@@ -56,7 +56,8 @@ def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[
     _compare(checkpoint(family), OPTIONS, FAMILIES[family])
 
 
-@pytest.mark.parametrize("spec_tokens", [*(pytest.param(k, marks=SLOW) for k in (0, 1)), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", [0, 1, 4])
 def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]) -> None:
     """Plain decoding, one draft, and four; all other tests have two."""
     # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
@@ -78,9 +79,9 @@ def test_int8_drafts_are_the_same(
     _compare(checkpoint(family), options, {"paged_attention", "grouped_linear", *of_layers})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "of_layers"),
-    [("mimo", set()), pytest.param("glm4_moe", {"experts", "grouped_experts", "topk"}, marks=SLOW)],
+    ("family", "of_layers"), [("mimo", set()), ("glm4_moe", {"experts", "grouped_experts", "topk"})]
 )
 def test_steps_on_codes_emit_the_same_tokens(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]

@@ -139,7 +139,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @HIDES_A_CACHE
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("without_gradients")
 def test_models_compute_what_they_compute(name: str) -> None:
     """A prompt and one more token over a DynamicCache, and a batch without a cache."""
