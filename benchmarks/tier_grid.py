@@ -3,24 +3,27 @@
     python -m benchmarks.tier_grid --processes 2 --out benchmarks/results/paper/tier-grid.json
 
 The real policy chooses K; steps, drafts and arrivals are drawn (`harness.loads`). Takes about
-twenty minutes of CPU. `--every 100` takes every hundredth load.
+twenty minutes of CPU. `--every 100` takes every hundredth load. `--short` has bursts of one request
+a row instead, with a policy that knows nothing and with one that knows the costs of steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.loads import GRID, TIERS, Load, decode
+from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, decode, measured
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.engine.tiers import TierPolicy
 
+BURSTS = 12
 BEST, FLOOR = 0.98, 0.95
 """What "auto" is to give: of the best fixed K, and of K = 0."""
 COLUMNS = (
@@ -37,6 +40,15 @@ NOTES = (
     "abrupt: from one step to the next drafts cost three times as much, later memory half more.",
     "jumps: all texts go from hopeless to easy and back after 400 tokens of all requests; mixed: "
     "every other request is hopeless.",
+)
+
+
+SHORT_COLUMNS = ("loads", "number", "nothing known", "least", "costs known", "least")
+SHORT_NOTES = (
+    "simulated: bursts of one request of 64 tokens a row, without drift.",
+    f"of the best fixed K: its time over that with auto, both means of {BURSTS} bursts; the loads' "
+    "mean, and the least.",
+    "costs known: from an earlier run on the same machine; of acceptance nothing is known.",
 )
 
 
@@ -69,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--every", type=positive, default=1, metavar="N", help="take every N-th load")
     add("--processes", type=positive, default=1, metavar="N", help="that share the work")
+    add("--short", action="store_true", help="short bursts instead of the grid")
     add_result_files(parser)
     args: argparse.Namespace = parser.parse_args(argv)
+    make, loads = (short_row, SHORT) if args.short else (row, GRID)
     with ProcessPoolExecutor(args.processes) as pool:
-        rows = list(pool.map(row, range(0, len(GRID), args.every), chunksize=4))
+        rows = list(pool.map(make, range(0, len(loads), args.every), chunksize=4))
     publish("tier_grid", args, {"machine": ON_PAPER, "rows": rows}, table)
     return 0
 
@@ -91,14 +105,41 @@ def row(number: int) -> dict[str, Any]:
     }
 
 
+def short_row(number: int) -> dict[str, Any]:
+    """A short load and its shares, with nothing known and with costs known."""
+    load = SHORT[number]
+    bursts = [replace(load, short=burst) for burst in range(1, BURSTS + 1)]
+
+    def work(chosen: Callable[[], TierPolicy | int]) -> float:
+        return sum(decode(burst, chosen())[-1].work for burst in bursts)
+
+    best = min(work(lambda tier=tier: tier) for tier in TIERS)  # type: ignore[misc]
+    return {
+        "costs": load.cost.__name__,
+        "batch": load.batch,
+        "acceptance": load.chance.__name__,
+        "nothing": round(best / work(lambda: TierPolicy(TIERS)), 4),
+        "known": round(best / work(lambda: TierPolicy(TIERS, measured(load.cost))), 4),
+    }
+
+
 def table(record: Record) -> Table:
     """A record's table: all loads, and those that have something in common."""
     rows = record["rows"]
     groups = [("all", rows)]
     for name in ("costs", "batch", "context", "acceptance", "arrivals", "drift"):
-        for value in dict.fromkeys(row[name] for row in rows):
+        for value in dict.fromkeys(row[name] for row in rows if name in row):
             groups.append((f"{name} {value}", [row for row in rows if row[name] == value]))
+    if "known" in rows[0]:
+        body = [short_cells(*group) for group in groups]
+        return Table("K in short bursts, simulated", SHORT_COLUMNS, body, SHORT_NOTES)
     return Table("K by load, simulated", COLUMNS, [cells(*group) for group in groups], NOTES)
+
+
+def short_cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of the table of short bursts."""
+    shares = [[row[key] for row in rows] for key in ("nothing", "known")]
+    return [name, str(len(rows)), *(f"{of(each):.3f}" for each in shares for of in (mean, min))]
 
 
 def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:

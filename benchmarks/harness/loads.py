@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 from benchmarks import ROOT
 from mtpc.engine.accepted import Acceptance
+from mtpc.engine.costs import EarlierCosts, Place
 from mtpc.engine.tiers import TierPolicy
 
 TIERS, BUCKETS = (0, 1, 2, 3), (1, 2, 4, 8)
 NEW = 128
-"""Tokens of a request, the first one of which comes with its prompt."""
+"""Tokens of a request of a load that is not short."""
 MOMENTS = 64
 """Into so many parts of equal tokens a load is cut."""
 Cost = Callable[[int, int, int], float]
@@ -125,6 +126,8 @@ class Load:
         drift: what changes. "memory": what a step reads in any case takes up to a third more or
             less time, in seconds; "all": so does the whole step. "abrupt": from one step to the
             next what drafts add takes three times as long, later what is read one and a half times.
+        short: 0, or the number of a burst of one request a row, of half as many tokens; its draws
+            are its own.
     """
 
     cost: Cost
@@ -133,16 +136,22 @@ class Load:
     chance: Chance
     is_burst: bool
     drift: str = "nothing"
+    short: int = 0
 
     @property
     def requests(self) -> int:
         """Most of a burst's time is spent with all rows at work."""
-        return max(64, 32 * self.batch)
+        return self.batch if self.short else max(64, 32 * self.batch)
+
+    @property
+    def new(self) -> int:
+        """Tokens of a request, the first one of which comes with its prompt."""
+        return NEW // 2 if self.short else NEW
 
     def arrivals(self) -> list[float]:
         """In milliseconds: all at once, or at about the speed at which requests end."""
         draw = random.Random(5)
-        pace = NEW * self.cost(1, 0, self.context) * 1.2 / max(1, 0.6 * self.batch)
+        pace = self.new * self.cost(1, 0, self.context) * 1.2 / max(1, 0.6 * self.batch)
         gaps = (0.0 if self.is_burst else draw.expovariate(1 / pace) for _ in range(self.requests))
         return list(itertools.accumulate(gaps))
 
@@ -191,17 +200,18 @@ def decode(load: Load, chosen: TierPolicy | int) -> list[Moment]:
         load: what is asked.
         chosen: K, or who chooses it.
     """
-    noise, now, work, waited, tokens = random.Random(2), 0.0, 0.0, 0.0, 0
-    draws = [random.Random(n) for n in range(load.requests)]
-    luck = [[draw.random() for _ in range(NEW + 4)] for draw in draws]
+    first = load.requests * load.short
+    noise, now, work, waited, tokens = random.Random(2 + first), 0.0, 0.0, 0.0, 0
+    draws = [random.Random(first + n) for n in range(load.requests)]
+    luck = [[draw.random() for _ in range(load.new + 4)] for draw in draws]
     arrivals, running = load.arrivals(), list[Running]()
     waiting = list(range(load.requests))
-    part, moments = load.requests * (NEW - 1) / MOMENTS, list[Moment]()
+    part, moments = load.requests * (load.new - 1) / MOMENTS, list[Moment]()
     while waiting or running:
         now = now if running else max(now, arrivals[waiting[0]])
         joining = [n for n in waiting[: load.batch - len(running)] if arrivals[n] <= now]
         waiting = waiting[len(joining) :]
-        running += [Running(n, NEW - 1, load.context) for n in joining]
+        running += [Running(n, load.new - 1, load.context) for n in joining]
         now += len(joining) * (load.cost(1, 0, 0) + 0.05 * load.context)  # The prompts'.
         num_reqs = min(size for size in BUCKETS if size >= len(running))
         context = sum(request.length for request in running)
@@ -241,3 +251,18 @@ GRID = [
     for drift in DRIFTS
 ]
 """Batches 1 to 8, contexts to 8,000 tokens, acceptance 0 to 1, bursts and random arrivals."""
+SHORT = [
+    Load(cost, batch, 64, chance, True)
+    for cost in (zen5, xeon, gpu, compute)
+    for batch in BUCKETS
+    for chance in CHANCES[:-2]
+]
+"""Bursts that are over before a policy that knows nothing has learnt much; see `Load.short`."""
+
+
+def measured(cost: Cost) -> dict[Place, EarlierCosts]:
+    """What an earlier run on a machine measured, at short contexts."""
+    return {
+        (size, 0): EarlierCosts({k: cost(size, k, 64 * size) for k in TIERS}, frozenset(TIERS))
+        for size in BUCKETS
+    }
