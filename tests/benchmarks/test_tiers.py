@@ -101,3 +101,15 @@ def test_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(line[0].startswith("drift") for line in lines) == 2
     assert float(lines[0][2]) == pytest.approx(min(r["best"] for r in record["rows"]), abs=1e-3)
     assert "least of K=0" in capsys.readouterr().out
+
+
+def test_short_bursts(tmp_path: Path) -> None:
+    """A policy that knows costs is nearer to the best K than one that has to measure them."""
+    out = tmp_path / "short.json"
+    assert tier_grid.main(["--short", "--every", "24", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [row["batch"] for row in record["rows"]] == [1] * 4
+    (name, count, *shares), *_ = tier_grid.table(record).cells
+    assert (name, count) == ("all", "4")
+    nothing, _, known, _ = map(float, shares)
+    assert 0.9 < nothing < known < 1.01
