@@ -252,7 +252,7 @@ GRID = [
 ]
 """Batches 1 to 8, contexts to 8,000 tokens, acceptance 0 to 1, bursts and random arrivals."""
 SHORT = [
-    Load(cost, batch, 64, chance, True)
+    Load(cost, batch, 64, chance, True, short=1)
     for cost in (zen5, xeon, gpu, compute)
     for batch in BUCKETS
     for chance in CHANCES[:-2]

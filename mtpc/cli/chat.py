@@ -41,6 +41,7 @@ def command(args: argparse.Namespace) -> int:
     if template is None:
         raise CheckpointError(f"{checkpoint} has no chat template; give one: --chat-template FILE")
     with show_progress(sys.stderr) as tell:
+        tell("import torch")
         model = compile_model(checkpoint, options, args, tell)
     chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
     with closing(model):

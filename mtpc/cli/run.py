@@ -32,6 +32,7 @@ def command(args: argparse.Namespace) -> int:
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:
+        tell("import torch")
         model = compile_model(checkpoint, options, args, tell)
         if follow(model):
             return 0
@@ -57,7 +58,6 @@ def compile_model(
     checkpoint: Path, options: dict[str, Any], args: argparse.Namespace, tell: Tell
 ) -> mtpc.SpecModel:
     """Compile a checkpoint on the threads that a command was given, and tell of each stage."""
-    tell("import torch")
     compile_checkpoint = mtpc.compile  # This imports torch.
     set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
     tell(f"load {checkpoint}")
