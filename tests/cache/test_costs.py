@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
@@ -42,10 +43,16 @@ def entry(cpu_cache: Path, opened: Opened) -> Path:
 
 
 def test_the_next_run_knows_them(opened: Opened, entry: Path) -> None:
-    """Where another runs on fewer threads, they are not its own."""
+    """Where it has another number of threads, they are not its own."""
     found = opened(frozen=True).engine.tiers.costs()
     assert found
     assert {k for cell in found.values() for k in cell.seconds} == {0, 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert opened(frozen=True).engine.tiers.costs() == {}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_frozen_cache_stays_as_it_is(opened: Opened, entry: Path) -> None:
