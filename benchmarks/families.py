@@ -56,14 +56,27 @@ FAMILIES = (
     "exaone_moe",
     "nemotron_h",
     "longcat_flash",
+    "gemma4",
+    "gemma4_unified",
+    "llama",
+    "qwen2",
+    "qwen3",
 )
+"""The last five have drafters of their own: Gemma 4's assistants, and EAGLE-3 heads."""
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"
 _IMAGES = "models/test_images.py"
+_EAGLE3 = "models/test_eagle3.py::test_drafts_equal_the_authors_code"
 TESTS: dict[str, tuple[str, dict[str, str]]] = {
     "released names": (
         "models/test_wiring.py::test_rows_equal_the_released_wiring[{family}]",
-        {},
+        {
+            "gemma4": "models/test_gemma4.py::test_released_names[gemma4]",
+            "gemma4_unified": "models/test_gemma4.py::test_released_names[gemma4_unified]",
+            "llama": f"{_EAGLE3}[llama-8-changes1]",
+            "qwen2": f"{_EAGLE3}[qwen2-7-changes2]",
+            "qwen3": f"{_EAGLE3}[qwen3-7-changes0]",
+        },
     ),
     "text = plain": (
         "test_theorem.py::test_speculative_output_equals_plain_decoding[{family}-3]",
@@ -97,13 +110,18 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
 """Column -> the test of a family, below tests/, and those with other names."""
 SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
 """Server -> its column. `tests/peers/SERVER_agreement.py` is behind each cell."""
-WITHOUT_PEERS = ("glm4v_moe",)
-"""Families of which tests/peers make no checkpoint."""
+WITHOUT_PEERS = {
+    "vllm": ("glm4v_moe", "gemma4", "gemma4_unified", "qwen2"),
+    "sglang": ("glm4v_moe", "gemma4", "gemma4_unified", "llama", "qwen2", "qwen3"),
+}
+"""Server -> the families of which its program in tests/peers makes no checkpoint."""
 SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}
 """Server -> the K of its runs."""
 COLUMNS = ("family", *TESTS, *SERVERS.values())
 NOTES = (
     "released names: every row of every MTP layer equals plain code over the released tensor names",
+    "released names of an EAGLE-3 head (llama, qwen2, qwen3): its drafts equal a page after the "
+    "authors' source",
     "text = plain: the theorem at K = 3 (K = 2 for qwen3_5_moe)",
     "drafts = the wiring: drafts after each step equal an oracle that shares no code with mtpc",
     "drafts = transformers: the same against transformers' own `MtpModel`, where it has the family",
@@ -132,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["commits"]["tests"] = commit
     _keep(args, rows)
     for server in SERVERS:
-        beside = [row for family, row in rows.items() if family not in WITHOUT_PEERS]
+        beside = [row for family, row in rows.items() if family not in WITHOUT_PEERS[server]]
         for row in beside:
             if getattr(args, f"{server}_python") and server not in row["commits"]:
                 tell(f"{row['family']} in {server}")
@@ -203,7 +221,7 @@ def _cell(row: dict[str, Any], server: str) -> str:
     """A server's cell."""
     found = row.get(server)
     if found is None:
-        return "-" if row["family"] in WITHOUT_PEERS else "not run"
+        return "-" if row["family"] in WITHOUT_PEERS[server] else "not run"
     if "refused" in found:
         return "refused"
     if _drafts_differ(found):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -35,12 +36,14 @@ class Acceptance:
         prior: how many samples the prior counts for.
         tried: number of samples, by position.
         accepted: number of accepted ones among them.
+        worth: what a token of this request counts, beside those of the other requests.
     """
 
     memory: float = OWN_MEMORY
     prior: float = OWN_PRIOR
     tried: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    worth: float = 1.0
 
     def forget(self) -> None:
         """Begin a new step. All positions forget a little, so that old samples of many drafts
@@ -129,23 +132,23 @@ class Experience:
             found.append(known)
         return found
 
-    def lengths(self, each: Sequence[Acceptance]) -> list[float]:
-        """The expected tokens per request of steps with 0 drafts to the most.
+    def lengths(self, each: Sequence[Acceptance]) -> list[list[float]]:
+        """The expected tokens of a request in steps with 0 drafts to the most.
 
         Args:
             each: the counts of the requests that run.
+
+        Returns:
+            One list for each request, or one for all.
         """
-        tokens = [1.0] + [0.0] * self.count
         guesses = [self.shares()]
         if max(self._own_is_better, self._late_is_better) > SURE:
             is_own = each and self._own_is_better > self._late_is_better
             guesses = [self._guess(one) for one in (each if is_own else (self._late,))]
-        for shares in guesses:
-            reached = 1.0 / len(guesses)
-            for position, share in enumerate(shares):
-                reached *= share
-                tokens[position + 1] += reached
-        return list(itertools.accumulate(tokens))
+        return [
+            list(itertools.accumulate(itertools.accumulate(shares, operator.mul, initial=1.0)))
+            for shares in guesses
+        ]
 
     def _guess(self, one: Acceptance) -> list[float]:
         """Shares by position, with the long run as their prior."""

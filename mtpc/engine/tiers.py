@@ -6,7 +6,12 @@ A step with K drafts takes T(K) seconds and emits L(K) tokens per request: one, 
 drafts (`accepted`). The best K has the largest L(K) / T(K). More drafts pay off with few requests,
 when reading the weights dominates the cost of a step. They do not when the processor is the limit,
 or when the text is hard to predict. The engine measures T and L as it runs. L is the mean over the
-running requests. If requests differ, each counts by what it accepted itself.
+running requests.
+
+If requests differ, each has an L of its own, from what it accepted, and its tokens have a worth:
+the part of a step that one of them usually takes. A request whose drafts are accepted needs few
+steps, so its tokens are worth less. With equal worths the policy would draft too often: such
+requests would end soon, for the price of slow steps of those that accept nothing, which remain.
 
 Costs are kept per *cell*: a bucket, and the magnitude of the requests' lengths (`costs`). The graph
 cache keeps them for later runs, which then choose well from their first step on. Costs change, and
@@ -22,7 +27,9 @@ these trials cost:
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,8 +53,9 @@ FLOOR, RESTED = 0.03, 0.015
 SLACK = 2.0
 """Further steps of the smallest K that may be lost to it, because acceptance is a matter of
 chance."""
-RECENT = 0.999
-"""The weight that older steps keep at each new step, in the account of losses to the smallest K."""
+RECENT, USUAL = 0.999, 0.99
+"""The weight that older steps keep at each new step: in the account of losses to the smallest K,
+and in the shares of steps that each K has."""
 _CLASS_TOKENS = 512
 """Tokens per request of the first class of lengths; each class after it ends at twice as many."""
 
@@ -90,7 +98,7 @@ class TierPolicy:
         self.rests = False
         self.experience = Experience(self.tiers[-1])
         self._cells = self._known_cells()
-        self._lengths = self.experience.lengths(())
+        self._forget_shares()
         self._tokens, self._verified = 1.0, False
         self._waited = self._behind = self._recent = 0.0
         self._trial: int | None = None
@@ -102,10 +110,14 @@ class TierPolicy:
         self.tiers = tuple(sorted(set(tiers)))
         self._cells = self._known_cells()
         self.experience.count = self.tiers[-1]
-        self._lengths = self.experience.lengths(())
+        self._forget_shares()
         self._trial = None
         if self.current not in self.tiers:
             self.current = self.tiers[0]
+
+    def _forget_shares(self) -> None:
+        self._shares = dict.fromkeys(self.tiers, 1 / len(self.tiers))
+        self._weigh(())
 
     def costs(self) -> dict[Place, EarlierCosts]:
         """What this run and earlier ones know of costs, for later runs."""
@@ -133,7 +145,7 @@ class TierPolicy:
         place = _place(num_reqs, context)
         cell = self._cells.get(place)
         near = cell or self._nearest(place)
-        self._lengths = self.experience.lengths(each)
+        self._weigh(each)
         if near is None:
             return self.current
         near.costs.age(self.steps)
@@ -142,6 +154,18 @@ class TierPolicy:
         if self.rests:
             return self.tiers[0]
         return self.current if self._trial is None else self._trial
+
+    def _weigh(self, each: Sequence[Acceptance]) -> None:
+        """Set what the requests' tokens are worth, 1 on average, and the expected tokens by K."""
+        lengths = self.experience.lengths(each)
+        steps = [1 / sum(s * own[k] for k, s in self._shares.items()) for own in lengths]
+        worths = [value * len(steps) / sum(steps) for value in steps]
+        self._lengths = [
+            sum(map(operator.mul, worths, column)) / len(worths)
+            for column in zip(*lengths, strict=True)
+        ]
+        for own, worth in zip(each, itertools.cycle(worths), strict=False):
+            own.worth = worth
 
     def _prefer(self, costs: StepCosts) -> None:
         """Change the preferred K once waiting has lost as much time as a change there and back.
@@ -236,6 +260,8 @@ class TierPolicy:
         else:
             cell.costs.add(tier, seconds, self.steps)
         self.steps += 1
+        for k in self.tiers:
+            self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])
         for other in self.tiers:
             if other != tier:
                 cell.allowed[other] += BUDGET / (len(self.tiers) - 1) * seconds
@@ -264,13 +290,16 @@ class TierPolicy:
         Args:
             drafts: for each decoding request, the number of drafts verified (fewer than K after a
                 step that proposed fewer) and the number accepted.
-            each: the counts of these requests so far; this adds to them.
+            each: the counts of these requests so far, or none; this adds to them.
         """
         if len(self.tiers) == 1:
             return
         drafts = list(drafts)
         self._verified = any(verified for verified, _ in drafts)
-        self._tokens = 1 + sum(accepted for _, accepted in drafts) / max(len(drafts), 1)
+        each = list(each)
+        worths = [own.worth for own in each] or [1.0] * len(drafts)
+        accepted = sum(worth * right for worth, (_, right) in zip(worths, drafts, strict=True))
+        self._tokens = 1 + accepted / (sum(worths) or 1.0)
         self.experience.add(drafts, each)
 
     def _rate(self, costs: StepCosts, tier: int) -> float:

@@ -19,7 +19,7 @@ _CHECK = """
 case " $* " in
   *c++-header*) exec g++ "$@";;
   *runner.cpp*) ;;
-  *" -c "*) g++ "$@" -O0 -fsyntax-only || exit 1;;
+  *" -c "*) g++ "$@" -fsyntax-only || exit 1;;
 esac
 while [ "$1" != -o ]; do shift; done; : > "$2"
 """

@@ -109,7 +109,7 @@ class _Configured:
         return call
 
 
-@pytest.mark.parametrize("place", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of other sizes: against the reference, on sizes that no tile divides."""
     ops = _Configured(place)

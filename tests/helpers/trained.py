@@ -72,15 +72,23 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
     steps = {"deepseek_v4": 16, **dict.fromkeys((*DRAFTED, *ASSISTED), 30)}.get(name, 18)
     train(name, target, layers, steps)
-    if name in DRAFTED:
-        head = eagle.new_head(eagle.CONFIG, target.config.hidden_size)
-        head = eagle.train_head(head, eagle.CONFIG, target, cyclic_text)
-        eagle.save_head(head, eagle.CONFIG, directory / "draft")
-    if name in ASSISTED:
-        drafter_of = assistant.new_assistant(name)
-        assistant.train_assistant(drafter_of, target, cyclic_text)
-        assistant.save_assistant(drafter_of, directory / "draft")
+    save_drafter(name, target, directory / "draft")
     return save_checkpoint(name, target, layers, directory)
+
+
+def save_drafter(name: str, target: Any, directory: Path, **changes: Any) -> None:
+    """Train and write the drafter of a family in `DRAFTED` or `ASSISTED`; others have none.
+
+    `changes` are those of an EAGLE-3 head's config.
+    """
+    if name in DRAFTED:
+        config = {**eagle.CONFIG, **changes}
+        head = eagle.new_head(config, target.config.hidden_size)
+        eagle.save_head(eagle.train_head(head, config, target, cyclic_text), config, directory)
+    if name in ASSISTED:
+        drafter = assistant.new_assistant(name)
+        assistant.train_assistant(drafter, target, cyclic_text)
+        assistant.save_assistant(drafter, directory)
 
 
 @torch.no_grad()

@@ -300,7 +300,6 @@ FAULTS = (
         """    if wiring.first_features == "after":
         others["norm"]""",
         f"{_WIRING}[mimo]",
-        in_sample=True,
     ),
     Fault(
         "features and embedding are joined in the other order",
@@ -340,7 +339,6 @@ FAULTS = (
         'own = layer.head if layer.wiring.head == "own" else None',
         'own = layer.head if layer.wiring.head == "other" else None',
         f"{_WIRING}[step3p7]",
-        in_sample=True,
     ),
     # Several MTP layers.
     Fault(

@@ -80,7 +80,8 @@ def run_mtpc(
 ) -> list[Decoded]:
     """Each prompt decoded by mtpc, one after the other, wired as `rules` say."""
     options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
-    loaded = load(directory, dtype, spec_tokens > 0, check_rules(rules))
+    rows = check_rules(rules)
+    loaded = load(directory, dtype, spec_tokens > 0, rows, **tiny.drafter(directory))
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     spec = mtpc.SpecModel(loaded.served(), compiler.options, compiler.compile(), loaded)
     # Servers count all drafts of a request's last step; our statistics only those handed out. So

@@ -37,6 +37,7 @@ from agreement import (
     run_mtpc,
 )
 from helpers import tiny, trained
+from helpers.families import DRAFTED
 from helpers.released.mimo_v2 import released_config
 from transformers import AutoModelForCausalLM
 
@@ -63,6 +64,8 @@ LATENT: dict[str, Any] = {
 }
 SPARSE: dict[str, Any] = {**LATENT, "index_head_dim": 128}
 CHANGES: dict[str, dict[str, Any]] = {
+    "llama": HEADS,
+    "qwen3": HEADS,
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
     "glm4_moe_lite": LATENT,
@@ -99,6 +102,8 @@ heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neit
 MTP, lists of layer types (it cuts off what they say of MTP layers). Its router without groups
 (`cpu_router.py`) leaves out ERNIE's bias of experts, which is zero here. An indexer's heads hold at
 least the rotary part."""
+HEAD: dict[str, Any] = {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+"""The config of an EAGLE-3 head, with the ids of its layers where vLLM and mtpc read the same."""
 ENTRIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_layer_freq": 1},
     **{name: {"full_attention_interval": 2} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
@@ -192,7 +197,7 @@ def make_trained(
     """A checkpoint trained for seconds, as vLLM reads it."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = tiny.build_target(family, **eager, **changes)
-    layers = tiny.build_mtp_layers(family, target)
+    layers = [] if family in DRAFTED else tiny.build_mtp_layers(family, target)
     if family == "step3p5":
         target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
     if family == "ernie4_5_moe":
@@ -202,6 +207,7 @@ def make_trained(
                     parameter.requires_grad_(False).zero_()
     trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
+    trained.save_drafter(family, target, directory / "draft", **HEAD)
     path = directory / "config.json"
     config = _as_released(family, json.loads(path.read_text()), changes)
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
@@ -248,6 +254,8 @@ def vllm_options(
 ) -> dict[str, Any]:
     """What vLLM is given to run a family's tiny checkpoint as exactly as it can."""
     options = vllm_host.arguments(str(directory), spec_tokens, MAX_LEN, max_seqs, eager=eager)
+    if spec_tokens and family in DRAFTED:
+        options["speculative_config"] |= {"method": "eagle3", "model": str(directory / "draft")}
     for part in (options, options["speculative_config"]):
         if part is not None and family in BACKENDS:
             part["attention_backend"] = BACKENDS[family]

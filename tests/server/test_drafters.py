@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from helpers.families import TINY
-from helpers.served import process
+from helpers.served import process, until
 from helpers.theorem import PROMPTS
 from helpers.tiny import apart
 from helpers.word_model import word_checkpoint, words
@@ -20,26 +20,42 @@ from helpers.word_model import word_checkpoint, words
 import mtpc
 
 CASES = [
-    ("llama", "eager"),
-    pytest.param("mimo", "eager", marks=pytest.mark.slow),
-    pytest.param("llama", "cpu", marks=pytest.mark.slow),
+    ("llama", "eager", "3"),
+    pytest.param("mimo", "eager", "3", marks=pytest.mark.slow),
+    pytest.param("llama", "cpu", "3", marks=pytest.mark.slow),
+    pytest.param("llama", "cpu", "auto", marks=pytest.mark.slow),
+    pytest.param("gemma4", "cpu", "auto", marks=pytest.mark.slow),
 ]
-"""An EAGLE-3 head in the public format, and MTP layers of their own."""
+"""An EAGLE-3 head in the public format, MTP layers of their own, and an assistant."""
+READY = 'spec_decode_tiers_ready{spec_tokens="3"}'
+
+
+def metrics(url: str) -> str:
+    """All metrics of a server."""
+    return httpx.get(url.replace("/v1", "/metrics")).text
 
 
 def counted(url: str, name: str) -> float:
     """A metric's value."""
-    text = httpx.get(url.replace("/v1", "/metrics")).text
+    text = metrics(url)
     found = re.search(rf"^mtpc:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
     assert found, text
     return float(found[1])
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
+@pytest.mark.parametrize(("family", "backend", "spec_tokens"), CASES)
 def test_a_drafter_serves(
-    family: str, backend: str, checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path
+    family: str,
+    backend: str,
+    spec_tokens: str,
+    checkpoint: Callable[..., Path],
+    cpu_cache: Path,
+    tmp_path: Path,
 ) -> None:
-    """Text of plain decoding, whole and streamed; drafts are accepted in part; an orderly end."""
+    """Text of plain decoding, whole and streamed; drafts are accepted in part; an orderly end.
+
+    With "auto" the first prompts are answered while the steps with drafts are built.
+    """
     source = checkpoint(family)
     target, draft = apart(source, tmp_path) if family == "mimo" else (source, source / "draft")
     target = word_checkpoint(target, tmp_path / "words")
@@ -47,16 +63,18 @@ def test_a_drafter_serves(
         target, spec_tokens=0, backend="eager", dtype="float64", batch_buckets=(2,), **TINY
     )
     options = ["--backend", backend, "--cache-dir", str(cpu_cache), "--draft", str(draft)]
-    with process(target, *options, "--spec-tokens", "3") as (server, url):
+    with process(target, *options, "--spec-tokens", spec_tokens) as (server, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         fields: dict[str, Any] = dict(model=target.name, temperature=0, max_tokens=16)
         fields["extra_body"] = {"ignore_eos": True}
-        for prompt in PROMPTS[3:9]:
-            wanted = words(plain.generate(prompt, 16, ignore_eos=True))
-            done = client.completions.create(prompt=prompt, **fields)
-            assert done.choices[0].text == wanted
-            with client.completions.create(prompt=prompt, stream=True, **fields) as stream:
-                assert "".join(chunk.choices[0].text for chunk in stream) == wanted
+        for rest in (PROMPTS[3:5], PROMPTS[3:9]):
+            for prompt in rest:
+                wanted = words(plain.generate(prompt, 16, ignore_eos=True))
+                done = client.completions.create(prompt=prompt, **fields)
+                assert done.choices[0].text == wanted
+                with client.completions.create(prompt=prompt, stream=True, **fields) as stream:
+                    assert "".join(chunk.choices[0].text for chunk in stream) == wanted
+            until(lambda: READY in metrics(url), 120)
         accepted = counted(url, "spec_decode_num_accepted_tokens_total")
         assert 0 < accepted < counted(url, "spec_decode_num_draft_tokens_total")
         server.send_signal(signal.SIGTERM)
