@@ -40,15 +40,15 @@ def _null(report: Report, store: EntryStore | None) -> Backend:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a backend before it is made.
+    """What is known about a backend before it is made.
 
     Attributes:
         make: makes it from a reporter and the store that keeps its kernels.
-        make_invariant: the same for the option `batch_invariant`; None: it cannot have it.
-        has_packages: its steps are files, which the graph cache keeps.
-        has_kernels: it takes kernels from the graph cache.
-        skips_idle_rows: its kernels leave out the rows that a prefill step lacks.
-        is_gpu: it runs on GPUs.
+        make_invariant: the same with the option `batch_invariant`; None if it lacks the option.
+        has_packages: whether its steps are files, which the graph cache keeps.
+        has_kernels: whether it takes kernels from the graph cache.
+        skips_idle_rows: whether its kernels leave out unused rows of a prefill step.
+        is_gpu: whether it runs on GPUs.
     """
 
     make: Callable[[Report, EntryStore | None], Backend]
@@ -66,7 +66,7 @@ BACKENDS = {
     "null": Row(_null),
 }
 INVARIANT_DTYPE = "bfloat16"
-"""Of the cpu backend's steps whose rows are the same in any company."""
+"""The dtype in which the cpu backend's steps are batch-invariant."""
 AUTO = ("cpu", "eager")
 """What the option's value "auto" stands for: the first of these that works here."""
 PACKAGING = next(name for name, row in BACKENDS.items() if row.has_packages)
@@ -79,11 +79,10 @@ def first_choice(name: str) -> Row | None:
 
 
 def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions:
-    """Options with the chunks of prompts settled, and `batch_invariant`, for weights that are
-    stored in a dtype.
+    """Settle the size of prompt chunks and `batch_invariant`, given the dtype of stored weights.
 
     Raises:
-        OptionError: the backend has no such steps of this dtype as `batch_invariant` asks for.
+        OptionError: `batch_invariant` is True, and the backend has no such steps of this dtype.
     """
     row = first_choice(options.backend)
     if options.batch_invariant and row is not None and not row.is_gpu:
@@ -94,13 +93,13 @@ def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions
 
 
 def _without_invariance(options: CompileOptions, row: Row, dtype: str | None) -> CompileOptions:
-    """Options for a backend whose steps are so anyway; it alone will do."""
+    """Options for a backend whose steps are batch-invariant anyway; no other one may run."""
     if row.make_invariant is None:
         raise _no_invariance(options.backend)
     if dtype != INVARIANT_DTYPE:
         raise OptionError(
-            f"batch_invariant is True with dtype {dtype!r} on the cpu backend, whose rows are the "
-            f"same in any company in {INVARIANT_DTYPE} only; change one of them"
+            f"batch_invariant is True with dtype {dtype!r} on the cpu backend, whose steps are "
+            f"batch-invariant in {INVARIANT_DTYPE} only; change one of them"
         )
     name = AUTO[0] if options.backend == "auto" else options.backend
     return replace(options, backend=name, batch_invariant=False)
@@ -174,15 +173,3 @@ def make_backend(
     if make is None:
         raise _no_invariance(name)
     return make(report, store)
-
-
-__all__ = [
-    "AUTO",
-    "BACKENDS",
-    "PACKAGING",
-    "Backend",
-    "choose_backend",
-    "first_choice",
-    "make_backend",
-    "settle_prefill",
-]

@@ -15,15 +15,11 @@ from mtpc.passes.hoist_shared import HoistShared
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """(call, graph) -> why a kernel cannot take the call, by shapes and dtypes; None if it can."""
-
-
 Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
 """(call, graph) -> the kernel's argument `configs` ("" for its default), and notes on it."""
-
-
 Complete = Callable[[fx.Node, StepGraph], dict[str, Any]]
 """(call, graph) -> arguments of the kernel that the reference does not have, by name. It may emit
-calls that compute them; `BindKernels` leaves one of equal ones."""
+calls that compute them; `BindKernels` merges equal calls."""
 
 
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
@@ -32,7 +28,7 @@ def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
 
 
 def as_it_is(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
-    """The arguments of a kernel that takes those of its reference: none beside them."""
+    """Give no further arguments: the kernel takes those of its reference."""
     return {}
 
 

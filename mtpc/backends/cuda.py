@@ -23,12 +23,7 @@ from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
-from mtpc.backends.triton_kernels import (
-    early_bindings,
-    invariantly,
-    load_kernels,
-    triton_bindings,
-)
+from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.errors import BackendError
@@ -54,9 +49,7 @@ INDUCTOR = {
 }
 """Inductor's options for a step."""
 ALIGNMENT = 16
-"""Inductor's code takes a tensor to begin at a multiple of so many bytes, if its example does."""
-
-
+"""If an example begins at a multiple of this many bytes, Inductor's code relies on it."""
 ENABLES = (
     PackGroups.name,
     MergeProjections.name,
@@ -70,22 +63,21 @@ ENABLES = (
 
 
 def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
-    """Passes that a GPU's steps go through. What fuses linears of few rows only is left out where
-    a row must not depend on how many there are."""
+    """Passes that GPU backends enable. What fuse-skinny-linears emits is not batch-invariant."""
     if not batch_invariant:
         return ENABLES
     return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
 
 
 class GpuBackend:
-    """What rewrites steps for GPUs, with a device or without.
+    """The part of a GPU backend that rewrites steps. It needs no device.
 
     Args:
         bindings: kernels for the `mtpc::` ops, in order of preference.
         device: torch's name of the device where the model and its buffers must be; "cuda" is any
             GPU.
         batch_invariant: whether a row's numbers must not depend on how many rows a step has. The
-            bindings must then keep to it (`triton_kernels.invariantly`).
+            bindings must then be configured for it (`triton_kernels.invariantly`).
 
     Attributes:
         notes: lines on ops that do not run on their first kernel -> count.
@@ -115,9 +107,9 @@ class CudaBackend(GpuBackend):
     Args:
         graphs: captures steps.
         lower: compiles them.
-        bindings: as there, like the arguments that follow.
-        device: as there.
-        batch_invariant: as there.
+        bindings: see `GpuBackend`.
+        device: see `GpuBackend`.
+        batch_invariant: see `GpuBackend`.
 
     Attributes:
         captured: captured steps by name.
@@ -257,7 +249,7 @@ def check_device() -> None:
 def lower_by_inductor(graph: StepGraph) -> Run:
     """Compile a step with Inductor; its tensors become arguments that it mutates in place.
 
-    What repeats in a step, as layers do, is compiled once and called as often as it is there.
+    Parts that repeat, such as layers, are compiled once and called several times.
 
     Raises:
         BackendError: Inductor cannot compile the graph.
@@ -302,8 +294,8 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
 
 
 def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor of the same form. What is part of a memory, as packed results are, gets memory
-    of its own: parts do not overlap, and no step takes one for another."""
+    """A fake tensor of the same form. For a part of a larger storage, such as a packed result, it
+    has a storage of its own: parts do not overlap, so a step may treat them as separate."""
     if not isinstance(tensor, FakeTensor):
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
         if not is_part or tensor.data_ptr() % ALIGNMENT:

@@ -1,4 +1,4 @@
-"""Steps whose rows must not depend on how many there are: what they may call."""
+"""Which operators a batch-invariant step may call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROW_BOUND = {
     "on which tokens are in one step",
     **dict.fromkeys(("skinny_linear", "norm_linear"), "its tiles depend on the rows"),
 }
-"""Operators of ours whose sums depend on the other rows all the same."""
+"""Operators of mtpc whose sums depend on other rows nevertheless."""
 _MOVES = """
 alias as_strided cat chunk clone contiguous copy_ detach embedding expand flatten full_like gather
 index index_copy_ index_put_ index_select masked_fill movedim new_empty new_full new_zeros ones_like
@@ -29,9 +29,9 @@ permute repeat repeat_interleave reshape scatter scatter_ select slice split spl
 squeeze stack t to _to_copy transpose type_as unbind unflatten _unsafe_view unsqueeze view where
 zeros_like
 """
-"""What gives numbers other places."""
+"""ATen operators that only move numbers."""
 _COMPARES = "all amax amin any argmax argmin max min sort topk"
-"""What finds numbers, in whatever order it looks."""
+"""ATen operators that compare numbers: the order of comparisons does not change the result."""
 _EXACT = frozenset(getattr(aten, name) for name in (_MOVES + _COMPARES).split())
 
 
@@ -50,8 +50,9 @@ class CheckInvariance:
         for node in graph.graph.nodes:
             reason = _reason(node) if node.op == "call_function" else None
             if reason is not None:
+                call = str(node.target).removesuffix(".default").replace(".", "::", 1)
                 raise BackendError(
-                    f"batch_invariant is True, and {graph.name} calls {_spelled(node)}: {reason}; "
+                    f"batch_invariant is True, and {graph.name} calls {call}: {reason}; "
                     "leave the option out"
                 )
         return 0
@@ -73,7 +74,3 @@ def _reason(node: fx.Node) -> str | None:
     inputs = [value.meta.get("val") for value in node.all_input_nodes]
     is_float = any(isinstance(value, Tensor) and value.is_floating_point() for value in inputs)
     return None if exact or not is_float else "PyTorch's sums depend on the rows"
-
-
-def _spelled(node: fx.Node) -> str:
-    return str(node.target).removesuffix(".default").replace(".", "::", 1)

@@ -290,16 +290,11 @@ class _Replay:
 
     def __call__(self) -> None:
         check_addresses(self.graph, self.tape.addresses)
-        self._count_host_writes()
+        # A tensor counts in-place writes as its version.
+        for name, version in self._versions.items():
+            self.tape.host_writes += self._batch[name]._version - version
         self.tape.replay()
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
-
-    def _count_host_writes(self) -> None:
-        """Add the in-place writes since the last replay, which tensors count as their version."""
-        if self._versions:
-            self.tape.host_writes += sum(
-                tensor._version - self._versions[name] for name, tensor in self._batch.items()
-            )
 
 
 def _repeat(entry: TapeEntry) -> None:

@@ -33,7 +33,7 @@ class Package:
     Attributes:
         tensors: name -> `signature` (dtype, shape, strides) of each tensor; the tape relies on it.
             Open sizes are text.
-        fixed: open sizes of other packages -> the only number that this one is right for.
+        fixed: sizes that could be open, and are not -> the only number that it is right for.
         least: open sizes -> the least number that it is right for.
     """
 

@@ -22,7 +22,7 @@ from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.fake_calls import form_of
 
 _LEAST_SAVED = 12
-"""Calls that a repetition saves at least: a cut puts what crosses it into memory."""
+"""A repetition must save at least this many calls: values that cross a cut go through memory."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Segment:
             own.
         inputs: values from outside, in the order of their first use.
         outputs: values that are used outside, in order of execution.
-        wiring: of every value that a call takes, in order: the place in `inputs`, or behind them
-            that of the call which computes it.
+        wiring: for every value that a call takes, in order: its index in `inputs`, or the number
+            of inputs plus the index of the call that computes it.
     """
 
     calls: tuple[fx.Node, ...]
@@ -98,7 +98,7 @@ class CutStep:
 
 
 def cut_repeats(graph: fx.Graph, tensors: Sequence[Tensor]) -> CutStep:
-    """Cut a flat graph; it is one segment where nothing repeats, or where a cut would part a write
+    """Cut a flat graph. It stays one segment if nothing repeats, or if a cut would separate a write
     from the memory that it writes.
 
     Args:
@@ -166,7 +166,7 @@ class _Cutter:
         return Segment(tuple(calls), tuple(inputs), outputs, wiring)
 
     def form(self, segment: Segment) -> Any:
-        """What segments have in common that one module serves."""
+        """A key: segments with equal keys can share a module."""
         outputs = tuple(segment.calls.index(node) for node in segment.outputs)
         roots = [self.effects.roots[node] for node in segment.inputs]
         shared = tuple(
@@ -219,7 +219,7 @@ class _Cutter:
 
 
 def _worth(segments: Sequence[Segment]) -> tuple[int, int]:
-    """More segments are better, and of as many those with fewer values that cross."""
+    """A key to compare cuts: more segments are better, then fewer values that cross a cut."""
     crossing = len(segments[0].inputs) + len(segments[0].outputs) if segments else 0
     return len(segments), -crossing
 
@@ -246,7 +246,7 @@ def _longest(signs: Sequence[int]) -> tuple[int, int, int] | None:
 
 
 def _sign(call: fx.Node) -> Any:
-    """What two calls have in common that do the same on other tensors."""
+    """A key: calls with equal keys do the same on other tensors."""
     given = fx.node.map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
     return call.target, form_of(given), form_of(call.meta.get("val"))
 

@@ -38,8 +38,7 @@ class Target:
 
     @property
     def begins_early(self) -> bool:
-        """Whether a launch may begin before the one before it has ended: NVIDIA's, from Hopper
-        on."""
+        """Whether a launch may begin before the previous one ends: on NVIDIA GPUs since Hopper."""
         return self.vendor == "cuda" and int(self.arch) >= 90
 
 

@@ -1,7 +1,7 @@
 """What each node of a flat step graph reads, writes and aliases.
 
-A *root* names where memory comes from. It is the name of a buffer or weight (a get_attr target), or
-the node that allocated a temporary. A view has the roots of its argument.
+A *root* identifies memory. It is the name of a buffer or weight (a get_attr target), or the node
+that allocated a temporary. A view has the roots of its argument.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Effects:
 def analyse(graph: fx.Graph) -> Effects:
     """Compute the effects of every node in one pass over the graph.
 
-    Fake values tell what aliases what: nodes whose tensors share storage share roots. Schemas would
-    be wrong. `chunk` and `split` do not declare their results as views, and `dropout` outside
-    training returns its input itself.
+    Nodes whose fake values share storage share roots. Schemas do not tell all aliases: `chunk` and
+    `split` do not declare their results as views, and `dropout` in inference returns its input.
     """
     owners: dict[int, Root] = {}
     roots: dict[fx.Node, frozenset[Root]] = {}

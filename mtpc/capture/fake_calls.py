@@ -1,4 +1,4 @@
-"""Values of calls on fake tensors: of calls that are alike, one is run.
+"""Results of operators on fake tensors: of calls with equal forms of arguments, one is run.
 
 The form of a result (dtype, sizes, strides, and which argument's memory it is over) follows from
 the operator and the forms of its arguments. The layers of a model make the same calls again and
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 class _UnlikeError(Exception):
-    """A result does not follow from that of another call."""
+    """The result cannot be derived from that of another call."""
 
 
 class FakeCalls:
@@ -51,7 +51,7 @@ class FakeCalls:
 
 
 class _Memory:
-    """Which tensors and which memory take the place of which.
+    """Maps tensors and memory of one call's arguments to those of a call of the same form.
 
     Args:
         old: arguments of a call.
@@ -74,7 +74,7 @@ class _Memory:
             self._tensors[id(one)] = other
 
     def moved(self, value: Any) -> Any:
-        """A result of the same form; what is over no argument's memory gets its own.
+        """The result, moved to the new call: tensors over no argument's memory get new memory.
 
         Raises:
             _UnlikeError: it has open sizes, or is known to be a constant.
@@ -107,7 +107,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def form_of(value: Any) -> Hashable:
-    """Arguments, to compare them: of tensors, all but the memory that they are over."""
+    """Arguments as a value to compare: of a tensor, everything but the memory that it is over."""
     if isinstance(value, Tensor):
         place = (*value.shape, *value.stride(), value.storage_offset())
         if _has_open_sizes(value) or isinstance(place[-1], torch.SymInt):

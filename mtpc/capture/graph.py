@@ -30,7 +30,7 @@ from mtpc.weights.recipes import (
 )
 
 DRAFT_PIECES = ("drafts.", "later_draft")
-"""How the names of pieces begin that are MTP layers."""
+"""Prefixes of the names of pieces that are MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class WeightTable:
     Args:
         tensors: the model's weights by name.
         groups: those of them that are stored in groups.
-        owned: whether nothing else holds the tensors: a concatenation then takes the place of its
-            parts, which become views of it, so that no weight is held twice.
+        owned: whether nothing else holds the tensors. The parts of a concatenation then become
+            views of it, so that no weight is in memory twice.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
         defers: whether derived weights are memory without contents until `settle`. A build that
-            only writes packages down never fills them.
+            only writes packages needs no contents.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightTable:
         self._name_of[id(tensor)] = name
 
     def derive(self, name: str, recipe: Recipe) -> Tensor:
-        """The weight of that name; the first call makes it from others by the recipe.
+        """The weight of that name. The first call makes it by the recipe.
 
         This is the only way for passes to add a weight. So graphs do not depend on the values of
         weights, and steps compiled for one checkpoint serve its fine-tunes.
@@ -132,8 +132,8 @@ class WeightTable:
     def settle(self) -> None:
         """Make the derived weights that have no contents yet, as new tensors; defer no more.
 
-        Steps are bound from now on. Where all of them come from the cache, no pass has derived
-        anything, and each weight is derived as a step that is bound asks for it.
+        Steps are bound from now on. If all of them come from the cache, no pass has derived any
+        weight, and binding derives each weight when a step asks for it.
         """
         self.defers = False
         for name in sorted(self._deferred):
@@ -254,9 +254,10 @@ class StepGraph:
 
 
 def module_of(holder: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph with a holder's tensors; it makes Python of the graph when it is called.
+    """A module of a graph with a holder's tensors. It generates Python code when it is first
+    called.
 
-    Passes change a graph many times, and few backends call its module.
+    Passes change a graph many times, and few backends call the module.
     """
     return _LazyGraphModule(holder, graph)
 
@@ -290,7 +291,7 @@ def _line(node: fx.Node) -> str:
 
 
 def dim_of(mode: Any, size: Any) -> Dim:
-    """A size of a fake tensor: a number, or what its `StepMode` says of an open size."""
+    """A size of a fake tensor: a number, or an expression of open sizes by its `StepMode`."""
     return mode.dim(size) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -324,8 +325,7 @@ def is_buffer_name(name: str) -> bool:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of a call of an operator overload, by its name in the schema, in order.
 
-    A call may give an argument by position, by name, or leave it at its
-    default. `node.args` alone lacks some. Defaults are filled in here.
+    `node.args` alone lacks arguments that are given by name or left at their defaults.
     """
     overload: Any = node.target
     defaults = {a.name: a.default_value for a in overload._schema.arguments}
@@ -333,7 +333,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def first_argument(node: fx.Node) -> Any:
-    """What a call of an operator overload takes first."""
+    """The first argument of a call of an operator overload."""
     return next(iter(arguments(node).values()))
 
 

@@ -30,7 +30,7 @@ _SHAPE_GUARDS = {
     "sym_constrain_range_for_size",
     "_assert_async",
 }
-"""Checks that tracing leaves behind; running the graph on fake tensors has already made them."""
+"""Checks that tracing leaves in a graph. Running it on fake tensors has made them already."""
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -67,7 +67,7 @@ def all_same(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
 def add_attribute(
     root: nn.Module, graph: fx.Graph, mode: FakeTensorMode, name: str, tensor: Tensor
 ) -> fx.Node:
-    """Append the attribute of a tensor, which `root` gets, with its fake value."""
+    """Bind a tensor to `root`, and append its get_attr node with a fake value."""
     set_tensor(root, name, tensor)
     node = graph.get_attr(name)
     node.meta["val"] = fake_of(mode, name, tensor)
@@ -101,7 +101,7 @@ class Inliner:
                 continue
             if node.op == "get_attr":
                 tensor, target = get_tensor(self.source.module, str(node.target)), str(node.target)
-                # State that a piece holds, too: tracing may have taken the piece's name for it.
+                # A piece may hold this state, too, and tracing may have named it as the piece does.
                 env[node] = self._attribute(tensor, self.buffer_names.get(id(tensor), target))
             elif node.op == "call_module":
                 env[node] = self._inline(node, env)
@@ -157,7 +157,7 @@ class Inliner:
         return self.attributes[name]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], piece: str) -> Any:
-        """Copy one call; a result that is a number, or an entry of a tuple, takes its place."""
+        """Copy one call. If its result is a number or an entry of a tuple, return that instead."""
         args = _resolve(node.args, env)
         kwargs = {name: _resolve(value, env) for name, value in node.kwargs.items()}
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):

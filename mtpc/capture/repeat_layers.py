@@ -1,17 +1,17 @@
-"""Copying a period of a flat graph's layers, for the layers that were not traced.
+"""Copies a period of layers in a flat graph, in the place of layers that were not traced.
 
     before | period A | period B | after      ->      before | A | B | B' | B'' | ... | after
 
-A and B are runs of calls. B is A with the names of its weights and state moved on by one period:
-the same operators on the same arguments, where a result of A stands for what A takes from the calls
-before it. So B follows from A as the next period follows from B. Copies are made until all layers
-are there, and names after them are moved on.
+A and B are runs of calls. B has the operators of A in the same order. The names of its weights and
+state are those of the layers one period later, and where A takes a value from the calls before it,
+B takes the matching result of A. So the period after B can be made from B in the same way. Copies
+are made until all layers are there. Layers after the copies get the names that they have in the
+model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -22,19 +22,6 @@ from mtpc.weights.recipes import substitute
 
 if TYPE_CHECKING:
     from mtpc.models.layer_pattern import LayerPattern
-
-
-@dataclass(frozen=True)
-class _Periods:
-    """Two periods found in a graph: calls start to start + size, and as many after them.
-
-    Attributes:
-        carried: what a call of A takes from before A -> what that of B takes from A.
-    """
-
-    start: int
-    size: int
-    carried: Mapping[fx.Node, fx.Node]
 
 
 def repeat_layers(
@@ -54,11 +41,11 @@ def repeat_layers(
     return _Writer(graph, pattern, shared, calls, periods).run()
 
 
-def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> _Periods | None:
-    """Periods from the first call that uses a layer's state to that of the next period.
+def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> tuple[int, int] | None:
+    """The index of the first call, and the number of calls, of two adjacent periods.
 
-    They are the second and the third period: the first one holds what all layers share and it uses
-    first.
+    A period begins with the first call that uses the state of its first layer. They are the second
+    and the third period, because the first one also has calls that all layers share.
     """
     marks: list[int] = []
     for count in range(1, 4):
@@ -71,7 +58,7 @@ def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> _Periods | Non
     size = marks[1] - marks[0]
     if size <= 0 or marks[2] - marks[1] != size:
         return None
-    return _match(calls, marks[0], size, pattern)
+    return (marks[0], size) if _repeats(calls, marks[0], size, pattern) else None
 
 
 def _uses_state(call: fx.Node, prefix: str) -> bool:
@@ -80,9 +67,10 @@ def _uses_state(call: fx.Node, prefix: str) -> bool:
     )
 
 
-def _match(calls: list[fx.Node], start: int, size: int, pattern: LayerPattern) -> _Periods | None:
+def _repeats(calls: list[fx.Node], start: int, size: int, pattern: LayerPattern) -> bool:
     """Whether the calls are two periods, by every operator and argument."""
     place = {call: index for index, call in enumerate(calls)}
+    # Value from before A that a call of A takes -> result of A that the same call of B takes.
     carried: dict[fx.Node, fx.Node] = {}
 
     def same(one: Any, other: Any) -> bool:
@@ -101,12 +89,10 @@ def _match(calls: list[fx.Node], start: int, size: int, pattern: LayerPattern) -
     for one, other in zip(calls[start : start + size], calls[start + size :], strict=False):
         given = (one.args, one.kwargs), (other.args, other.kwargs)
         if one.target is not other.target or not all_same(*given, same):
-            return None
+            return False
     inside = set(calls[start : start + size])
     after = calls[start + 2 * size :]
-    if any(not inside.isdisjoint(call.all_input_nodes) for call in after):
-        return None
-    return _Periods(start, size, carried)
+    return all(inside.isdisjoint(call.all_input_nodes) for call in after)
 
 
 class _Writer:
@@ -118,7 +104,7 @@ class _Writer:
         pattern: LayerPattern,
         shared: Mapping[str, Tensor],
         calls: list[fx.Node],
-        periods: _Periods,
+        periods: tuple[int, int],
     ):
         self.old, self.pattern, self.shared = graph, pattern, shared
         self.calls, self.periods = calls, periods
@@ -129,13 +115,13 @@ class _Writer:
 
     def run(self) -> StepGraph:
         """Write everything; the old graph is left as it was."""
-        start, size, old = self.periods.start, self.periods.size, self.old
+        (start, size), old = self.periods, self.old
         end = start + 2 * size
         for call in self.calls[:end]:
             self._write(call, 0)
         first, second = self.calls[start : start + size], self.calls[start + size : end]
         for number in range(1, self.pattern.copies + 1):
-            # What B takes from A, the copy takes from the period before it.
+            # Where B takes results of A, the copy takes those of the period before it.
             before = {one: self.made[other] for one, other in zip(first, second, strict=True)}
             self.made |= before
             for call in second:
@@ -147,7 +133,7 @@ class _Writer:
         return StepGraph(module, old.key, old.layout, old.weights, list(old.history), old.part)
 
     def _write(self, call: fx.Node, layers: int) -> None:
-        """Append a call on what its arguments have become, with its names moved on."""
+        """Append a copy of a call, with the names of weights and state moved by so many layers."""
 
         def of(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
@@ -168,7 +154,7 @@ class _Writer:
         return self.attributes[name]
 
     def _tensor(self, old: str, name: str, layers: int) -> Tensor:
-        """The buffer or weight of that name; derived ones are made by the recipe, moved on."""
+        """The buffer or weight of that name; derived weights are made by the moved recipe."""
         if name == old:
             return get_tensor(self.old.module, old)
         if is_buffer_name(name):

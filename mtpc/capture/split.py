@@ -29,8 +29,6 @@ aten = torch.ops.aten
 
 PROPOSE_INPUTS = ("mtp.", "batch.draft_mask")
 """Name prefixes of what only `propose` reads; a host may write these masks after `verify`."""
-
-
 CROSS_MEANING = "values that `verify` passes to `propose`. `step_buffers` gives names and shapes"
 
 
@@ -41,12 +39,10 @@ class SplitStep:
     Attributes:
         verify: target forward, acceptance and results; it does not write `state.*`.
         propose: draft layer, chained drafts and the next state.
-        crossing: buffers that carry values from `verify` to `propose`.
     """
 
     verify: StepGraph
     propose: StepGraph
-    crossing: tuple[BufferSpec, ...]
 
 
 def split_step(graph: StepGraph) -> SplitStep:
@@ -96,12 +92,11 @@ def split_step(graph: StepGraph) -> SplitStep:
     return SplitStep(
         replace(whole, module=module_of(whole.module, verify), layout=layout, part="verify"),
         replace(whole, module=module_of(whole.module, propose), layout=layout, part="propose"),
-        specs,
     )
 
 
 def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
-    """Attributes and views of them: both sides can have them at no cost."""
+    """Attributes and views of attributes, which both sides can have at no cost."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -154,7 +149,7 @@ def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scal
 def _nbytes(value: Any) -> float:
     """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer.
 
-    They do not depend on open sizes, so that both halves are cut alike whatever they are built for.
+    The number does not depend on open sizes, so the cut is the same for all their values.
     """
     if not isinstance(value, Tensor):
         return float("inf")

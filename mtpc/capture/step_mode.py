@@ -23,7 +23,7 @@ from mtpc.layout import Layout
 from mtpc.layout.specs import Dim
 
 LEAST = 2
-"""An open size is at least this: torch decides what holds for no size of 1."""
+"""An open size is at least this: torch's symbolic sizes exclude 0 and 1."""
 _NOMINAL = 256
 """Stands for every open size where a choice must not depend on it."""
 
@@ -104,7 +104,7 @@ class StepMode(FakeTensorMode):
 
     @property
     def open_sizes(self) -> dict[sympy.Symbol, int]:
-        """Sizes that are open until now, each with the least number for which the step is right."""
+        """Sizes that are still open, each with the least number for which the step is right."""
         fixed, least = set(self._env.replacements), dict(self._least)
         for guard in self._env.guards:
             bound = _lower_bound(guard.expr)
@@ -125,9 +125,9 @@ class StepMode(FakeTensorMode):
 
 
 def _lower_bound(guard: sympy.Expr) -> tuple[sympy.Symbol, int] | None:
-    """The symbol and the number of a guard that says "at least"; None where it says another thing.
+    """(symbol, number) of a guard that says: at least this number. None for any other guard.
 
-    What asks for the smaller of a size and a number leaves such a guard.
+    Code that takes the smaller of a size and a number leaves such a guard.
     """
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
         return None
@@ -151,7 +151,7 @@ def fake_of(mode: FakeTensorMode, name: str, tensor: Tensor) -> Tensor:
 
 
 def nominal(size: Any) -> int:
-    """A number for a size, the same for all values of open ones."""
+    """A size as a number that does not depend on the values of open sizes."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     form = size.node.expr
@@ -159,5 +159,5 @@ def nominal(size: Any) -> int:
 
 
 def settled(value: Any) -> Any:
-    """Arguments of a call with numbers only: an open size among them is fixed."""
+    """Arguments of a call with numbers only. This fixes the open sizes among them."""
     return fx.node.map_aggregate(value, lambda a: int(a) if isinstance(a, torch.SymInt) else a)

@@ -33,10 +33,8 @@ from mtpc.step.step import Step, StepPieces
 from mtpc.step.synthetic import Dictate
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
-"""Numbers of requests and of tokens while tracing.
-
-Any two different numbers above 1 will do that are no other size of a model.
-"""
+"""Numbers of requests and of tokens while tracing: different, above 1, and no other size of a
+model."""
 
 
 class ModelTraces(nn.Module):

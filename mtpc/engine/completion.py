@@ -10,7 +10,7 @@ from mtpc.sampling_params import TokenLogprobs
 
 
 class _Facts:
-    """What both kinds of completions tell.
+    """The fields of both kinds of completions.
 
     Attributes:
         finish_reason: why it ended: "length", "stop" (a stop id or stop string), or "aborted" (by

@@ -11,7 +11,7 @@ from mtpc.engine.tiers import TierPolicy
 from mtpc.program.program import Program
 
 _MOST_S = 1e4
-"""The longest step that is believed."""
+"""A record with a longer step is damaged, and is not used."""
 Cells = Mapping[Place, EarlierCosts]
 
 

@@ -87,7 +87,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
         self._lock = FairLock()
-        # Held where their names say. The thread that sees one taken holds it: it has `_lock`.
+        # Held during the calls they name. Who has `_lock` and finds one taken holds it.
         self._stepping, self._advancing = threading.Lock(), threading.Lock()
         self._is_torn, self._failures = False, 0
         self._unread: PendingStep | None = None

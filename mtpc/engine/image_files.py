@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""What Pillow may take data for. Of an animation the first picture counts."""
+"""Formats that Pillow may decode. Of an animation, only the first picture is used."""
 MOST_PIXELS = 2**26
-"""The most pixels of an image, or of all images of a request to a server: 200 MB as they come."""
+"""The most pixels of an image, or of all images of a request to a server: 200 MB when decoded."""
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 

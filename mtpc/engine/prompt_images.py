@@ -1,4 +1,4 @@
-"""The images of a prompt: what stands in the place of their tokens, and what identifies them."""
+"""The images of a prompt: embeddings and positions of their tokens, and what identifies them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptImages:
         Args:
             length: tokens of the prompt.
             form: has the width and the dtype of `embeds`.
-            grids: coordinates of a position; 0: those of text.
+            grids: coordinates of a position; 0 if images have positions like text.
 
         Raises:
             RequestError: the parts do not fit together, or not the prompt or the model.

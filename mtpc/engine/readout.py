@@ -83,7 +83,7 @@ class Readout:
         self._copied: Moment = moment()
 
     def read(self) -> Mapping[str, Tensor]:
-        """Wait for the results, and return them on the CPU by buffer name (`RESULT_BUFFERS`)."""
+        """Wait for the results, and return them on the CPU by buffer name."""
         self._copied.wait()
         return self._results
 

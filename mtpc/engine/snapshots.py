@@ -114,8 +114,9 @@ class SlotStates:
 
     def save_prompts(self, turn: Turn) -> None:
         """Take snapshots of the prompts that a launched step brings to a chosen length."""
-        for request in turn.prompts if self.prefixes else ():
-            assert self.prefixes is not None
+        if self.prefixes is None:
+            return
+        for request in turn.prompts:
             end = request.num_prefilled
             if self.prefixes.next_snapshot(request, end - 1) == end:
                 self._save(request, end, self.prefixes.index.snapshots)

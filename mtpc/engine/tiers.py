@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 BUDGET = 0.006
 """The share of decode time that the trials of all K together may lose."""
 CREDIT = 1.0
-"""Steps that trials of a K may lose in advance if its cost is new or has suddenly changed, and that
-the step of a trial may lose that verifies its drafts."""
+"""Trials of a K may lose the time of this many steps in advance if its cost is new or has suddenly
+changed. So may the step of a trial that verifies the trial's drafts."""
 TRIAL = 2
 """Steps of a trial of more drafts. The first of them verifies only the drafts of the step
 before."""
 FLOOR, RESTED = 0.03, 0.015
 """A rest begins if this share of recent time was lost to the smallest K; it ends at the second."""
 SLACK = 2.0
-"""Further steps of the smallest K that may be lost to it, because acceptance is a matter of
-chance."""
+"""The time of this many steps of the smallest K may be lost besides, because acceptance varies."""
 RECENT, USUAL = 0.999, 0.99
 """The weight that older steps keep at each new step: in the account of losses to the smallest K,
 and in the shares of steps that each K has."""

@@ -1,4 +1,4 @@
-"""Messages with images as prompts: token ids, and what stands in the place of images' tokens.
+"""Messages with images as prompts: token ids, and embeddings for the images' tokens.
 
 The checkpoint's image processor makes patches of images and its vision tower makes embeddings of
 these, both transformers' own. transformers has most processors twice, on torchvision and on Pillow
@@ -61,7 +61,7 @@ def split_images(
         most_pixels: of all images together; None: only each one is bounded.
 
     Raises:
-        RequestError: a message or an image is none.
+        RequestError: a message or an image is malformed.
     """
     images: list[Image] = []
 

@@ -29,7 +29,7 @@ _ENGINE_OPTIONS = (
     *("async_scheduling", "require_sha256", "tensor_parallel_size", "images"),
     *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
 )
-"""Options that say what the engine, or the cache of its programs, does."""
+"""Options of the engine and of its programs' cache, which a host lacks."""
 
 
 def compile_host(
@@ -55,7 +55,7 @@ def compile_host(
         raise OptionError(f"form is {form!r}; expected one of {', '.join(get_args(Form))}")
     for name in _ENGINE_OPTIONS:
         if name in options:
-            raise OptionError(f"{name} belongs to mtpc.compile; a host that schedules has no such")
+            raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
     with show_compiling(progress) as listener:
         assembler = Assembler(form, False, _cached, partial(_compiled, form))
         opened = open_steps(model, options, assembler, listener)

@@ -30,16 +30,16 @@ R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegat
 K_MAX = sympy.Symbol("K_max", integer=True, nonnegative=True)
 """The largest K of a program: state rows are wide enough for it."""
 C = sympy.Symbol("C", integer=True, nonnegative=True)
-"""Most rows of one request that a step may write to a layer: a prefill chunk or K_max + 1, and what
-true chaining computes again."""
+"""The most rows of one request that a step writes to a layer: the larger of a prefill chunk and
+K_max + 1, plus the rows that true chaining computes again."""
 OPEN_SIZES = (M, N, S)
-"""Sizes of shared state alone, which a step may leave open; `open_sizes` has their names."""
+"""Sizes that shape shared state only. A step may leave them open: see `mtpc.layout.open_sizes`."""
 T = R * Q
 """Flat tokens of a bucket: num_reqs * query_len."""
 V, B, L = sympy.symbols("V B L", integer=True, nonnegative=True)
-"""Vocabulary, entries of a logit bias, most probable tokens that can be reported."""
+"""Vocabulary size, entries of a logit bias, most probable tokens that can be reported."""
 W = (V + 31) // 32
-"""Words of a mask with a bit a token."""
+"""int32 words of a mask that has one bit per token."""
 
 
 def text_of(dim: Dim) -> Size:
@@ -57,13 +57,13 @@ def text_of(dim: Dim) -> Size:
 def ring_pages(window: int) -> sympy.Expr:
     """Pages of one request's ring in a layer that attends to its last `window` positions.
 
-    A position lives at its remainder by the ring's length, so what must not share a place is what
-    is alive at once: the up to C rows of a step, and the window - 1 rows that the first of them
-    attends to. Drafts of the round before reach no further than the step does (docs/design.md).
-    No more pages are needed than a request has.
+    Position p is stored at p modulo the ring's length. Rows that are needed at the same time must
+    not share a place. These are the up to C rows that a step writes, and the window - 1 rows before
+    the first of them. Drafts of the previous step lie within this step's rows (docs/design.md). A
+    ring is never longer than a request's pages.
 
     Args:
-        window: positions attended to, own included.
+        window: positions that a row attends to, its own included.
     """
     return sympy.Min(M, sympy.ceiling((window - 1 + C) / P))
 
@@ -103,10 +103,10 @@ def _state(
 def chain_specs(
     window: int, features: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[BufferSpec, ...]:
-    """What true chaining keeps by request slot: the last rows that the next round starts from.
+    """What true chaining keeps by request slot: the last rows, which the next step computes again.
 
     Args:
-        window: rows, one less than MTP layers are used.
+        window: number of rows: one less than the number of MTP layers that are used.
         features: shape of a row of the target's features.
         dtype: of the features.
     """
@@ -183,15 +183,15 @@ def _result(name: str, dims: tuple[Dim, ...], dtype: torch.dtype, meaning: str) 
 
 
 def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """What images add: rows in the place of embeddings, and where rows stand in images.
+    """The buffers that images add: embeddings of their tokens, and positions within images.
 
-    A prompt's token id V + i, with V the size of the vocabulary, is row i of `prompt_embeds`. A
-    prefill step has at most C rows and, for each request, the token after its chunk. The id
-    V + 2C + j is row j of those that a request slot keeps of the step before.
+    The token id V + i, with V the size of the vocabulary, names row i of `prompt_embeds`. That
+    buffer has 2C rows: a prefill step has at most C token rows, and the next token of each request.
+    The id V + 2C + j names row j of `chain_embeds`, which the step before left in the request slot.
 
     Args:
         hidden: width of an embedding.
-        grids: see `ModelFamily.position_grids`. With one, positions are those of text.
+        grids: see `ModelFamily.position_grids`. With one grid, positions are those of text.
         window: rows that true chaining keeps, see `chain_specs`.
         dtype: of embeddings.
     """
@@ -235,7 +235,7 @@ def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
 
     Args:
         key: of the step.
-        token_mask: whether the host may mask tokens row by row, the target's and drafts.
+        token_mask: whether the host may mask tokens for each row of logits and for each draft.
     """
     specs = (
         _state("sampling_floats", (S, len(FLOATS)), torch.float64, 0,

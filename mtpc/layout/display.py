@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
@@ -33,7 +33,7 @@ class Tell(Protocol):
 
 @dataclass(frozen=True)
 class _Estimate:
-    """How far the work was at a moment; as text, how far it is now."""
+    """How far the work was at the moment `since`. As text: how far it should be now."""
 
     fraction: float | None = None
     left_s: float | None = None
@@ -51,17 +51,16 @@ class _Estimate:
         return f"{min(share, 0.99):.0%}, {_duration(left)} left"
 
 
-@contextmanager
-def show_progress(stream: TextIO, quiet: bool = False) -> Iterator[Tell]:
+def show_progress(stream: TextIO, quiet: bool = False) -> AbstractContextManager[Tell]:
     """Show stages on `stream` until the block ends or raises.
 
     Args:
         stream: where to write; a terminal gets a live line, and anything else one line a stage.
         quiet: show nothing.
     """
-    shown = _nothing() if quiet else _live(stream) if stream.isatty() else _lines(stream)
-    with shown as tell:
-        yield tell
+    if quiet:
+        return nullcontext(_ignore)
+    return _live(stream) if stream.isatty() else _lines(stream)
 
 
 @contextmanager
@@ -81,15 +80,11 @@ def show_compiling(listener: Listener | None) -> Iterator[Listener]:
         yield stage_listener(tell)
 
 
-@contextmanager
-def _of_this_process() -> Iterator[Tell]:
+def _of_this_process() -> AbstractContextManager[Tell]:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:
-        shown = _notebook()
-    else:
-        shown = _live(sys.stderr) if sys.stderr.isatty() else _nothing()
-    with shown as tell:
-        yield tell
+        return _notebook()
+    return _live(sys.stderr) if sys.stderr.isatty() else nullcontext(_ignore)
 
 
 def stage_listener(tell: Tell) -> Listener:
@@ -109,12 +104,8 @@ def stage_listener(tell: Tell) -> Listener:
     return listen
 
 
-@contextmanager
-def _nothing() -> Iterator[Tell]:
-    def tell(text: str, fraction: float | None = None, left_s: float | None = None, /) -> None:
-        pass
-
-    yield tell
+def _ignore(text: str, fraction: float | None = None, left_s: float | None = None, /) -> None:
+    """A `Tell` that shows nothing."""
 
 
 def _once(write: Callable[[str], object]) -> Tell:
@@ -163,7 +154,7 @@ def _live(stream: TextIO) -> Iterator[Tell]:
 
         def tell(text: str, fraction: float | None = None, left_s: float | None = None, /) -> None:
             nonlocal stage, began
-            if is_over:  # Another thread builds on.
+            if is_over:  # Another thread still builds.
                 console.print(text, style="dim", markup=False)
                 return
             now = time.perf_counter()

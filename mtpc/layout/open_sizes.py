@@ -1,7 +1,8 @@
-"""Sizes that a step leaves open: they size shared state only, and are known when it is bound.
+"""Open sizes: sizes of shared state that a compiled step does not fix.
 
-A size with open ones in it is text, a sum of products: "5*S+-4" is 5 S - 4. The names are those of
-the symbols in `layout.buffers`, which a warm start does not import.
+They get their values when the step is bound to tensors. A size that depends on them is text, a sum
+of products: "5*S+-4" is 5 S - 4. The names are those of the symbols in `layout.buffers`, which a
+warm start does not import.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SUM = re.compile(rf"{_TERM}(?:\+{_TERM})*")
 
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
-"""For what leaves no size open."""
+"""For steps without open sizes."""
 
 
 def shared_sizes(options: CompileOptions) -> dict[str, int]:
@@ -38,7 +39,7 @@ def shared_sizes(options: CompileOptions) -> dict[str, int]:
 
 
 def is_size_text(value: object) -> bool:
-    """Whether a value is a size with open ones in it, as text."""
+    """Whether a value is the text of a size that depends on open sizes."""
     return isinstance(value, str) and _SUM.fullmatch(value) is not None
 
 
@@ -50,7 +51,7 @@ def size_of(size: Size, sizes: Mapping[str, int]) -> int:
         sizes: the open sizes.
 
     Raises:
-        CacheError: the text is no size.
+        CacheError: the text is not a size.
     """
     if isinstance(size, int):
         return size

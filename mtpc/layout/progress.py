@@ -22,9 +22,9 @@ class Progress:
         total: steps to compile; 0 where there are none yet.
         elapsed_s: seconds since the work began.
         fraction: share of the work that is done, from 0 to 1; None where it is not known.
-            Compiling the kernels, building steps and loading weights are three works. Building is
-            measured by what each stage took in the nearest step of the graph cache.
-        left_s: seconds that the work will take from now on; None where that is not known.
+            Compiling the kernels, building steps and loading weights are counted separately. The
+            share of building comes from the seconds of each stage in the most similar cached step.
+        left_s: seconds until the work is done; None where that is not known.
     """
 
     stage: str
@@ -40,7 +40,7 @@ Listener = Callable[[Progress], None]
 
 
 class Report(Protocol):
-    """Is called with a line that says what is being done, and how much of that is done."""
+    """Called with a line that says what is being done, and with the share that is done."""
 
     def __call__(self, line: str, fraction: float | None = None, /) -> None: ...
 
@@ -50,12 +50,12 @@ def silent(line: str, fraction: float | None = None, /) -> None:
 
 
 def left_at(fraction: float, elapsed_s: float) -> float | None:
-    """Seconds left of work that goes on at its pace so far; None before there is a pace."""
+    """Seconds left if the work goes on at its average speed; None if none of it is done yet."""
     return elapsed_s * (1 - fraction) / fraction if fraction else None
 
 
 def line_reporter(listener: Listener) -> Report:
-    """Tells lines that belong to no step, with the time from now on."""
+    """A `Report` that passes lines of no particular step on to `listener`; time counts from now."""
     start = time.perf_counter()
     last, since = "", start
 

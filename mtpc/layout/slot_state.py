@@ -1,8 +1,8 @@
 """State that requests keep by request slot, and the sizes of its snapshots.
 
-Recurrent state, rings of sliding windows, compressed entries and what chained MTP layers keep are
-rows of a request slot. No page holds them, and the host cannot write them from a request's text. A
-snapshot is a copy of all such rows of one slot.
+Examples are recurrent state, rings of sliding windows, compressed entries, and the rows that
+chained MTP layers keep. No page holds them, and the host cannot write them from a request's text.
+A snapshot is a copy of all such rows of one request slot.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from mtpc.errors import GraphError
 from mtpc.layout.specs import Layout
 
 _OF_REQUESTS = ("kv.", "state.")
-"""Buffers that keep something from step to step; the others carry values within one step."""
+"""Prefixes of buffers that keep values from step to step."""
 _BY_SLOT, _BY_BLOCK = "state.committed_lens", "state.block_table"
 
 
 def slot_state(layout: Layout) -> tuple[str, ...]:
-    """Names of the buffers that hold part of a request's past outside of pages."""
+    """Names of the buffers of which a snapshot copies rows."""
     return tuple(
         name
         for name, spec in sorted(layout.items())

@@ -27,7 +27,7 @@ HOST: tuple[Writer, ...] = ("host",)
 VERIFY: tuple[Writer, ...] = ("verify",)
 PROPOSE: tuple[Writer, ...] = ("propose",)
 STEP = VERIFY + PROPOSE
-"""Both halves of a step: each writes its own layers, or its own metadata."""
+"""Both halves of a split step: each writes its own layers' caches, or its own metadata."""
 SCRATCH_SLOT = 0
 """Request slot that padded rows of a bucket point at. It never holds a request."""
 NULL_PAGE = 0
@@ -48,7 +48,7 @@ STOP_REASONS: dict[int, StopReason] = {
     STOPPED_BY_TOKEN: "stop",
     STOPPED_BY_NONFINITE: "nonfinite",
 }
-"""What the host calls them."""
+"""Their names on the host."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,7 +58,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One named buffer, and all that is known of it.
+    """One named buffer, and everything that is known about it.
 
     The contract with hosts, the rows that the engine rebuilds and the results that it reads are
     derived from these fields.
@@ -69,14 +69,14 @@ class BufferSpec:
             `cross.*` (what `verify` hands to `propose`).
         dims: sizes as integers or expressions over the symbols of `buffers`.
         dtype: element type.
-        pad: value that makes a padded row harmless; also the initial value.
+        pad: the value of unused rows; also the initial value.
         writers: what writes it between steps. A step without drafts has no `propose`.
         meaning: what it holds, and when the host writes it.
-        needs_pad: unused rows must hold `pad`; without that they may hold anything.
-        is_result: the host reads it after a step, or after `verify`.
-        is_rebuilt: the host can write a request's row for any point of the request's text, from
-            its tokens and parameters alone.
-        is_paged: rows are pages, which only the block table names.
+        needs_pad: whether unused rows must hold `pad`. Otherwise they may hold anything.
+        is_result: whether the host reads it after a step, or after `verify`.
+        is_rebuilt: whether the host can write a request's row for any committed length, from the
+            request's tokens and parameters alone.
+        is_paged: whether its rows are pages, which only block tables refer to.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Layout(Mapping[str, BufferSpec]):
     Args:
         specs: of the buffers.
         sizes: symbol -> number.
-        open_sizes: symbols that the step is to leave open, so that it serves other numbers, too.
+        open_sizes: symbols that the step leaves open if it can, to serve other numbers, too.
     """
 
     def __init__(
@@ -157,20 +157,22 @@ class Layout(Mapping[str, BufferSpec]):
         """A new tensor for one buffer, filled with its padding value.
 
         Raises:
-            CapacityError: the device has not that much memory.
+            CapacityError: the device lacks the memory.
         """
         spec = self[name]
         try:
             return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, too.
+        except RuntimeError as error:  # torch.OutOfMemoryError is a subclass.
             raise CapacityError(
                 f"no memory for {name}: {self.nbytes(name) / 2**30:.1f} GiB on {device}; lower "
                 "max_len, batch_buckets or num_pages"
             ) from error
 
     def reserve(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor for one buffer with any content; on a CPU untouched memory costs none, also
-        where it is more than there is."""
+        """A new tensor for one buffer, not filled.
+
+        On a CPU, memory that nothing touches costs nothing, even if it is more than there is.
+        """
         if torch.device(device).type == "cpu":
             return allocate(self.shape(name), self[name].dtype)
         return torch.empty(self.shape(name), dtype=self[name].dtype, device=device)

@@ -38,15 +38,15 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Returns:
         Codes [T, H, D]: the nearest to rows / scales, ties to even; and float32 scales [T, H]: the
-        row's largest magnitude over the largest code's. A row with NaN or an infinity has such a
-        scale, and codes 0: what is read of it is NaN.
+        row's largest magnitude divided by the largest code. A row with NaN or infinity gets a scale
+        of NaN or infinity and codes 0, so that its values read as NaN.
     """
     wide, largest = rows.float(), _LARGEST_CODE[dtype]
     scales = wide.abs().amax(-1) / largest
     is_finite = scales.isfinite()
     divisor = torch.where(is_finite & (scales > 0), scales, 1)
     codes = torch.where(is_finite[..., None], wide / divisor[..., None], 0)
-    codes = codes.clamp(-largest, largest)  # A scale that is no normal number is less precise.
+    codes = codes.clamp(-largest, largest)  # Subnormal scales are imprecise.
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
 
 
@@ -58,7 +58,7 @@ def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tenso
         cache: [N, P, ...], pages. With scales: [N, P, H, D] of int8 or float8_e4m3fn.
         rows: [T, ...], any dtype (cast to the cache's).
         slot_mapping: int64 [T], page * P + offset, or -1. Slots of live rows are distinct.
-        scales: float32 [N, P, H], or None. The cache then gets the rows' codes, and this one their
+        scales: float32 [N, P, H], or None. With it, `cache` gets the rows' codes and `scales` their
             scales; see `quantise_rows`.
     """
     if scales is None:
@@ -100,7 +100,7 @@ def visible_positions(
 
 
 def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
-    """Masked softmax over the last dim of scores [T, N, C]; rows that are all masked are zeros.
+    """Masked softmax over the last dim of scores [T, N, C]; fully masked rows give zeros.
 
     A sink is a logit that takes part in the normalisation and has no value.
     """

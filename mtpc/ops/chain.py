@@ -1,4 +1,7 @@
-"""Linear layers and norms in a row, as one operator: everything between two attentions."""
+"""Linear chains: successive linear layers and norms as one operator.
+
+In a dense layer, one chain is everything between two attentions.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ without and with `plus_one`."""
 GROUPED = {LINEAR: "l", BIASED: "b", GATED: "g"}
 """The same kinds of linears on grouped weights: `grouped_linear`, `grouped_gated_linear`."""
 ZEROS = "z"
-"""Follows a grouped stage whose weight has zero points."""
+"""Follows the letter of a grouped stage whose weight has zero points."""
 _PACKED = {small: large for large, small in GROUPED.items()}
 
 
@@ -29,7 +32,7 @@ class _Stage:
     """One stage: a kind of packed linears and norms, and the operands of its operator.
 
     Attributes:
-        kind: also of a grouped linear the capital letter.
+        kind: one of the capital letters, for grouped linears, too.
         weight: the packed weight, the codes, or the norm's weight.
         scales: of a grouped linear; else None.
         zeros: of a grouped linear that has them; else None.
@@ -98,10 +101,11 @@ def linear_chain(
         x: bfloat16 [..., K].
         residual: bfloat16 [..., N], as many rows.
         kinds: one of `LINEAR`, `BIASED`, `GATED`, `NORM` and `NORM_PLUS_ONE` for each stage; of a
-            linear on a grouped weight its letter in `GROUPED`, and `ZEROS` after it if it has them.
-        operands: of each stage its weight, as its operator takes it (packed
-            [features / 32, inputs / 2, 32, 2], codes [features / 32, ...], or [N] of a norm); after
-            codes the scales and, if it has them, the zeros; then the bias [features] if it has one.
+            linear on a grouped weight its letter in `GROUPED`, with `ZEROS` after it if the weight
+            has zero points.
+        operands: for each stage its weight, as its operator takes it: packed
+            [features / 32, inputs / 2, 32, 2], codes [features / 32, ...], or [N] of a norm. Codes
+            are followed by scales and, if the stage has them, zeros. A bias [features] comes last.
             Linears have a multiple of 32 features, gated ones of 64, and N before a norm.
         epsilon: of all norms.
         rows: int32 or int64 [1], how many leading rows are in use. The results of the others are

@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpc.ops.attention import gather_pages, visible_positions
 
 _ROWS = 64
-"""Rows that the reference scores at a time: it holds a score for each head and position of them."""
+"""Rows that the reference scores at a time, because it holds their scores for all heads."""
 
 
 @torch.library.custom_op("mtpc::choose_slots", mutates_args=())

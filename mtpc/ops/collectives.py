@@ -1,9 +1,8 @@
-"""What ranks tell each other within a step, over a process group of torch.distributed.
+"""Collectives: values that ranks exchange within a step, over a torch.distributed process group.
 
-Every rank gets the same bits: values are gathered and then combined in the order of the ranks, the
-same way on each. A group is named, as in torch's own functional collectives, so that it can stand
-in a graph; the process's rank in it is looked up when the operator runs. So all ranks have the same
-graph.
+Every rank gets the same bits: each gathers all values and combines them in the order of the ranks.
+A graph names the group, as torch's functional collectives do. The process's rank is looked up when
+the operator runs, so all ranks have the same graph.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
 
 @torch.library.custom_op("mtpc::rank_part", mutates_args=())
 def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    """This rank's equal part of a tensor that every rank has.
+    """This rank's part of a tensor that every rank has, cut into equal parts.
 
     Args:
         whole: its size along `dim` divides by the ranks.
@@ -122,7 +121,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     """
     best, place = logits.max(-1)
     ids = place + _group(group).rank() * step
-    # One collective for both: float64 holds each of them exactly.
+    # One collective for both: float64 holds logits and ids exactly.
     told = torch.stack(parts_of(torch.stack([best.double(), ids.double()]), group))
     found, rank = told[:, 0].max(0)
     chosen = told[:, 1].gather(0, rank[None])[0]
@@ -131,7 +130,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("mtpc::first_rank", mutates_args=())
 def first_rank(value: Tensor, group: str) -> Tensor:
-    """The first rank's tensor, on every rank: a choice that all of them must share.
+    """The first rank's tensor, on every rank: for choices on which all must agree.
 
     Args:
         value: of one shape and dtype on all ranks.

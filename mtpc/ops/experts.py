@@ -33,7 +33,7 @@ def experts(
         expert_weights: [T, k].
         limit: bounds silu(gate) from above and up on both sides (Step-3.7); 0 is off.
         limit_input: the limit bounds gate itself instead, before silu (DeepSeek-V4).
-        gelu: gelu(gate), by its tanh form, in the place of silu(gate) (Gemma 4).
+        gelu: use gelu(gate) in its tanh form instead of silu(gate) (Gemma 4).
 
     Returns:
         [T, H], dtype of x.
@@ -98,7 +98,7 @@ def sum_experts(
     expert_weights: Tensor,
     run: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum of `experts` in float32, of experts that compute in another way.
+    """The weighted sum of `experts` in float32, with each expert computed by `run`.
 
     Args:
         x: [T, H].

@@ -1,7 +1,7 @@
-"""What stands between linear layers: one operator for each chain of elementwise operators.
+"""Fused operators between linear layers: each replaces several elementwise operators.
 
-Each rounds where the chain that it replaces rounds, so fusing changes only the order in which a
-norm sums.
+Each rounds where the operators that it replaces round. Fusing changes only the order of a norm's
+sums.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
 
     Args:
         x: [T, heads, D].
-        cos: [T, C] of x's dtype, C even and at most D; a head's features from C on stay.
+        cos: [T, C] of x's dtype, C even and at most D. Features of a head from C on stay as they
+            are.
         sin: as cos.
         rows: int32 or int64 [1], how many of the T are in use. The results of the others are
             undefined.
@@ -170,7 +171,7 @@ def rotate_and_write(
     v_scale: Tensor | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """All between the projections and an attention: `rotate` q and k, `write_cache` k and v.
+    """Everything between the projections and an attention: `rotate` q and k, `write_cache` k and v.
 
     Args:
         q: [T, N, D].

@@ -1,4 +1,4 @@
-"""The largest numbers of each row: how routers choose experts, and greedy heads a token."""
+"""The largest numbers of each row: routers choose experts by them, and greedy heads tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 TOPK_WIDTH, TOPK_COUNT = 1024, 16
-"""The widest rows for which `topk` and `group_topk` are meant, and the most that they find: they
-look for one after the other."""
+"""Limits of the kernels of `topk` and `group_topk`: row width and count. They find one number after
+the other."""
 LEAST_ROW_MAX = 8192
-"""The narrowest rows for which `row_max` is meant: it has several programs for each."""
+"""The least row width for which the kernel of `row_max` pays: it has several programs per row."""
 
 
 @torch.library.custom_op("mtpc::topk", mutates_args=())

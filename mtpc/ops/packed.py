@@ -1,5 +1,4 @@
-"""Packing of weights; and on packed weights linear layers, one for all rows or one a head, and
-experts."""
+"""Packing of weights; linear layers, linear layers per head, and experts on packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences over rows of several requests, with state that rolls back: what such operators share.
+"""Recurrences over rows of several requests, with state that rolls back: the shared part.
 
 Rows and requests are as in `mtpc.ops.attention`; row j of a request stands at position
 L + j, L = seq_lens - query_len, the committed length.
@@ -44,8 +44,12 @@ class Rule(ABC):
 
     @abstractmethod
     def terms(self, taps: Tensor, rows: Tensor) -> Any:
-        """The recurrence's inputs, a named tuple of [..., HV, ...]: of what the convolution sees,
-        [..., W, C], and of the rows themselves."""
+        """The inputs of the recurrence, a named tuple of tensors [..., HV, ...].
+
+        Args:
+            taps: [..., W, C], the inputs of the convolution.
+            rows: [..., >= C], the rows themselves.
+        """
 
     @abstractmethod
     def update(self, state: Tensor, terms: Any) -> Tensor:
@@ -53,12 +57,12 @@ class Rule(ABC):
 
     @abstractmethod
     def read(self, state: Tensor, terms: Any) -> Tensor:
-        """The output of a position, [..., HV, Dv], of the state after it."""
+        """The output of a position, [..., HV, Dv], from the state after it."""
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """The state tensors, and which rows of a step are whose; shapes as in `mtpc.ops.gated_delta`.
+    """The state tensors, and which rows belong to which request; shapes: `mtpc.ops.gated_delta`.
 
     The three state tensors are written.
     """
@@ -110,7 +114,7 @@ def run_recurrence(rule: Rule, rows: Tensor, slots: RequestState) -> Tensor:
 
 
 def _at(terms: Any, index: tuple[slice | int, ...]) -> Any:
-    """The terms of some positions."""
+    """The terms of the positions at `index`."""
     return type(terms)(*(part[index] for part in terms))
 
 

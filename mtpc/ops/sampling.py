@@ -40,8 +40,8 @@ def sample(
     stop_ids: Tensor,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """One token a row: the argmax of the logits that the filters keep, with Gumbel noise for
-    requests that sample.
+    """One token for each row: the argmax of the logits that the filters keep, plus Gumbel noise if
+    the request samples.
 
     In this order: masks (the request's own, `token_mask`, stop tokens before `first_stop`), bias,
     penalties, temperature, min-p, top-k, top-p, noise. Ties at the edge of a filter stay.

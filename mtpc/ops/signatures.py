@@ -1,4 +1,4 @@
-"""Signatures that follow from an operator's schema, for functions that replace its reference."""
+"""Python signatures from operator schemas, for functions that replace the references."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _RESULTS: tuple[Any, ...] = (None, Tensor)
 
 
 def signature_of(reference: Any, taken: Iterable[str]) -> Signature:
-    """The Python signature of a reference, of the arguments that are taken.
+    """The Python signature of a reference, with the arguments that a replacement takes.
 
     Args:
         reference: the overload of an operator.
-        taken: names of arguments; those that have no default must be among them.
+        taken: names of these arguments. Arguments without a default must be among them.
 
     Raises:
         TypeError: the operator has no argument of a name, or needs one that is not taken.
@@ -68,10 +68,10 @@ def given_to(node: fx.Node) -> dict[str, Any]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults left out; of nodes the (fake) values."""
+    """As `given_to`, with (fake) values in the place of nodes."""
     return dict(fx.node.map_aggregate(given_to(node), value_of))
 
 
 def value_of(argument: Any) -> Any:
-    """What an argument of a call is; of a node its (fake) value."""
+    """An argument of a call; for a node, its (fake) value."""
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument

@@ -1,8 +1,7 @@
 """Linear layers of a few rows, alone and with the norm and the activation around them.
 
-With a handful of rows a linear layer is bound by the bytes of its weight. A kernel made for that
-case reads them at the memory's speed, and does the norm before and the activation behind on the
-way.
+With a few rows, reading the weight takes the time of a linear layer. A kernel for that case reads
+at the speed of the memory, and computes the norm before and the activation after it on the way.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from torch.nn import functional as F
 from mtpc.ops.fused import add_rms_norm, silu_and_mul
 
 MOST_ROWS, MOST_NORM_ROWS = 4, 2
-"""Of a call, and of one with a norm. With more, tensor cores are faster."""
+"""Most rows of a call, and of a call with a norm. With more rows, tensor cores are faster."""
 WIDTH_MULTIPLE = 8
-"""Of inputs: kernels read 16 bytes at once."""
+"""The number of inputs is a multiple of this: kernels read 16 bytes at once."""
 
 
 @torch.library.custom_op("mtpc::skinny_linear", mutates_args=())

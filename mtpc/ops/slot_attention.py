@@ -1,4 +1,4 @@
-"""Attention to keys by request slot: a ring of the last ones, and entries for older ones."""
+"""Attention to keys by request slot: a ring of the last keys, and entries for older ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def slot_attention(
     entry_counts: Tensor | None = None,
     chosen_entries: Tensor | None = None,
 ) -> Tensor:
-    """One softmax over a ring's keys, a forward's own keys, and entries; keys are the values, too.
+    """One softmax over a ring's keys, the forward's own keys, and entries. Keys are also the
+    values.
 
-    All heads share the keys (DeepSeek-V4). What a row does not see may be anything, even NaN.
+    All heads share the keys (DeepSeek-V4). Keys that a row does not see may be anything, even NaN.
     Computes in float32, in float64 where the query is float64.
 
     Args:
@@ -39,9 +40,9 @@ def slot_attention(
         scale: of scores.
         window: see sees_fresh.
         entries: [S, E, D]; None: there are none.
-        entry_counts: int64 [T], with entries: how many a row sees.
-        chosen_entries: int32 [T, k], which these are, slot * E + entry, then -1. None: the first
-            ones of the row's slot.
+        entry_counts: int64 [T], with `entries`: how many of them a row sees.
+        chosen_entries: int32 [T, k], the entries that a row sees, as slot * E + entry, then -1.
+            None: a row sees the first entries of its slot.
 
     Returns:
         [T, N, D], dtype of query; zeros for rows that see nothing.

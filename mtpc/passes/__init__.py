@@ -40,9 +40,9 @@ def full_pipeline(
 
     Args:
         buffer_names: layout name by tensor id, for state that model pieces hold.
-        draft_vocab: token ids that drafts may be; none: all.
+        draft_vocab: token ids that drafts may be; () allows all.
         quantize: scheme for weights that are not quantised; None leaves them as they are.
-        sharding: what this rank holds of the model; None is all.
+        sharding: this rank's part of the model; None is the whole model.
     """
     return (
         ResizeMetadata(),
@@ -70,7 +70,7 @@ def full_pipeline(
 
 
 def pass_names(*policies: Policy) -> tuple[str, ...]:
-    """Names in pipeline order, of these policies; of all passes where none is given."""
+    """Names of the passes of these policies, in pipeline order; of all passes if none is given."""
     pipeline = full_pipeline({})
     return tuple(step.name for step in pipeline if not policies or step.policy in policies)
 
@@ -87,11 +87,11 @@ def select_passes(
 
     Args:
         buffer_names: layout name by tensor id, for state that model pieces hold.
-        disabled: passes that do not run, whatever else is said of them.
-        enabled: passes that run although they are not on by themselves.
-        draft_vocab: token ids that drafts may be; none: all.
+        disabled: passes that do not run, even if they are enabled.
+        enabled: passes to run besides those that are on by default.
+        draft_vocab: token ids that drafts may be; () allows all.
         quantize: scheme for weights that are not quantised; it enables pack-groups.
-        sharding: what this rank holds of the model; None is all.
+        sharding: this rank's part of the model; None is the whole model.
 
     Raises:
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
@@ -113,15 +113,3 @@ def select_passes(
     running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
     pipeline = full_pipeline(buffer_names, draft_vocab, quantize, sharding)
     return tuple(step for step in pipeline if step.name in running)
-
-
-__all__ = [
-    "Pass",
-    "Policy",
-    "Sharding",
-    "Verifier",
-    "full_pipeline",
-    "pass_names",
-    "run_pipeline",
-    "select_passes",
-]

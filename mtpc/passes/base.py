@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
-from mtpc.capture.graph import (
-    PassRecord,
-    StepGraph,
-    arguments,
-    first_argument,
-    get_tensor,
-)
+from mtpc.capture.graph import PassRecord, StepGraph, arguments, first_argument, get_tensor
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
@@ -29,9 +23,9 @@ aten = torch.ops.aten
 _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 
 Policy = Literal["required", "on", "backend", "off"]
-"""When a pass runs. `required`: always, for without it a graph is not valid, or not one graph.
-`on`: unless it is disabled. `backend`: where the backend names it, or it is enabled. `off`: only
-where it is enabled."""
+"""When a pass runs. `required`: always, because without it the graph is not valid or not flat.
+`on`: unless it is disabled. `backend`: if the backend names it or it is enabled. `off`: only if it
+is enabled."""
 
 
 class Pass(Protocol):
@@ -86,7 +80,8 @@ def run_pipeline(
 def emit(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
 ) -> fx.Node:
-    """Append a call at the graph's insertion point, with its fake value; `like` lends its piece."""
+    """Append a call at the insertion point, with its fake value, to the piece of the node
+    `like`."""
     node = graph.call_function(target, args, kwargs)
     meta = fake_call(fake_mode_of(graph), target, args, kwargs)
     node.meta = {**meta, "piece": like.meta.get("piece", "step")}
@@ -94,10 +89,10 @@ def emit(
 
 
 def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx.Node) -> fx.Node:
-    """`emit` of a call whose arguments are given by name; those not named are at their defaults.
+    """`emit` with arguments given by name; the others keep their defaults.
 
-    The call is spelled as usual: by position up to the last argument that differs from its
-    default, by name where the schema demands a name.
+    The call gives arguments by position up to the last one that differs from its default, and
+    keyword-only arguments by name.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -114,12 +109,12 @@ def emit_named(graph: fx.Graph, target: Any, values: Mapping[str, Any], like: fx
 
 
 def emit_weight(graph: StepGraph, name: str, recipe: Recipe, like: fx.Node) -> fx.Node:
-    """Append the attribute of a derived weight, made once per program; `like` lends fakes."""
+    """Append the get_attr node of a derived weight, which is made once per program."""
     return emit_attribute(graph, name, graph.weights.derive(name, recipe), like)
 
 
 def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
-    """Append the attribute of a tensor that is not a parameter; `like` lends fakes."""
+    """Append the get_attr node of a tensor; its fake mode is that of the node `like`."""
     return add_attribute(graph.module, graph.graph, like.meta["val"].fake_mode, name, tensor)
 
 
@@ -142,11 +137,10 @@ def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def refresh_values(graph: StepGraph) -> None:
-    """Recompute values after rewrites that change strides, or what aliases what.
+    """Recompute values after rewrites that change strides or aliases.
 
-    A value is a function of the arguments that its call is given. So a call that is given the same
-    objects as before keeps its value. A call whose new value is as the old one keeps the old one,
-    so that the calls after it keep theirs.
+    A call whose arguments are the same objects as before keeps its value. If a new value has the
+    form of the old one, the call keeps the old one, so that calls after it keep theirs, too.
     """
     mode, taken = fake_mode_of(graph.graph), set[int]()
     for node in graph.graph.nodes:
@@ -159,7 +153,7 @@ def refresh_values(graph: StepGraph) -> None:
 
 
 def _is_alike(old: Mapping[str, Any], new: Mapping[str, Any], taken: set[int]) -> bool:
-    """Whether two values of one call have the same form, and both memory of their own.
+    """Whether two values of one call have the same form, and each has memory of its own.
 
     Args:
         old: metadata with `val` and `given`, or without.
@@ -193,15 +187,16 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def sweep(graph: StepGraph) -> int:
-    """Erase what a rewrite left unused; returns nodes erased."""
-    return eliminate_dead_nodes(graph.graph)
+def sweep(graph: StepGraph, rewrites: int = 1) -> int:
+    """Erase what rewrites left unused, if there are any rewrites; returns their number."""
+    if rewrites:
+        eliminate_dead_nodes(graph.graph)
+    return rewrites
 
 
 def tidy(graph: StepGraph, rewrites: int) -> int:
     """Sweep and refresh values after rewrites, if there are any; returns their number."""
-    if rewrites:
-        sweep(graph)
+    if sweep(graph, rewrites):
         refresh_values(graph)
     return rewrites
 
@@ -238,7 +233,7 @@ def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def cast(node: Any) -> Any:
-    """What a cast casts, if it changes the dtype only."""
+    """The input of a cast that changes the dtype only; None for any other node."""
     if not is_call(node, *_CASTS):
         return None
     source = first_argument(node)

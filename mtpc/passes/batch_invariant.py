@@ -21,7 +21,7 @@ _ROW_SUM = torch.ops.mtpc.row_sum.default
 
 @dataclass(frozen=True)
 class BatchInvariant:
-    """Replace what PyTorch sums in an order that may follow from the number of rows.
+    """Replace operators whose order of summation may depend on the number of rows in PyTorch.
 
     Linears and products of matrices become `mtpc::batch_invariant_linear`; sums, means, softmax and
     layer norms of floating point are spelled out around `mtpc::row_sum`. The cuda backend enables
@@ -99,7 +99,7 @@ def _mm(emit: _Emitter, self: fx.Node, mat2: fx.Node) -> fx.Node:
 
 
 def _matmul(emit: _Emitter, self: fx.Node, other: fx.Node) -> fx.Node | None:
-    """Of a matrix, or of matrices side by side."""
+    """A product by one matrix, or of two batches of matrices."""
     if _rank(other) == 2:
         return _mm(emit, self, other)
     before, shape = _value(self).shape, _value(emit.node).shape
@@ -115,7 +115,7 @@ def _matmul(emit: _Emitter, self: fx.Node, other: fx.Node) -> fx.Node | None:
 def _sum(
     emit: _Emitter, self: fx.Node, dim: Any, keepdim: bool = False, dtype: Any = None
 ) -> fx.Node | None:
-    """Along one dimension; of integers every order gives the same."""
+    """A sum along one dimension. Sums of integers are the same in any order."""
     if not _value(self).is_floating_point() or dim is None or len(dim) != 1:
         return None
     total = emit.total(self, dim[0])
@@ -133,7 +133,7 @@ def _mean(
 
 
 def _shaped(emit: _Emitter, total: fx.Node, dim: int, keepdim: bool) -> fx.Node:
-    """A total as the call's own result has it."""
+    """A total in the shape and dtype of the call's result."""
     kept = total if keepdim else emit(aten.squeeze.dim, total, dim)
     return emit.cast(kept, _value(emit.node).dtype)
 
@@ -175,4 +175,4 @@ _REWRITES: dict[Any, Callable[..., fx.Node | None]] = {
     aten.softmax.int: _softmax,
     aten.layer_norm.default: _layer_norm,
 }
-"""Each gets the call's arguments by name; None leaves the call as it is."""
+"""Each takes the call's arguments by name; returning None leaves the call as it is."""

@@ -43,9 +43,7 @@ class FuseDraftEntry:
                 entry = emit(graph.graph, torch.ops.mtpc.draft_entry.default, args, node)
             node.replace_all_uses_with(entry)
             rewrites += 1
-        if rewrites:
-            sweep(graph)
-        return rewrites
+        return sweep(graph, rewrites)
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -42,9 +42,7 @@ class FuseHeadMax:
             if (head := _head_of(node)) is not None:
                 _exchange(graph.graph, node, head)
                 rewrites += 1
-        if rewrites:
-            sweep(graph)
-        return rewrites
+        return sweep(graph, rewrites)
 
 
 def _head_of(node: fx.Node) -> fx.Node | None:

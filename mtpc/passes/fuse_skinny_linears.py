@@ -24,9 +24,10 @@ class FuseSkinnyLinears:
     """Replace linears of a few bfloat16 rows by `mtpc::skinny_linear`, and those that alone read a
     residual sum's norm by `mtpc::norm_linear`, with the SwiGLU that alone reads their result.
 
-    Of three or four rows it takes only linears with no more features than inputs, those that a
-    library cuts along the inputs: what is fastest was measured on an H100. It looks for the norms
-    and activations that fuse-elementwise emits. For backends with such kernels (cuda).
+    Linears of three or four rows are replaced only if they have no more features than inputs:
+    libraries split these along the inputs, and on an H100 the kernels were faster for these alone.
+    The pass looks for the norms and activations that fuse-elementwise emits. For backends with such
+    kernels (cuda).
     """
 
     name: ClassVar[str] = "fuse-skinny-linears"
@@ -52,7 +53,7 @@ class FuseSkinnyLinears:
 
 
 def _rows_of(x: Any, weight: Any) -> int | None:
-    """Rows of a linear for such a kernel; None of any other."""
+    """The number of rows of a linear that the kernels take; None for any other linear."""
     if not is_narrow(x) or weight.op != "get_attr":
         return None
     features, width = weight.meta["val"].shape
@@ -62,7 +63,8 @@ def _rows_of(x: Any, weight: Any) -> int | None:
 
 
 def _norm_of(x: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The sum with a norm whose norm a linear reads alone; None if it reads something else."""
+    """The `add_rms_norm` whose normed result x only this linear reads; None if x is another
+    node."""
     if not is_call(x, GETITEM) or x.args[1] != 1 or x.users.keys() != {reader}:
         return None
     norm: Any = x.args[0]

@@ -1,9 +1,9 @@
-"""Which part of a value a rank holds, and how that follows through operators that only move it.
+"""Which dimension of a value is cut between ranks: rules for operators that can run on parts.
 
-A value is cut along one dimension into as many equal parts as there are ranks. Each rule here gives
-the dimension of the result that is cut, from the whole shapes of a call: of elementwise operators,
-and of those that give elements other places. A call without a rule, or one that looks across the
-cut, raises `NeedsWholeError`.
+A value is cut along one dimension into as many equal parts as there are ranks. From the whole
+shapes of a call, each rule here gives the dimension of the result that is cut. There are rules for
+elementwise operators, and for operators that move elements. A call without a rule, or one that
+combines elements of several parts, raises `NeedsWholeError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtpc.passes.base import GETITEM
 aten = torch.ops.aten
 Shape = Sequence[int]
 Held = Mapping[fx.Node, int]
-"""The dimension that is cut, of each value that is cut."""
+"""The cut dimension of each value that is cut."""
 
 
 class NeedsWholeError(Exception):
@@ -33,8 +33,8 @@ class Call:
 
     Args:
         node: the call.
-        shapes: whole shape of each value; of a result of several, of its first.
-        held: of which values each rank has a part only.
+        shapes: whole shape of each value; of the first value where a call has several.
+        held: the cut dimension of each value of which a rank has a part only.
         ranks: how many parts there are.
     """
 
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def first(self) -> fx.Node:
-        """The value that moves."""
+        """The first input, whose elements the call moves."""
         return self.inputs[0]
 
     @property
@@ -67,7 +67,7 @@ class Call:
 
 
 def follow(call: Call) -> int:
-    """The dimension of the result that is cut; sizes among the arguments become this rank's.
+    """The dimension of the result that is cut. Sizes in the call's arguments become a part's.
 
     Raises:
         NeedsWholeError: the call has no rule, or needs the whole.
@@ -81,7 +81,7 @@ def follow(call: Call) -> int:
 
 
 def _elementwise(call: Call) -> int:
-    """Operands align at their last dimension; each is cut there, or is the same for all of it."""
+    """Operands align at their last dimensions. Each is cut like the others, or broadcast there."""
     ends = {call.held[n] - len(call.shapes[n]) for n in call.inputs if n in call.held}
     end = ends.pop()
     if ends:
@@ -101,10 +101,10 @@ def _cast(call: Call) -> int:
 
 
 def _reshape(call: Call) -> int:
-    """The cut dimension leads what it is joined with, or is divided into: parts stay in one piece.
+    """The cut dimension must be the first of those that it is merged with or split into.
 
-    So all that stands before it is the same before and after, and a size of the result follows
-    which the ranks can share.
+    Then each part stays in one piece. The sizes before it have the same product in input and
+    result, and the next size of the result must be a multiple of the number of ranks.
     """
     before, cut = call.shapes[call.first], call.cut
     ahead = prod(before[:cut])
@@ -118,7 +118,7 @@ def _reshape(call: Call) -> int:
 
 
 def _share_size(call: Call, dim: int) -> None:
-    """Divide a size that the call states; -1 follows by itself."""
+    """Divide a size in the arguments of a call; -1 needs no change."""
     for place, name in enumerate(call.arguments):
         sizes, at = call.arguments[name], dim
         if name == "sizes":  # Of one dimension, which is divided.
@@ -141,12 +141,12 @@ def _unsqueeze(call: Call) -> int:
 
 
 def _drop(call: Call) -> int:
-    """A dimension goes; the cut one cannot."""
+    """Removes a dimension, which must not be the cut one."""
     return _beside(call) - (call.dim() < call.cut)
 
 
 def _beside(call: Call) -> int:
-    """Work along one dimension, which is not the cut one; all others stay."""
+    """Works along one dimension, which must not be the cut one; all dimensions stay."""
     if call.dim() == call.cut:
         raise NeedsWholeError
     return call.cut
@@ -160,7 +160,7 @@ def _mean(call: Call) -> int:
 
 
 def _multiply(call: Call) -> int:
-    """Products of matrices, of which each rank has some: both are cut alike."""
+    """Batched matrix products: both operands are cut along the same batch dimension."""
     cuts = {call.held.get(node, -1) for node in call.inputs}
     cut = cuts.pop()
     if cuts or not 0 <= cut < len(call.shape) - 2:
@@ -169,7 +169,7 @@ def _multiply(call: Call) -> int:
 
 
 def _join(call: Call) -> int:
-    """All that is joined is cut alike, and not where it is joined."""
+    """All inputs are cut along the same dimension, which is not the one that joins them."""
     cuts = {call.held.get(node, -1) for node in call.inputs}
     cut = cuts.pop()
     if cuts or cut == call.dim():

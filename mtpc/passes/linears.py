@@ -85,7 +85,7 @@ def joined_pieces(
         graph: where to append them.
         weights: get_attr nodes.
         spec: of the weights.
-        stem: what their names begin with.
+        stem: prefix of their names.
 
     Returns:
         Codes, scales and zero points; None in place of the last where the form has none.
@@ -179,9 +179,7 @@ def exchange_experts(
         with graph.graph.inserting_before(node):
             node.replace_all_uses_with(call(graph, node))
         graph.graph.erase_node(node)
-    if found:
-        sweep(graph)
-    return len(found)
+    return sweep(graph, len(found))
 
 
 def _fits_tiles(graph: StepGraph, node: fx.Node, wanted: Wanted) -> bool:

@@ -36,9 +36,7 @@ class LowerChoices:
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)
         grouped = sum(_lower_groups(graph.graph, node, effects) for node in list(graph.graph.nodes))
-        if grouped:
-            sweep(graph)
-        return grouped + sum(
+        return sweep(graph, grouped) + sum(
             lower(graph.graph, node)
             for node in list(graph.graph.nodes)
             for lower in (_lower_topk, _lower_max)
@@ -46,12 +44,12 @@ class LowerChoices:
 
 
 def _lower_groups(graph: fx.Graph, node: fx.Node, effects: Effects) -> bool:
-    """Exchange a topk of what a choice of groups has left; returns whether it did."""
+    """Replace a topk among the groups that a choice of groups keeps; returns whether it did."""
     masked, count = _match_topk(node)
     x, totals, kept, fill = _match_mask(masked)
     if x is None or not _are_totals(totals, x):
         return False
-    # Numbers are read where they are chosen from, after the groups are chosen.
+    # The new operator reads x after the groups were chosen, so nothing may write x.
     if effects.roots[x] & frozenset[Any]().union(*effects.writes.values()):
         return False
     groups = totals.meta["val"].shape[-1]
@@ -81,8 +79,8 @@ def _match_topk(node: Any) -> tuple[Any, int]:
 
 
 def _match_mask(node: Any) -> tuple[Any, Any, int, Any]:
-    """(x, totals, kept, fill) of numbers x [T, N] of which those are filled whose group is not
-    among the `kept` with the largest totals [T, groups]."""
+    """(x, totals, kept, fill) if a node is x [T, N] with `fill` in all groups but the `kept` ones
+    with the largest totals [T, groups]."""
     none = (None, None, 0, None)
     x, hidden, fill = operands(node, aten.masked_fill.Scalar, 3)
     (shown,) = operands(hidden, aten.bitwise_not.default, 1)
@@ -120,7 +118,7 @@ def _are_totals(totals: fx.Node, x: fx.Node) -> bool:
 
 
 def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
-    """Exchange a topk of narrow rows; returns whether it did."""
+    """Replace a topk of narrow rows; returns whether it did."""
     x, count = _match_topk(node)
     if x is None:
         return False
@@ -131,7 +129,7 @@ def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _lower_max(graph: fx.Graph, node: fx.Node) -> bool:
-    """Exchange the largest of wide rows, or its place; returns whether it did."""
+    """Replace the maximum of wide rows, or its index; returns whether it did."""
     if not is_call(node, aten.max.dim, aten.argmax.default):
         return False
     x, dim = operands(node, node.target, 2)

@@ -36,12 +36,12 @@ SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
 
 @dataclass(frozen=True)
 class PackGroups:
-    """Replace linears and experts on weights in groups by ops that read the codes.
+    """Replace linears and experts on grouped weights by ops that read the codes.
 
-    These are weights that the checkpoint stores so and, with a scheme, all others but embeddings,
-    routers and the joints of MTP layers. Linears that share an input become one if their weights
-    have the same form. On by default on backends with kernels for them (cpu and cuda), and with a
-    scheme on all. What no such op reads stays as it is: later passes pack its values.
+    The checkpoint stores these weights in groups or, with a scheme, the pass rounds all weights
+    but embeddings, routers and the entry projections of MTP layers. Linears that share an input
+    become one if their weights have the same form. On by default on backends with kernels for them
+    (cpu and cuda), and with a scheme on all. Other weights stay as they are for later passes.
 
     Attributes:
         scheme: of `mtpc.weights.quantise`; None rounds nothing.
@@ -64,7 +64,7 @@ def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
     Args:
         graph: of the calls.
         spec_of: how each call is to read each of its weights.
-        stem: what names of the codes and scales begin with: a weight may be read as several forms.
+        stem: prefix of the names of codes and scales; a weight may be read in several forms.
 
     Returns:
         How many calls take their place.

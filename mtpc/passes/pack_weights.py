@@ -51,8 +51,8 @@ class PackWeights:
     copies the weights anyway. All buckets share a packed weight.
 
     With these ops, a row's result does not depend on the number of rows; F.linear does not promise
-    that. To keep the promise for the whole model, the pass also replaces float32 linears (routers),
-    whose weights stay as they are, where it or pack-groups has replaced one of the target's.
+    that. So that it holds for the whole model, the pass also replaces float32 linears (routers) if
+    it or pack-groups has replaced a linear of the target. Their weights stay as they are.
     """
 
     name: ClassVar[str] = "pack-weights"
@@ -88,9 +88,7 @@ def _widen_linears(graph: StepGraph) -> int:
             wide = emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)
         node.replace_all_uses_with(wide)
         graph.graph.erase_node(node)
-    if found:
-        sweep(graph)
-    return len(found)
+    return sweep(graph, len(found))
 
 
 def _before_widening(operand: Any) -> Any:

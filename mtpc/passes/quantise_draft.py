@@ -38,6 +38,7 @@ class QuantiseDraft:
 
 
 def draft_spec(weight: Tensor) -> GroupSpec | None:
-    """How drafts read a weight: int8, one scale a row; None if it has no such form."""
+    """The spec by which drafts read a weight: int8 with a scale per row; None if it does not
+    fit."""
     spec = scheme_spec("int8", weight)
     return None if spec is None else replace(spec, by_largest=True)

@@ -26,8 +26,8 @@ class ResizeMetadata:
     verify step uses R*Q rows of them. If such a buffer is too short, a slice of it is clamped
     without an error, and KV is lost; captured graphs with `slot_mapping[:bs]` instead of
     `slot_mapping[:bs * max_qlen]` have had this fault. The pass reads from the graph how many rows
-    are used, replaces the size R by R*Q (or a larger multiple of R) if necessary, and reallocates
-    the buffer. The verifier checks the sizes again.
+    are used. If necessary, it replaces the size R by R*Q, or a larger multiple of R, and
+    reallocates the buffer. The verifier checks the sizes again.
     """
 
     name: ClassVar[str] = "resize-metadata"

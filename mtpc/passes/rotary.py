@@ -18,7 +18,7 @@ _END = 2**63 - 1
 
 @dataclass(frozen=True)
 class Rotary:
-    """x cos + rotate_half(x) sin for the first C features x of each head; the others stay.
+    """x cos + rotate_half(x) sin for the first C features x of each head; other features stay.
 
     Attributes:
         last: node of the result, [1, heads, T, D].

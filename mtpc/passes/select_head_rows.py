@@ -39,10 +39,10 @@ _FIRST_ARGUMENT_ONLY = (aten.linear.default, aten.mean.dim, aten.select.int)
 class SelectHeadRows:
     """Move `index_select(f(x), rows)` to `f(index_select(x, rows))` through row-wise f.
 
-    Prefill needs logits of one row a request, the draft layer's first step those of the anchor
-    row; both are written as head-then-select. Where all users of a row-wise node select the same
-    rows, the selection moves above it: through the head (the largest matrix of the model), the
-    final norm, and the last block's feed-forward, up to attention.
+    Prefill needs logits of one row per request, and the draft layer's first step those of the
+    anchor row. Both are written as a head, then a selection. Where all users of a row-wise node
+    select the same rows, the selection moves above it: through the head (the largest matrix of the
+    model), the final norm, and the last block's feed-forward, up to attention.
     """
 
     name: ClassVar[str] = "select-head-rows"

@@ -12,15 +12,7 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import GraphError, UnsupportedModelError
-from mtpc.passes.base import (
-    GETITEM,
-    Policy,
-    emit,
-    emit_named,
-    emit_weight,
-    is_call,
-    tidy,
-)
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, emit_weight, is_call, tidy
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
 from mtpc.weights.recipes import Rows
 
@@ -33,9 +25,9 @@ class CutWeight:
 
     Attributes:
         dim: the dimension that is cut.
-        runs: this rank's part of it.
-        step: of a vocabulary, its rows on every rank but the last ones; else 0.
-        is_gathered: the plan makes whole again what a linear computes with it.
+        runs: this rank's part of the dimension.
+        step: of weights cut by the vocabulary: rows of each rank but the last ones; else 0.
+        is_gathered: whether the plan gathers the result of the linear.
     """
 
     dim: int
@@ -90,10 +82,10 @@ class _Cutter:
     """Goes through a step once, in order of execution.
 
     Attributes:
-        whole: shapes before anything was cut; of results of several, that of the first.
-        held: the dimension that is cut, of values of which this rank has a part.
-        gathered: those of them that may be made whole.
-        steps: rows of a rank, of weights and logits that are cut by the vocabulary.
+        whole: whole shapes of values; that of the first value where a call has several.
+        held: the cut dimension of each value of which this rank has a part.
+        gathered: those of them that may be gathered.
+        steps: `CutWeight.step` of weights and logits that are cut by the vocabulary.
     """
 
     def __init__(self, graph: StepGraph, sharding: Sharding):
@@ -127,7 +119,7 @@ class _Cutter:
         elif name in weights:
             cut = weights[name]
             with self.fx.inserting_after(node):
-                # As of any derived weight, the name after the first dot has none.
+                # The name of a derived weight has one dot.
                 own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, name, cut.dim)
                 part = emit_weight(self.graph, own, recipe, node)
             self._replace(node, part, cut.dim)
@@ -135,7 +127,7 @@ class _Cutter:
             self.gathered |= {part} if cut.is_gathered or cut.step else set()
 
     def _replace(self, old: fx.Node, new: fx.Node, dim: int | None = None) -> None:
-        """Let all read another value of the same whole shape, of which a part is held or all."""
+        """Replace a value by one of the same whole shape; `dim` is cut, None if nothing is."""
         old.replace_all_uses_with(new, lambda user: user is not new)
         self.whole[new] = self.whole[old]
         if dim is not None:
@@ -163,7 +155,7 @@ class _Cutter:
         self._compute(node)
 
     def _compute(self, node: fx.Node) -> None:
-        """The value of a call on parts, which must be the part that the rules say it is."""
+        """Compute a call on parts; check that its value is the part that the rules predict."""
         node.meta |= fake_call(self.mode, node.target, node.args, node.kwargs)
         whole, part = self.whole[node], _shape(node) or ()
         dim, ranks = self.held[node], self.sharding.ranks
@@ -173,7 +165,7 @@ class _Cutter:
             raise GraphError(f"{node} is {[*part]} on a rank, a part of {[*whole]} along {dim}")
 
     def _make_whole(self, node: fx.Node, cut: list[fx.Node]) -> None:
-        """Gather what a call needs whole, where the plan gathers it."""
+        """Gather the inputs that a call needs whole, if the plan gathers them."""
         for source in cut:
             if source not in self.gathered or source.op == "get_attr":
                 raise self._refusal(node, source)
@@ -198,7 +190,7 @@ class _Cutter:
         )
 
     def _write(self, node: fx.Node) -> None:
-        """A call without a result: rows of a cache, whose heads are cut as the cache's are."""
+        """A call without a result may write rows to a cache whose heads are cut like theirs."""
         if is_call(node, ours.write_cache.default):
             cache, rows = node.args[:2]
             dims = self.held.get(cache), self.held.get(rows)  # type: ignore[arg-type]
@@ -211,7 +203,7 @@ class _Cutter:
         return emit(self.fx, ours.all_reduce.default, args, node)
 
     def _linear(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """A product by a weight that is cut, by its outputs or by its inputs."""
+        """A product by a weight that is cut along its outputs or its inputs."""
         x, weight, bias = given["input"], given["weight"], given["bias"]
         last = len(self.whole[x]) - 1
         if weight not in self.held:
@@ -236,7 +228,8 @@ class _Cutter:
         return True
 
     def _experts(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Each rank has a part of every expert's features, and a summand of their results."""
+        """Each rank has a part of every expert's features, and computes a summand of the
+        results."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
         if cut not in ({"gate_up": 1, "down": 2}, {"up": 1, "down": 2}):
             raise NeedsWholeError
@@ -246,18 +239,11 @@ class _Cutter:
         return True
 
     def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Query heads beside the key/value heads that they use."""
+        """Query heads with the key/value heads that they use; of latents every rank has all."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        if cut != {"q": 1, "k_cache": 2, "v_cache": 2} or given["sinks"] is not None:
-            raise NeedsWholeError
-        self.held[node] = 1
-        self._compute(node)
-        return True
-
-    def _latent_attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Query heads, and what expands the latents for them; every rank has all latents."""
-        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        if cut != ({"q": 1, "kv_up": 0} if "kv_up" in given else {"q": 1}):
+        by_head = {"q": 1, "k_cache": 2, "v_cache": 2, "kv_up": 0}
+        wanted = {name: dim for name, dim in by_head.items() if name in given}
+        if cut != wanted or given.get("sinks") is not None:
             raise NeedsWholeError
         self.held[node] = 1
         self._compute(node)
@@ -274,7 +260,7 @@ class _Cutter:
         return True
 
     def _choose(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """The largest logit, of logits that are cut by the vocabulary."""
+        """The largest of logits that are cut by the vocabulary."""
         logits, step = node.all_input_nodes[0], 0
         last, dim = len(self.whole[logits]) - 1, given.get("dim")
         if logits in self.held and self.held[logits] == last and not given.get("keepdim"):
@@ -290,7 +276,7 @@ class _Cutter:
         return True
 
     def _agree(self, node: fx.Node) -> None:
-        """A choice that every rank makes from the whole is the first rank's."""
+        """All ranks take the first rank's choice, where each makes it from whole logits."""
         chosen = [node]
         if node.target is aten.max.dim:
             chosen = [user for user in node.users if user.args[1] == 1]
@@ -302,7 +288,7 @@ class _Cutter:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
-    """Shape of a value, of the first of several; None where a call has no result."""
+    """Shape of a value, or of the first of several; None if a call has no result."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return tuple(first.shape) if isinstance(first, Tensor) else None
@@ -318,6 +304,6 @@ _RULES: Mapping[Any, Callable[[_Cutter, fx.Node, dict[str, Any]], bool]] = {
     ours.experts.default: _Cutter._experts,
     ours.relu2_experts.default: _Cutter._experts,
     ours.paged_attention.default: _Cutter._attention,
-    ours.latent_attention.default: _Cutter._latent_attention,
-    ours.expanded_latent_attention.default: _Cutter._latent_attention,
+    ours.latent_attention.default: _Cutter._attention,
+    ours.expanded_latent_attention.default: _Cutter._attention,
 }

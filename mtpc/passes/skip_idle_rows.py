@@ -132,7 +132,7 @@ class _Counts:
     selected: dict[fx.Node, bool] = field(default_factory=dict)
 
     def follow(self, node: fx.Node) -> None:
-        """Take note of a node; after a write of metadata, emit the counts."""
+        """Visit a node. After a write of metadata, emit the counts."""
         if is_call(node, aten.copy_.default):
             into, value, _ = arguments(node).values()
             if is_call(into, aten.slice.Tensor):
@@ -156,7 +156,7 @@ class _Counts:
             self.selected[node] = self.selected[inputs[0]]
 
     def of(self, node: fx.Node) -> fx.Node | None:
-        """The node that counts an operator's rows, or None if it has other rows or just one.
+        """The node that counts an operator's rows; None if no count fits, or there is one row only.
 
         Sizes alone do not decide: [1, 16, H] may be 16 tokens, or 16 parts of the row of a single
         request. Rows of requests and of logits are selected by `index_select` only, so `follow`

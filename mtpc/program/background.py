@@ -127,7 +127,7 @@ class Background:
         self._take_finished()
 
     def _take_finished(self) -> None:
-        """Bind the next K whose steps are all in the cache."""
+        """Bind each missing K whose steps are all in the cache, up to the first that is not."""
         rest, program = self._rest, self._program
         for tier, graphs in list(self._missing.items()):
             steps = [rest.cache.find(*graph) for graph in graphs]

@@ -41,14 +41,14 @@ from mtpc.weights.recipes import (
 )
 
 _TELL_S = 0.5
-"""While weights are read, a listener hears of it once in so many seconds."""
+"""Seconds between two reports while weights are read."""
 _AHEAD_BYTES = 1 << 29
-"""Of weights that are read and not packed yet, as far as memory is free."""
+"""Bytes of weights to read ahead of packing, if as much memory is free."""
 _IN_MAP_BYTES = 2 << 20
-"""A weight of this size that a step reads as it is stored stays in the file's memory map, which the
-system can drop."""
+"""A weight of at least this size that steps read as it is stored stays in the file's memory map,
+which the system can drop."""
 _FIRST_ROWS = 16
-"""Rows of two embeddings or heads that are compared first: other ones differ there."""
+"""Rows of two embeddings or heads to compare first: unequal ones nearly always differ there."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class StepBinder:
         shared: tensors of state and caches by name.
         weights: the program's weights; the binder adds those that it reads or makes.
         source: where to read weights that the table lacks; None if it lacks none.
-        added: hears the name of each weight that the binder has added.
+        added: called with the name of each weight that the binder has added.
     """
 
     shared: Mapping[str, Tensor]
@@ -182,14 +182,14 @@ class WeightSource:
         self._checkpoint, self._fill = checkpoint, fill
         self._finite: dict[str | Rows, bool] = {}
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
-        # What was read to trace the model is gone, and is no longer of interest.
+        # Weights that were dequantised for tracing are gone, and notes must not count them.
         checkpoint.dequantised.clear()
         self._copies: dict[str, str] = {}
         self._shared: dict[Hashable, Tensor] = {}
 
     @contextmanager
     def reading_ahead(self, steps: Steps, weights: WeightTable, needed: int) -> Iterator[None]:
-        """Within it, a thread reads the next weights while one is packed.
+        """Within the block, a thread reads the next weights while one is packed.
 
         Args:
             steps: what will be bound, in this order.
@@ -198,14 +198,14 @@ class WeightSource:
         """
         free = free_bytes()
         if free is None or 2 * self._checkpoint.nbytes <= free:
-            yield  # The page cache keeps the files, and may have them: maps are faster then.
+            yield  # The page cache can keep the files. Memory maps are faster then.
             return
         room, wanted = max(0, free - needed) // 2, self._wanted(steps, weights)
         with self._checkpoint.reading_ahead(ReadAhead(wanted, min(_AHEAD_BYTES, room), room)):
             yield
 
     def _wanted(self, steps: Steps, weights: WeightTable) -> Iterator[Span]:
-        """What is read from the files as a whole, in the order of use."""
+        """Spans of the tensors that are read whole, in the order of use."""
         records: dict[str, StepRecord] = {}
         for record in (step.record for step in steps.values()):
             for name in record.package.tensors:
@@ -247,7 +247,8 @@ class WeightSource:
         in_map = isinstance(recipe, str) and self._stays_in_map(recipe, made)
         if in_map:
             del made  # The next weights are read into its memory.
-        # A copy needs its parts no longer. Of an embedding a step reads a few rows.
+        # The tensors that a weight was made of are not needed again. Of an embedding, steps read a
+        # few rows.
         for name in dtypes:
             self._checkpoint.release(name)
         return self._checkpoint.tensor(str(recipe)) if in_map else made
@@ -267,13 +268,13 @@ class WeightSource:
         return made
 
     def _stays_in_map(self, name: str, read: Tensor) -> bool:
-        """Whether a weight that steps read as it is stored is one in its file's memory map."""
+        """Whether steps read a stored weight from its file's memory map."""
         if read.nbytes < _IN_MAP_BYTES or not self._checkpoint.is_plain(name):
             return False
         return self._checkpoint.meta_tensor(name).dtype == read.dtype
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
-        """A weight that is stored in this form as its codes; any other is rounded to them."""
+        """A weight as codes of this form: as it is stored, or else rounded."""
         if self._checkpoint.specs.get(name) != spec:
             plain = self._read(name, self._dtypes[name])
             self._look(name, {name: plain})
@@ -290,11 +291,11 @@ class WeightSource:
         return GroupedRows(stored.shape, read)
 
     def _first_copy(self, name: str) -> str:
-        """The stored tensor to read in the place of an embedding or a head; any other is itself."""
+        """The first of equal embeddings or heads; for any other tensor, its own name."""
         return self._copies.get(name, name)
 
     def _find_copy(self, name: str) -> None:
-        """Find the embedding or head, of those that were used so far, that this one equals."""
+        """Find an equal embedding or head among those that were used so far."""
         if name in self._copies:
             return
         firsts = dict.fromkeys(self._copies.values())
@@ -327,7 +328,7 @@ class WeightSource:
         return self._checkpoint.tensor(name).to(dtype)
 
     def _look(self, recipe: Recipe, tensors: Mapping[str, Tensor]) -> None:
-        """Check what a recipe reads of tensors, but for what was checked before."""
+        """Check the values that a recipe reads, except those that were checked before."""
         for part in parts_read(recipe):
             if part not in self._finite:
                 looked = [tensors[next(names(part))]]

@@ -35,7 +35,7 @@ from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 Check = Callable[[StepCompiler], None]
-"""May refuse a model."""
+"""Raises MtpcError to refuse a model."""
 _Program = tuple[int, Ranks | None]
 """K, and the rank whose part of the steps it has."""
 
@@ -208,7 +208,7 @@ def default_jobs() -> int:
 
 
 class Teller:
-    """Turns what happens into `Progress`; counts what is done."""
+    """Reports events of a build as `Progress`, and counts finished steps."""
 
     def __init__(self, listener: Listener, start: float):
         self._listener, self._start = listener, start
@@ -274,7 +274,7 @@ class Builder:
         for task in tasks:
             compiler = self._compiler(task)
             if compiler.obtain(task.key, task.part).entry is None:
-                # The next step could not be kept either, after minutes of work.
+                # The next step could not be kept either, and would take minutes.
                 raise CacheWriteError("; ".join(compiler.cache.notes))
             self.tell.finished(task)
 

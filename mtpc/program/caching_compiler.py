@@ -67,7 +67,7 @@ class CachingCompiler:
         self.compiler.tell(stage, key)
 
     def prepare(self, key: StepKey) -> None:
-        """Trace the model, which all steps share; the record of this one has the seconds."""
+        """Trace the model, which all steps share. The record of `key` gets the seconds."""
         start = time.perf_counter()
         with torch.no_grad():
             self.compiler.trace_model(key)
@@ -118,7 +118,7 @@ class CachingCompiler:
         )
 
     def _graph(self, key: StepKey, part: Part, directory: Path, timer: _Timer) -> StepGraph:
-        """The step after all passes; its text after each is written down on the way."""
+        """The step after all passes. Its text after each pass is written to `directory`."""
 
         def write(index: int, name: str, graph: StepGraph) -> None:
             path = directory / graph_file(index, name)

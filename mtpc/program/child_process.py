@@ -1,8 +1,8 @@
 """Building in a process of its own.
 
-Tracing leaves transformers and a heap that does not shrink. They would stay with a server for as
-long as it runs. So another process builds a large checkpoint's steps into the cache, and the caller
-then starts from the cache, as any later process does.
+Tracing leaves transformers in memory, and a heap that does not shrink. A server would keep both for
+as long as it runs. So another process builds a large checkpoint's steps into the cache, and the
+caller then starts from the cache, as any later process does.
 
     caller: job ->          | child: `mtpc.program.build.build`
     <- Progress, MtpcError  | the caller's end of the pipe closes: the child ends, too
@@ -31,12 +31,7 @@ from mtpc.errors import BackendError, CacheWriteError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.program.host_memory import check_model
-from mtpc.program.processes import (
-    end_children,
-    how_it_ended,
-    start_python,
-    without_collections,
-)
+from mtpc.program.processes import end_children, how_it_ended, start_python, without_collections
 from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
@@ -108,7 +103,7 @@ def build_in_child(
 
 
 def _events(pipe: Connection) -> Iterator[Progress | MtpcError]:
-    """What a child says of its job, until it closes its end: done, or dead."""
+    """What a child reports, until it closes its end of the pipe: it is done, or dead."""
     try:
         while True:
             yield pipe.recv()
@@ -193,7 +188,7 @@ class _Caller(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until there is no caller."""
+        """Wait until the caller's end of the pipe closes."""
         try:
             self._pipe.recv()
         except (EOFError, OSError):

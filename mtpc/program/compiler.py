@@ -17,14 +17,7 @@ from mtpc.capture.repeat_layers import repeat_layers
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import (
-    IMAGE_STATE,
-    MAX_STOP_IDS,
-    Layout,
-    StepKey,
-    largest_first,
-    step_keys,
-)
+from mtpc.layout import IMAGE_STATE, MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
 from mtpc.layout.buffers import (
     K_MAX,
     OPEN_SIZES,
@@ -59,7 +52,7 @@ from mtpc.program.ranks import Ranks
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 COPY_LAYERS = "copy-layers"
-"""Name of what adds layers that were not traced, in a graph's history."""
+"""Name in a graph's history of the step that adds layers that were not traced."""
 
 
 class StepCompiler:
@@ -68,9 +61,9 @@ class StepCompiler:
     Args:
         loaded: the model.
         options: sizes and choices.
-        backend: where to.
+        backend: what the steps are compiled for.
         listener: hears of progress.
-        new_buffer: makes each shared buffer; `Layout.reserve` where others are bound in its place.
+        new_buffer: makes each shared buffer; `Layout.reserve` if other tensors replace them later.
         ranks: the processes that share the model; None: this one has all of it.
     """
 

@@ -10,7 +10,7 @@ from mtpc.layout import Part, StepKey
 STAGES = ("trace", "rewrite", "split", "lower")
 """The stages that a step's record has seconds of, in the order in which they run."""
 _LONGEST_S = 1e6
-"""The longest time of a stage that is believed."""
+"""A record with a longer stage is damaged, and does not count."""
 Graph = tuple[int, StepKey, Part]
 """K of the program, the step, and which part of it."""
 

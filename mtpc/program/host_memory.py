@@ -68,7 +68,7 @@ class HostNeed:
 
 
 def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> HostNeed:
-    """What compiled steps take, by their records.
+    """What compiled steps take, according to their records.
 
     Args:
         steps: all of one program.

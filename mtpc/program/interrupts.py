@@ -1,7 +1,7 @@
-"""Ctrl-C while this process traces: it waits for the next stage.
+"""Ctrl-C while this process traces takes effect at the next stage.
 
-torch traces under modes of a thread, and enters them in several steps. KeyboardInterrupt between
-two of these leaves a mode on, and the next trace fails, or ends the process.
+torch traces under thread-local modes, and enters them in several steps. A KeyboardInterrupt between
+two of these leaves a mode on, and then the next trace fails or ends the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from mtpc.layout.progress import Listener, Progress
 
 IMPATIENT_S = 1.0
-"""A second Ctrl-C that comes this many seconds after the first waits for nothing."""
+"""A second Ctrl-C takes effect at once if it comes this many seconds after the first."""
 
 
 class HeldInterrupts:

@@ -1,9 +1,9 @@
-"""Device memory, planned before the KV pool is made: weights are there, graphs come, pages follow.
+"""Device memory, planned when the weights are loaded, before the KV pool is made.
 
     free memory - what graphs will take - state of fixed size = pages
 
-Graphs are traced and rewritten on a pool of one request's pages, which is given back; what their
-intermediates take does not depend on the pool.
+For the plan, graphs are traced and rewritten on a temporary pool of one request's pages. The memory
+of their intermediates does not depend on the pool.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
 
 ALLOWANCE = 256 << 20
-"""For what no graph tells: libraries' workspaces, the device's own copies of captured graphs, gaps
-between blocks. On paper: never measured."""
+"""Bytes for what no graph shows: libraries' workspaces, the device's copies of captured graphs,
+gaps between blocks. An estimate that was never measured."""
 _MIB = 1 << 20
 
 
@@ -53,8 +53,10 @@ class MemoryPlan:
 
     @property
     def graphs(self) -> int:
-        """Bytes of the pool that all graphs share, for one of them runs at a time; and of a step's
-        warm-up, which does not use the pool that the largest has filled by then."""
+        """Bytes for all graphs. One runs at a time, so they share a pool of the largest one's size.
+
+        The warm-up of another step does not use that pool; it adds the second largest size.
+        """
         return sum(sorted(self.steps.values())[-2:]) + ALLOWANCE
 
     def pages(self, free: int) -> int:
@@ -88,7 +90,7 @@ def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) 
     live = {str(key): live_memory(compiler.rewritten(key)) for key in compiler.keys}
     steps = {name: peak_bytes(items) for name, items in live.items()}
     pool = max(pool_bytes(place_live(items)) for items in live.values())
-    backend.notes = notes  # The steps proper will take theirs.
+    backend.notes = notes  # The steps that are compiled later add theirs.
     less = compiler.layout(compiler.keys[0])
     more = Layout(less.values(), {**less.sizes, N: few + 1})
     sizes = [
@@ -144,7 +146,7 @@ def fit_pages(
         options: settled by `for_model`.
         free: bytes that the device has left.
         report: hears the plan.
-        notes: counts what is otherwise than asked for.
+        notes: counts what differs from the options.
 
     Raises:
         CapacityError: as `settle_pages`.

@@ -46,15 +46,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Assembler(Generic[T]):
-    """Makes of compiled steps what its caller runs.
+    """Makes what its caller runs from compiled steps.
 
     Attributes:
         form: which graphs each step has.
-        owns_buffers: the result has state, caches and batch buffers of its own; without that,
+        owns_buffers: whether the result has state, caches and batch buffers of its own. If not,
             steps are traced over stand-ins, and nothing is written to them.
-        assemble: makes the result of entries of the graph cache. It gets the entries, largest
-            first; the weights that exist, by name; and what makes the others, or None if all exist.
-        compile: makes the result of steps that no cache keeps.
+        assemble: makes the result from entries of the graph cache. Its arguments are the entries,
+            largest first; the weights that exist, by name; and the source of the others, or None.
+        compile: makes the result from steps that no cache keeps.
     """
 
     form: Form
@@ -68,7 +68,7 @@ class Opened(Generic[T]):
     """A model whose steps are ready.
 
     Attributes:
-        made: what the assembler made of the steps.
+        made: the assembler's result.
         served: vocabulary, end-of-sequence ids, tokenizer.
         options: what the steps were compiled with, `max_len` settled.
         device: where the steps run, as torch names it.
@@ -77,8 +77,9 @@ class Opened(Generic[T]):
         loaded: the model in memory; None where all of it came from the cache.
         cache: the steps' entries; it also holds the files of steps that the cache could not keep,
             until they are bound.
-        rest: the steps that are still to be built, with `build_in_background`; None: none.
-        identity: of what fills pages, for `kv_offload_dir`; "" without that option.
+        rest: the steps that are still to be built, with `build_in_background`; None if all are
+            there.
+        identity: see `page_identity`; "" without the option `kv_offload_dir`.
         ranks: the processes that share the model; None: this one has all of it.
     """
 
@@ -143,7 +144,7 @@ def _prepare(
             report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
     elif options.kv_offload_dir is not None:
         raise OptionError(
-            "kv_offload_dir with a model object, whose weights may be other ones tomorrow; "
+            "kv_offload_dir with a model object, whose weights may change between runs; "
             "expected a checkpoint's directory"
         )
     settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
@@ -193,11 +194,11 @@ class _Opener(Generic[T]):
         return replace(opened, ranks=self.ranks)
 
     def beginning(self, cache: StepCache | None) -> _Opener[T]:
-        """This, for the steps with which a program can begin; the others are its `rest`.
+        """A copy for the steps with which a program can begin; the others become its `rest`.
 
-        These are the prefill step, and the decode steps of each K that the cache has, or else of
-        the smallest K, or of 0 where K is one number. Without a cache, packages or a checkpoint
-        there is nothing to wait for apart.
+        A program begins with the prefill step, and with the decode steps of every K that the cache
+        has. If it has none, that is the smallest K, or 0 where K is one number. The opener itself
+        is returned if nothing can be built in the background.
         """
         options = self.options
         tiers = options.tiers if len(options.tiers) > 1 else (0, *options.tiers)
@@ -216,7 +217,7 @@ class _Opener(Generic[T]):
         return replace(self, options=options, graphs=tuple(first), rest=rest)
 
     def restored(self, cache: StepCache | None) -> Opened[T] | None:
-        """All of it from the cache, if the cache has all of it; transformers is not imported."""
+        """All steps from the cache, or None if one is missing; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
         found = restore(self.source, self.options, cache, self.graphs)
@@ -245,14 +246,14 @@ class _Opener(Generic[T]):
         )  # fmt: skip
 
     def _identity(self, options: CompileOptions, backend: str) -> str:
-        """What identifies pages in files, if the options ask for such."""
+        """The identity of pages in files; "" without the option `kv_offload_dir`."""
         if options.kv_offload_dir is None:
             return ""
         self.report("read the weights, to know their pages in kv_offload_dir")
         return page_identity(self.source, options, backend)
 
     def build_in_child(self, cache: StepCache | None) -> bool:
-        """Fill the cache in a process of its own, which pays for a large checkpoint."""
+        """Fill the cache in another process if the checkpoint is large; returns whether it did."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return False
         listener, owns, rank = self.interrupts.tell, self.assembler.owns_buffers, self.ranks

@@ -1,7 +1,7 @@
 """A step's results side by side in one memory, so that one copy brings them to the host.
 
-Which buffers are results, `BufferSpec.is_result` says. They are packed where steps stay in the
-process that compiled them; a package is bound to buffers of its own.
+Results are the buffers with `BufferSpec.is_result`. They are packed if steps stay in the process
+that compiled them. Packages are bound to separate buffers instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpc.capture.graph import StepGraph, set_tensor
 
 _ALIGNMENT = 16
-"""Bytes: kernels read and write so many at once from where a tensor begins."""
+"""Bytes that kernels read or write at once, from the beginning of a tensor."""
 
 
 def pack_results(graph: StepGraph) -> None:
@@ -48,6 +48,6 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, packed: Tensor) -> Tensor:
-    """The part of the packed bytes that a result is."""
+    """The part of the packed bytes that holds a result."""
     begin = tensor.storage_offset() * tensor.itemsize
     return packed[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

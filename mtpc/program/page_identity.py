@@ -12,7 +12,7 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.content import content_digest
 
 _ROWS_IN_RINGS = "options.rows_in_rings"
-"""A field of the key that only sizes buffers. What a snapshot has of it is in its form."""
+"""A key field that only sizes buffers. A snapshot's own form states their sizes."""
 MEMORY = "weights.json"
 """File of `kv_offload_dir` that keeps the digests of weights' files."""
 

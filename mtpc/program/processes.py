@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 def ended_by_sigterm() -> Iterator[None]:
     """Within the block, SIGTERM ends all children and raises SystemExit(143); a second one kills.
 
-    Outside of the main thread, which alone may say so, nothing changes.
+    Outside of the main thread, which alone may set signal handlers, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,8 +52,8 @@ def ended_by_sigterm() -> Iterator[None]:
 def without_collections() -> Iterator[None]:
     """Within the block, no cycles are collected.
 
-    A build makes some 10 MiB of them with each step. Looking for them takes a seventh of its time,
-    because each search goes through all that torch, transformers and the graphs hold.
+    A build leaves some 10 MiB of them per step. Collecting them takes a seventh of its time,
+    because each collection visits all objects of torch, transformers and the graphs.
     """
     was_enabled = gc.isenabled()
     gc.disable()

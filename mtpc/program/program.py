@@ -44,10 +44,10 @@ class Program:
     Attributes:
         steps: captured steps by key.
         shared: tensors of state and caches that all steps use, by name.
-        snapshots: memory of the engine's beside them, to and from which it copies rows.
+        snapshots: tensors of the engine, to and from which it copies rows of `shared`.
         replays: number of replays by step.
         host_writes: number of buffer writes by the host.
-        building: what is said of steps that another process builds; "" if there are none.
+        building: how far another process has built missing steps; "" if none are missing.
         fallbacks: why steps that were asked for will not come, once; part of `Stats.fallbacks`.
         arrived: steps that were bound meanwhile, each time with the K to choose from now on.
         identity: of the weights, the options and the code, on which the content of caches depends;
@@ -116,7 +116,7 @@ class Program:
             tensor.fill_(value)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy rows behind the work that is launched: of a buffer to a snapshot, or back."""
+        """Copy rows of a buffer to a snapshot, or back, after the work that is launched already."""
         to.copy_(source)
 
     def set_batch(self, key: StepKey, slots: list[int]) -> None:

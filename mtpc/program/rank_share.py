@@ -1,4 +1,4 @@
-"""What one rank holds of a model: which part of each weight, and which heads of each cache."""
+"""One rank's part of a model: the part of each weight, and the heads of each cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtpc.program.ranks import Ranks
 
 
 class RankShare:
-    """What one rank holds of a model, by transformers' tensor plan.
+    """One rank's part of a model, by transformers' tensor plan.
 
     Args:
         loaded: the model. Its shapes are read, but not its values.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 DEFAULT_GROUP = "0"
 """torch's name of the default process group."""
 _IDLE = timedelta(days=365)
-"""How long a rank waits for rank 0's next step. One that ends closes its connections at once."""
+"""How long a rank waits for rank 0's next step. If a rank ends, its connections close at once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def place(self) -> Ranks:
-        """This without the means to talk; another process can have it, to build for this one."""
+        """A copy without the process group, for another process that builds for this rank."""
         return replace(self, control=None)
 
     def compare(self, source: Any, options: CompileOptions) -> None:

@@ -1,4 +1,4 @@
-"""What a model takes of each device, and how long a step is: on paper, never held against one.
+"""Memory by device and the time of a step, computed on paper. No device has confirmed it.
 
     step time = (weights read + caches read) / memory bandwidth
                 + bytes sent by collectives / link bandwidth + collectives * latency
@@ -29,8 +29,8 @@ from mtpc.program.memory_plan import ALLOWANCE
 from mtpc.weights.quantise import is_head, spec_by_scheme
 
 CHOICE_BYTES = 12
-"""A rank's largest logit and its token id, which is all that greedy ranks tell of their part of the
-vocabulary."""
+"""A rank's largest logit and its token id: all that it sends of its part of the vocabulary if
+choice is greedy."""
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_top_k")
 _REWRITTEN = ("recurrent",)
 """Roles of buffers that a step reads and writes whole."""
@@ -241,13 +241,6 @@ class RankModel:
             count,
             read + cached,
             sent,
-        )
-
-    def active_parameters(self, part: str) -> float:
-        """Elements of a part that one token is computed with, all of its embedding among them."""
-        return sum(
-            w.numel * (self._active / w.total if w.role == "experts" else 1)
-            for w in self._used(part).values()
         )
 
     def _runs(self, batch: int) -> Iterator[tuple[str, int]]:

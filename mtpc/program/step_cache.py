@@ -29,10 +29,10 @@ RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
 KIND = "step"
 ANY = "any"
-"""A key's value of an option that only decides sizes which a step leaves open."""
+"""A key's value for an option that only decides sizes which the step leaves open."""
 _FIXED: tuple[frozenset[str], ...] = (frozenset(), frozenset((BLOCKS,)), frozenset(SIZES))
-"""Sizes that an entry may fix, as far as keys tell: those of a step are put into the first set that
-holds them."""
+"""The sets of fixed sizes that keys distinguish. A step's key names the first set that contains all
+sizes that the step fixes."""
 
 
 def graph_file(index: int, name: str) -> str:
@@ -92,7 +92,7 @@ def program_fields(
         options: of the program.
         part: of which rank they are a part; "": the whole.
     """
-    sizes_state = options.images or _has_rings(model)  # What a prefill step's rows are for.
+    sizes_state = options.images or _has_rings(model)  # Whether prefill rows size any state.
     return {
         "kind": KIND,
         "format": str(FORMAT),

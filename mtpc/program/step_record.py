@@ -78,7 +78,7 @@ class StepRecord:
             **vars(self),
             "format": FORMAT,
             "step": asdict(self.step),
-            "buffers": [_buffer_to_json(spec) for spec in self.buffers],
+            "buffers": [{**vars(s), "dtype": dtype_name(s.dtype)} for s in self.buffers],
             "package": asdict(self.package),
             "derived": {name: recipes.to_json(recipe) for name, recipe in self.derived.items()},
             "stored": {name: recipes.to_json(recipe) for name, recipe in self.stored.items()},
@@ -175,10 +175,6 @@ def settled_buffers(layout: Layout, settle: Callable[[Any], Size]) -> tuple[Buff
 
 def _recipes_from_json(value: dict[str, Any]) -> dict[str, Recipe]:
     return {name: recipes.from_json(recipe) for name, recipe in value.items()}
-
-
-def _buffer_to_json(spec: BufferSpec) -> dict[str, Any]:
-    return {**vars(spec), "dtype": dtype_name(spec.dtype)}
 
 
 def _buffer_from_json(value: dict[str, Any]) -> BufferSpec:

@@ -3,8 +3,8 @@
     this process: tasks ->               | worker: `build.Builder.run`
     <- stages, lines, what is finished   | as any other builder, through the cache
 
-A copy has what this process has loaded and traced, at once and in the same memory. It has none of
-this process's other threads, so it runs nothing on torch's.
+A copy has what this process has loaded and traced, at once and in the same memory. It lacks this
+process's other threads, so it runs torch on one thread.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Tell(Protocol):
 
 
 class Workers:
-    """Copies of this process that build, and what they say.
+    """Copies of this process that build, and their reports.
 
-    This process builds, too. For its work this takes the place of a `Tell`, which passes on what
-    workers have said meanwhile.
+    This process builds, too. For its own work, `Workers` is the `Tell`: each call also passes on
+    what workers have reported meanwhile.
 
     Args:
         builder: of this process.
-        todo: the tasks, of which each process takes one after the other.
+        todo: the tasks. Each process takes one after the other.
         count: how many workers to start.
         tell: hears of the progress of all.
     """
@@ -84,7 +84,7 @@ class Workers:
         return _drain(self._tasks)
 
     def wait(self) -> None:
-        """Until every step is in the cache, or all workers have ended.
+        """Wait until every step is in the cache, or all workers have ended.
 
         Raises:
             MtpcError: a worker ended with it, or died.
@@ -104,7 +104,7 @@ class Workers:
                 process.join()
 
     def _hear(self, wait_s: float = 0.0) -> None:
-        """Pass on what workers have said; wait so long for the first of it."""
+        """Pass on what workers have reported; wait up to `wait_s` seconds for the first report."""
         with suppress(queue.Empty):
             while True:
                 kind, data = self._events.get(timeout=wait_s)

@@ -12,8 +12,8 @@ class Advance(nn.Module):
     """Write each request's new state to its slot; a request that is off writes the scratch slot.
 
     Args:
-        marks_unused: whether columns of `token_ids` that this step has no draft for get NO_DRAFT.
-            Otherwise they keep what they hold, and acceptance verifies it.
+        marks_unused: whether columns of `token_ids` for which this step has no draft get NO_DRAFT.
+            Otherwise they keep their values, and a later step with more drafts verifies these.
     """
 
     def __init__(self, marks_unused: bool = False):

@@ -1,14 +1,15 @@
-"""True chaining of several MTP layers: the rows that a round computes, and what the next one needs.
+"""True chaining of several MTP layers: which rows a step computes, and what it keeps for the next.
 
-In row t, MTP layer i takes what layer i - 1 gave there (layer 0: the target's features) and token
-t + i + 1. After a step all tokens up to position L' are certain, so layer i's rows from L' - i on
-rest on drafts, and the next round computes them again. It does so for all n layers from row
-L - (n-1) on. For that, the step keeps the target's last n - 1 features and their next tokens by
-request slot. All layers run over the same rows. From one layer to the next the tokens move up by
-one row, and the row of the last certain token takes the draft. docs/design.md derives this.
+In row t, MTP layer i takes the features of layer i - 1 in row t (layer 0: the target's features)
+and token t + i + 1. After a step, all tokens up to position L' are certain. So layer i's rows from
+L' - i on depend on drafts, and the next step computes them again. The last layer's come from all
+layers below it, whose outputs no step keeps. So all n layers run over the same rows, from row
+L - (n-1) on. For that, a step keeps the target's last n - 1 features and their next tokens by
+request slot. From one layer to the next, the tokens move up by one row, and the row of the last
+certain token takes the draft. docs/design.md derives this.
 
-Where layers are fed the target's features only (`Step.chaining`), layer i's rows rest on the
-same drafts, because of their tokens. All else is the same.
+If every layer is fed the target's features (`Step.chaining` is "target"), layer i's rows depend on
+the same drafts through their tokens, and nothing else differs.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ aten = torch.ops.aten
 
 
 class Widen(nn.Module):
-    """The rows of a round: up to `window` earlier ones of each request, then this step's.
+    """The rows of all MTP layers: up to `window` earlier ones of each request, then this step's.
 
-    A request with fewer than `window` committed tokens has that many earlier rows, so the rows that
-    a slot keeps of the request before are never read. Rows beyond a bucket's last are padding.
+    A request with fewer than `window` committed tokens has only as many earlier rows. So nothing
+    reads rows that an earlier request left in the slot. Rows after the last request's are padding.
     """
 
     def __init__(self, key: StepKey, window: int, page_size: int):
@@ -92,7 +93,7 @@ class Widen(nn.Module):
 
 
 class MoveUp(nn.Module):
-    """The next layer's ids: each row takes the one after it, the anchors' rows take the draft."""
+    """The ids of the next layer: each row takes the id of the row after it, anchors the draft."""
 
     def forward(self, ids: Tensor, anchors: Tensor, active: Tensor, drafts: Tensor) -> Tensor:
         return move_up(ids, anchors, active, drafts)
@@ -102,7 +103,7 @@ class KeepLast(nn.Module):
     """Write each request's last `window` certain rows, up to the anchor's, to its slot.
 
     In a prefill step with images, ids from the vocabulary's end on name rows of embeddings, which
-    are the next step's by then. The slot keeps these rows, and ids that name them there.
+    the next step overwrites. The slot keeps copies of these rows, and ids that name the copies.
     """
 
     def __init__(self, window: int, vocab_size: int):
@@ -124,15 +125,16 @@ class KeepLast(nn.Module):
         """Update `last_ids`, `last_features` and `last_embeds` in place.
 
         Args:
-            ids: as the next arguments, as `Widen` has them.
-            features: [T, ...].
+            ids: int64 [T'], as in `Widened`, like the next three arguments.
+            features: [T', ...].
             anchors: int64 [R].
             query_start_loc: int32 [R+1].
             state_slots: int64 [R].
             last_ids: int64 [S, window].
             last_features: [S, window, ...].
-            embeds: [N, H], rows that the ids after the vocabulary name; None: there are no images.
-            last_embeds: [S, window, H], rows that the ids after these name, by request slot.
+            embeds: [N, H], the rows of the ids V to V + N - 1, V the vocabulary size; None without
+                images.
+            last_embeds: [S, window, H], by request slot, the rows of the ids after these.
         """
         back = torch.arange(self.window - 1, -1, -1, device=anchors.device)
         rows = anchors[:, None] - back[None]
@@ -155,14 +157,14 @@ class KeepLast(nn.Module):
 def draft_rows(
     step: Step, inputs: DraftInputs
 ) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:
-    """A draft of each MTP layer, all over the same, widened rows.
+    """Draft with each MTP layer in turn, all over the same widened rows.
 
-    Where K changes between steps it may be less than the number of layers. All layers run
-    nevertheless, because a step of more drafts needs their KV of every row; what only a draft
-    would need is dead code.
+    Where K changes between steps, it may be less than the number of layers. All layers run
+    nevertheless, because a later step with more drafts needs their KV in every row. Dead-code
+    elimination removes what only the unused drafts need.
 
     Returns:
-        The widened inputs, what the last layer gives [T', ...], and the drafts [R].
+        The widened inputs, the results of the last layer [T', ...], and the drafts, [R] each.
     """
     inputs = widened = _widen(step, inputs)
     keeps_embeds = step.key.phase == "prefill" and hasattr(step.state, "chain_embeds")
@@ -177,13 +179,13 @@ def draft_rows(
             inputs = replace(inputs, features=given[0])
         given, draft = step.draft_rows(index, inputs)
         drafts.append(draft)
-    if keeps_embeds:  # Every layer has read the embeddings of the round before.
+    if keeps_embeds:  # Now every layer has read the embeddings that the step before kept.
         _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
     return widened, given, drafts
 
 
 def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
-    """Add the earlier rows that rested on drafts."""
+    """Add the earlier rows, which depended on drafts."""
     bucket, begun, state = step.key.bucket, inputs.begun, step.state
     fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
     requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
@@ -196,7 +198,7 @@ def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
 
 
 def _keep_last(step: Step, inputs: DraftInputs, *embeds: Tensor) -> None:
-    """Keep the last of the widened rows for the next round."""
+    """Keep the last of the widened rows for the next step."""
     rows = (inputs.ids, inputs.features, inputs.anchors, inputs.metadata.query_start_loc)
     kept = (step.state.chain_ids, step.state.chain_features)
     step.pieces.keep_last(*rows, inputs.begun.state_slots, *kept, *embeds)

@@ -96,9 +96,8 @@ class BeginDecode(nn.Module):
 class BeginPrefill(nn.Module):
     """Gather the requests of a prefill step: prompts, and requests that decode among them.
 
-    The host packs prompt tokens into `batch.prompt_ids`; they are certain, all of them. A request
-    that decodes has the tokens of a decode step. Those are on the device; the host does not know
-    them.
+    The host packs prompt tokens into `batch.prompt_ids`; all of them are certain. A request that
+    decodes has the tokens of a decode step, which are on the device.
 
     Args:
         key: of the step.

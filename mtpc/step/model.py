@@ -21,14 +21,14 @@ class StepModel(Protocol):
     target: nn.Module  # (ids [T], *metadata) -> features [T, ...], and what `draft_entry` takes
     target_head: nn.Module  # features [T, ...] -> logits [T, V]
     drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]; see below
-    later_draft: nn.Module | None  # The last layer, for drafts that take what another handed on.
+    later_draft: nn.Module | None  # The last layer, for drafts after all layers; see below.
     draft_heads: nn.ModuleList  # each features -> logits [T, V], or [T, V_d] of `draft_tokens`
     draft_entry: nn.Module | None  # The target's second result -> what the first draft is fed.
     draft_tokens: nn.Module | None  # Rows of a draft's head, int64 [R] -> token ids [R].
     draft_logits: nn.Module | None  # Logits of these rows [R, V_d] -> of all tokens [R, V].
-    # With `later_draft`, `drafts` give features and what each row hands on, [T, ...]. After all
-    # layers have run, `later_draft` (ids, features, *metadata, handed on) -> features has their
-    # place. With "position", `drafts` give features and the rows that the head takes.
+    # With `later_draft`, `drafts` return features and a second value for each row, [T, ...].
+    # Drafts after the last layer call `later_draft` (ids, features, *metadata, second value) ->
+    # features instead. With "position", `drafts` return features and the rows that the head takes.
     chaining: Chaining
     vocab_size: int
 

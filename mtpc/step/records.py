@@ -73,7 +73,7 @@ class Metadata(Rows):
 
 @dataclass(frozen=True)
 class Begun(Metadata):
-    """What a step starts from: the metadata of the target's forward, and its inputs.
+    """What a step starts from: metadata and inputs of the target's forward.
 
     Attributes:
         ids: int64 [T], token ids.
@@ -91,12 +91,13 @@ class LogitsIndices(TensorRecord):
     """Which flat rows of a prefill step get logits; W = K + 1, N = R * W.
 
     Attributes:
-        indices: int64 [N], flat rows, those of one request behind those of the one before; what
-            follows the last request's rows is padding.
-        start_loc: int32 [R+1], where each request's begin in `indices`, and the end of the last.
-        places: int64 [R*W], the entries of `indices` as a rectangle, W to a request; a prompt
-            repeats its only one.
-        is_first: bool [R*W], whether a place is the first one of its entry.
+        indices: int64 [N], flat rows, packed request by request. Entries after the last request's
+            are padding.
+        start_loc: int32 [R+1], where each request's entries begin in `indices`, and the end of the
+            last.
+        places: int64 [R*W], W positions in `indices` for each request; a prompt repeats its only
+            one.
+        is_first: bool [R*W], False where a place repeats an entry, or its request is off.
     """
 
     indices: Tensor

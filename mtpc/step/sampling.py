@@ -1,9 +1,9 @@
 """Sampling: how a step's tokens are chosen at random, by each request's parameters.
 
-A draft asks the same question of its own logits, with the random numbers that the target will use
-at that position. Where both distributions are alike, so is the outcome, and the draft is accepted:
-Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding"
-(2024). The target's choice does not depend on drafts; see docs/sampling.md.
+A draft is sampled from its own logits with the random numbers that the target will use at that
+position. The closer both distributions are, the more often both choose the same token, and the
+draft is accepted: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant
+speculative decoding" (2024). The target's choice does not depend on drafts; see docs/sampling.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 NO_POSITION = -2
-"""The position of a row that is not sampled: no token stands at the one after it."""
+"""The position of a row that is not sampled: the position after it, -1, holds no token."""
 
 
 class SampleChoice(nn.Module):
@@ -46,7 +46,7 @@ class SampleDraft(nn.Module):
     def forward(self, logits: Tensor, lens: Tensor, state_slots: Tensor, *rows: Tensor) -> Tensor:
         """Logits [R, V] -> token ids, int64 [R], for the position `lens` + 1 of each request."""
         position = lens.long() + 1
-        # One row a request, which is the first and so has seen no further drafts.
+        # Each request has one row here. The first row of a request counts no drafts as output.
         ids = torch.zeros_like(position)
         tokens = torch.ops.mtpc.sample(logits, ids, position, state_slots, *rows)
         return tokens.clamp(min=0)
@@ -103,7 +103,7 @@ def _choose(step: Step, logits: Tensor, ids: Tensor, positions: Tensor, slots: T
 
 
 def pick(step: Step, index: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
-    """Draft `index` of each request, the token that follows `lens` + `index` + 1 others."""
+    """Sample draft `index` of each request. `lens` + `index` + 1 tokens precede it."""
     lens, slots = inputs.accepted.lens, inputs.begun.state_slots
     before = aten.add.Tensor(lens, index) if index else lens
     rows = sampling_rows(step)
@@ -113,7 +113,7 @@ def pick(step: Step, index: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
 
 
 def draft_masks(step: Step, accepted: Accepted) -> Tensor | None:
-    """The mask of each draft [R, K, W]: those of the row that was accepted last. None: no masks."""
+    """The masks of each request's drafts [R, K, W]: those of its last accepted row, or None."""
     if not hasattr(step.batch, "draft_mask"):
         return None
     return aten.index_select.default(step.batch.draft_mask, 0, accepted.chosen_rows)

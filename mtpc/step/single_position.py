@@ -1,9 +1,9 @@
 """Drafts of a drafter without state, which attends to the target's own keys and values.
 
-All K drafts are made at one place: the row of the request's last accepted token, whose keys and
-values are the target's last final ones. The first draft is fed the target's features of that row
-and the token after it, each further one the draft before and what the drafter gave. No row of a
-prompt needs the drafter, and it writes nothing, so a rejected draft leaves nothing behind.
+All K drafts are made at one position: that of the request's last accepted token, the last one whose
+keys and values are final. The first draft takes the target's features of that row and the token
+after it. Each later draft takes the draft before it and the drafter's own features. The drafter
+needs no rows of a prompt. It writes no cache, so a rejected draft leaves nothing to undo.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class StepPieces(nn.Module):
-    """The leaves of a step, as modules or as their traces; see `Step` for how they connect."""
+    """The leaves of a step, as modules or as traces of them. `Step.forward` connects them."""
 
     begin: nn.Module
     target: nn.Module
@@ -70,8 +70,8 @@ class DraftInputs:
     """What the MTP layers draft from.
 
     Attributes:
-        begun: what the step started from.
-        accepted: what it accepted.
+        begun: the step's inputs.
+        accepted: the outcome of acceptance.
         masks: int32 [R, K, W], the tokens that each draft may be; None: all.
         metadata: of the rows below.
         ids: int64 [T], the token after each row.
@@ -144,12 +144,12 @@ class Step(nn.Module):
         return unpack(Begun, self.pieces.begin(*inputs, state.block_table))
 
     def publish(self, rows: Rows, requests: Metadata, num_tokens: int) -> Metadata:
-        """Write `rows` to the batch's buffers; return views of what is in use, as metadata.
+        """Write `rows` to the batch's buffers; return views of their used parts as metadata.
 
         Args:
-            rows: where the rows of the coming forward lie.
-            requests: its other fields, which hold for all forwards of a step, come from here.
-            num_tokens: T of the coming forward.
+            rows: the rows of the next forward.
+            requests: gives the other fields, which are the same for all forwards of a step.
+            num_tokens: T of the next forward.
         """
         num_reqs = self.key.bucket.num_reqs
         names = [field.name for field in fields(Rows)]
@@ -191,7 +191,7 @@ class Step(nn.Module):
         return unpack(Accepted, results)
 
     def _dictate(self, tokens: Tensor, begun: Begun, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """The choices and the ids of which acceptance accepts what the host's table says."""
+        """Rewrite choices and ids: acceptance then accepts as many drafts as the table says."""
         state, batch = self.state, self.batch
         given = (tokens, begun.ids, starts, begun.context_lens, begun.active, batch.state_indices)
         decodes = (batch.is_decoding,) if self.key.phase == "prefill" else ()
@@ -201,8 +201,8 @@ class Step(nn.Module):
     def _choose(self, logits: Tensor) -> Chosen:
         """The target's token for K + 1 rows of each request.
 
-        A prefill step packs the rows that get logits, so that kernels can leave out what follows
-        the last one, and then spreads their tokens to K + 1 a request.
+        A prefill step packs the rows that get logits, so that kernels can leave out the rows after
+        the last one. It then spreads the chosen tokens to K + 1 for each request.
         """
         if self.key.phase == "decode":
             return unpack(Chosen, self.pieces.choose(logits))
@@ -246,9 +246,9 @@ class Step(nn.Module):
         """Draft `step` by one MTP layer over all rows, which also writes their KV.
 
         Returns:
-            The layer's features [T, ...] with what it hands on, if anything, and the token after
-            each anchor's [R]: the draft. With several K, a step of fewer drafts runs the layer for
-            its KV; the token is then the anchor's own.
+            A tuple of the layer's features [T, ...] and, if the layer hands something on, that
+            value; and the draft [R]. Where K changes between steps, a step with fewer drafts than
+            layers runs this layer for its KV alone. Then the token after each anchor is returned.
         """
         layer = self.draft_index[step]
         results = self.pieces.drafts[layer](inputs.ids, inputs.features, *inputs.metadata)
@@ -261,7 +261,7 @@ class Step(nn.Module):
         return given, following
 
     def pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
-        """Draft `step` of each request, from its row of logits: [R, V] or [R, V_d] -> [R]."""
+        """Choose draft `step` of each request: logits [R, V] or [R, V_d] -> token ids [R]."""
         has_own = hasattr(self.pieces, "draft_tokens")
         if self.samples:
             logits = self.pieces.draft_logits(logits) if has_own else logits

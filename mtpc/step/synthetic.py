@@ -1,8 +1,8 @@
 """Synthetic acceptance: the host says how many drafts a step accepts, whatever the drafts are.
 
-It measures what K is worth at a given acceptance, at the full cost of a step. The text is then the
-drafts', not the model's. The host fills a table of draws by position, so the draws depend on
-nothing else, and the same graphs serve all rates.
+It measures what K is worth at a given acceptance, at the full cost of a step. The text is then made
+of drafts, and is not the model's. The host fills a table of draws. A request's committed length
+alone selects a draw from it. The same graphs serve all rates.
 
 The tokens are changed before `mtpc::accept`, which works as usual: a choice becomes the draft that
 is to be accepted, and the draft after it becomes another token than the choice.
@@ -72,7 +72,7 @@ class Dictate(nn.Module):
             state_indices: int64 [R].
             token_ids: int64 [S, K_max + 1]; NO_DRAFT where a request has no draft.
             table: int64 [P], see `draws`.
-            is_decoding: int32 [R], 0 where the rows are a prompt's; None: nowhere.
+            is_decoding: int32 [R], 0 where the rows are a prompt's; None: all requests decode.
 
         Returns:
             `chosen` and `ids`, rewritten.

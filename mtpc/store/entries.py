@@ -25,6 +25,7 @@ from pathlib import Path
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.safety import DIRECTORY_MODE, FILE_MODE, check_owner
 from mtpc.store.scratch import is_old, remove_abandoned
+from mtpc.weights.content import file_digest
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")
@@ -95,13 +96,16 @@ class EntryStore:
         Raises:
             CacheError: this user may not read the cache.
         """
+        return [p.name for p in self._listed("entries", lambda p: _DIGEST.fullmatch(p.name))]
+
+    def _listed(self, name: str, wanted: Callable[[Path], object]) -> list[Path]:
+        """The wanted paths in a folder of the store, sorted; none if the folder does not exist."""
         try:
-            paths = list(self._entries.iterdir())
+            return [path for path in sorted((self.root / name).iterdir()) if wanted(path)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise self._unreadable(error) from error
-        return sorted(p.name for p in paths if _DIGEST.fullmatch(p.name))
 
     def prepare(self) -> None:
         """Create the folders; to be called before long work whose result will be written.
@@ -274,12 +278,7 @@ class EntryStore:
         Raises:
             CacheError: this user may not read the cache.
         """
-        try:
-            return [p for p in sorted((self.root / "tmp").iterdir()) if not self._is_locked(p)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise self._unreadable(error) from error
+        return self._listed("tmp", lambda path: not self._is_locked(path))
 
     def _is_locked(self, scratch: Path) -> bool:
         lock = self.root / "locks" / scratch.name.partition("-")[0]
@@ -330,12 +329,6 @@ def copy_files(source: Path, target: Path) -> None:
     """Copy the files of one directory into another; see `EntryStore.write`."""
     for path in source.iterdir():
         shutil.copyfile(path, target / path.name)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _render_sums(files: dict[str, str]) -> bytes:

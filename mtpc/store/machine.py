@@ -33,16 +33,13 @@ def environment_fields() -> dict[str, str]:
 
     A step holds no code, so it depends on what traced it and not on the machine.
     """
-    default = {"torch.default_dtype": str(torch.get_default_dtype())}
-    return {**version_fields(), **source_fields(), **modelling_field(), **default}
-
-
-def version_fields() -> dict[str, str]:
-    """Versions of mtpc, torch and transformers; transformers is not imported."""
     return {
         "version.mtpc": mtpc.__version__,
-        "version.transformers": metadata.version("transformers"),
+        "version.transformers": metadata.version("transformers"),  # It is not imported.
         **torch_field(),
+        **source_fields(),
+        **modelling_field(),
+        "torch.default_dtype": str(torch.get_default_dtype()),
     }
 
 

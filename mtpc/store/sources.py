@@ -63,7 +63,8 @@ def source_files(package: Path = PACKAGE) -> dict[str, list[Path]]:
     for name, path in sorted(reached.items()):
         parts[name.split(".")[1]].append(path)
     folders = sorted({path.parent for path in reached.values()} - {package})
-    parts[KERNELS] = [path for folder in folders for path in _other_files(folder)]
+    files = (path for folder in folders for path in sorted(folder.iterdir()))
+    parts[KERNELS] = [path for path in files if path.is_file() and path.suffix != ".py"]
     empty = [part for part, paths in parts.items() if not paths]
     if empty:
         raise CacheError(f"{package} has no files of the part {empty[0]!r} of mtpc's sources")
@@ -121,7 +122,3 @@ def _modules(package: Path) -> Iterator[tuple[str, Path]]:
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
         yield ".".join((_ROOT, *(part for part in parts if part != "__init__"))), path
-
-
-def _other_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".py")

@@ -36,12 +36,11 @@ class Checkpoint(CheckpointFiles):
         directory: the checkpoint's path, or its id in the local hub cache.
 
     Attributes, besides those of `CheckpointFiles`:
-        tensors: headers of all weights by name. A quantised weight is there as the weight that its
-            codes stand for, by its own name ("X.weight"), with its shape and the model's dtype. A
-            projection of queries, keys or values that is stored within a fused tensor is there by
-            its own name (`fused_qkv`).
-        target_tensors: those of them that are no drafter's of a checkpoint of its own.
-        dequantised: names of the quantised weights that were read as values so far.
+        tensors: headers of all weights by name. A quantised weight has one entry, "X.weight", with
+            the shape of the weight and the model's dtype. A projection of queries, keys or values
+            that is stored within a fused tensor has an entry of its own (`fused_qkv`).
+        target_tensors: those of `tensors` that belong to the target. `PairedCheckpoint` has others.
+        dequantised: names of the quantised weights that `tensor` has dequantised so far.
 
     Raises:
         CheckpointError: as `CheckpointFiles`; or the weights are quantised in a way that mtpc does
@@ -89,9 +88,9 @@ class Checkpoint(CheckpointFiles):
 
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:
-        """Name of each weight that `grouped` gives -> its form; from headers alone.
+        """The weights that `grouped` can read as codes: name -> spec, from headers alone.
 
-        Other quantised weights are only read as values.
+        Other quantised weights can only be dequantised.
         """
         own = {name: weight.spec for name, weight in self._quantised.items()}
         parts = {name: own.get(part.fused) for name, part in self._parts.items()}
@@ -113,7 +112,7 @@ class Checkpoint(CheckpointFiles):
     def dtype(self) -> str:
         """Name of the weights' dtype: config.json's, or that of most weights if it has none.
 
-        That of quantised weights is the one that they are read as.
+        Quantised weights have the dtype to which they are dequantised.
         """
         if self.is_quantised:
             return self._read_dtype
@@ -121,7 +120,7 @@ class Checkpoint(CheckpointFiles):
 
     @property
     def _read_dtype(self) -> str:
-        """Name of the dtype that quantised weights are read as."""
+        """Name of the dtype to which quantised weights are dequantised."""
         return self.announced_dtype or "bfloat16"
 
     @property
@@ -161,7 +160,7 @@ class Checkpoint(CheckpointFiles):
         return self.peek(name)
 
     def peek(self, name: str) -> Tensor:
-        """As `tensor`, for a look that `dequantised` does not count."""
+        """As `tensor`, but does not add the name to `dequantised`."""
         if name not in self._parts:
             return self.whole(name)
         part = self._parts[name]
@@ -169,7 +168,7 @@ class Checkpoint(CheckpointFiles):
         return torch.cat([whole[start:stop] for start, stop in part.runs])
 
     def grouped(self, name: str) -> GroupedRows:
-        """A quantised weight as its codes; only those that `specs` names."""
+        """A quantised weight as codes. Its name must be in `specs`."""
         if name not in self._parts:
             return self._quantised[name].grouped(self.read)
         part = self._parts[name]
@@ -177,7 +176,7 @@ class Checkpoint(CheckpointFiles):
         return take_rows(whole, part.runs)
 
     def meta_tensor(self, name: str) -> Tensor:
-        """What `tensor` gives, on the meta device: its shape and dtype by the headers alone."""
+        """A meta tensor of the shape and dtype of `tensor`, from the headers alone."""
         header, stored = self.tensors[name], self._whole(name)
         dtype = getattr(torch, self._read_dtype)
         if stored not in self._quantised:
@@ -185,7 +184,7 @@ class Checkpoint(CheckpointFiles):
         return torch.empty(header.shape, dtype=dtype, device="meta")
 
     def _whole(self, name: str) -> str:
-        """The weight that a weight is stored in: the fused one, or itself."""
+        """Name of the fused weight that holds a weight, or the weight's own name."""
         return self._parts[name].fused if name in self._parts else name
 
     def parts_of(self, name: str) -> tuple[str, ...]:
@@ -195,15 +194,15 @@ class Checkpoint(CheckpointFiles):
         return tuple(quantised.parts.values()) if quantised else (whole,)
 
     def spans(self, name: str) -> list[Span]:
-        """Where in the files a weight is, with all that it is made of."""
+        """Where in the files the tensors of a weight are, those of `parts_of`."""
         return [self.stored[part].span for part in self.parts_of(name)]
 
     def is_plain(self, name: str) -> bool:
-        """Whether `tensor` gives the memory of the file or a copy of that, and computes nothing."""
+        """Whether `tensor` returns the stored bytes, without computing anything."""
         return name in self.stored and name not in self._quantised
 
     def whole(self, name: str) -> Tensor:
-        """One tensor of the files; a quantised weight, by its own name, as its values."""
+        """One tensor of the files, or a quantised weight by its own name, dequantised."""
         if name not in self._quantised:
             return self.read(name)
         return self._quantised[name].values(self.read, getattr(torch, self._read_dtype))

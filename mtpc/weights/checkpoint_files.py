@@ -1,9 +1,9 @@
 """The files of a checkpoint: config.json, headers of safetensors files, tensors by memory map.
 
-Or GGUF files, whose metadata stand for config.json.
+A checkpoint may also be GGUF files, whose metadata take the place of config.json.
 
-`mtpc.weights.checkpoint` reads weights from them; what copies or examines tensors as they are
-stored needs no more than this.
+`mtpc.weights.checkpoint` reads weights from these files. Code that copies or examines tensors as
+they are stored needs this module only.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mtpc.weights.tensor_file import StoredTensor, TensorFile
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
-"""Entries that multimodal configs may have outside of the language model's config."""
+"""Entries of the language model that multimodal configs may have outside of `text_config`."""
 
 
 class ConfigFile:
-    """The config.json of a directory, which need hold no weights.
+    """The config.json of a directory, which may hold no weights.
 
     Args:
         directory: the checkpoint's path, or its id in the local hub cache.
 
     Attributes:
         directory: where the file is.
-        config: its entries, or what stands for them.
+        config: its entries.
 
     Raises:
         CheckpointError: there is no such directory, or no valid config.json.
@@ -98,7 +98,7 @@ class CheckpointFiles(ConfigFile):
     Attributes:
         directory: where its files are; the path of a GGUF file, if that was given.
         gguf: its GGUF files; () if it has none.
-        config: config.json, or what stands for it.
+        config: the entries of config.json, or those that GGUF metadata describe.
         stored: headers of all tensors by their names in the files.
 
     Raises:
@@ -145,7 +145,7 @@ class CheckpointFiles(ConfigFile):
 
     @contextmanager
     def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:
-        """Within it, tensors come from what reads them ahead, as far as that has them."""
+        """Within the block, files take tensors from `ahead` if it has them."""
         with ahead:
             for file in self.files:
                 file.ahead = ahead

@@ -1,7 +1,7 @@
-"""The SHA-256 of weights' files, remembered by what the system says of each file.
+"""The SHA-256 of weight files, cached by device, inode, size and times of each file.
 
-To read a file of 16 GB takes half a minute. So its digest is kept with the file's place, size and
-times. The time of the last change of a file's inode is among them: no program can set it back.
+Reading a file of 16 GB takes half a minute. One of the times is that of the inode's last change,
+which no program can set back.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
     """
     known = _read(memory)
     found = {_status(path): path for path in paths}
-    digests = {status: known.get(status) or _digest(path) for status, path in found.items()}
+    digests = {status: known.get(status) or file_digest(path) for status, path in found.items()}
     if not digests.keys() <= known.keys():
-        # Another process may write, too. Then one of them reads the weights again some day.
+        # If two processes write, one result is lost, and a later process reads those files again.
         with suppress(OSError):
             temporary = memory.with_name(f"{memory.name}.{os.getpid()}")
             temporary.write_text(json.dumps(known | digests))
@@ -36,7 +36,8 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
     return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits with a scale for each group of inputs, and their packed order.
+"""Grouped weights: codes of 4 or 8 bits with a scale for each group of inputs; their packed order.
 
 A weight [N, K] has codes [N, K]. Each row of codes is cut into groups of adjacent inputs, and each
 group has a scale and, where the form has them, a zero point. The value of a code is

@@ -1,8 +1,8 @@
 """Recipes on grouped weights: joining, taking rows and packing work on codes, scales and zeros.
 
-All three have a row for each row of the weight. So what a recipe does to the rows of the weight, it
-does to each of them, and the codes are never expanded. Rows are read and packed a few at a time.
-A weight that is packed therefore takes little more memory than its result.
+All three have a row for each row of the weight. So a recipe does to their rows what it does to the
+rows of the weight, and never dequantises. Rows are read and packed a few at a time, so that packing
+needs little more memory than its result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales, raw_codes
-from mtpc.weights.packing import (
-    TILE,
-    Fill,
-    allocate,
-    allocate_packed,
-    count_tiles,
-    fill_packed,
-)
+from mtpc.weights.packing import TILE, Fill, allocate, allocate_packed, count_tiles, fill_packed
 
 _AT_ONCE = 1 << 20
 """Weights that are packed at once, so that temporaries stay in the processor's caches."""
@@ -38,8 +31,8 @@ class GroupSpec:
     Attributes:
         form: the form of the weight.
         scales: torch's name of the dtype of the scales.
-        by_largest: whether a plain weight gets the scale by which its largest magnitude is the
-            largest code, and no better one is searched: twenty times as fast.
+        by_largest: whether `quantise` takes the scale that maps a group's largest magnitude to the
+            largest code. That is twenty times as fast as the search for a better scale.
     """
 
     form: GroupForm
@@ -66,12 +59,12 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """A grouped weight whose rows are read when they are asked for.
+    """A grouped weight whose rows are read on demand.
 
     Attributes:
         shape: [N, K]; or [E, N, K], a stack, whose matrices are read as the rows of a matrix.
         read: (start, stop) -> rows [start, stop).
-        take: runs [start, stop) of rows of a matrix -> these; None if they are read run by run.
+        take: runs [start, stop) of rows of a matrix -> these rows. None: they are read run by run.
     """
 
     shape: tuple[int, ...]

@@ -115,9 +115,9 @@ def held_bytes(nbytes: int) -> int:
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised memory. Tensors of at least 2 MB get huge pages and begin with one.
 
-    A mapping of the tensor's own length may begin anywhere. Then up to 2 MB at both its ends are
-    small pages; of a projection of 3 MB that is most, and it was read at half the speed. Rounding
-    up to whole huge pages costs less than 2 MB of memory per tensor.
+    A mapping of exactly the tensor's size may begin anywhere, so up to 2 MB at both ends would be
+    small pages. That is most of a projection of 3 MB, which was then read at half the speed.
+    Rounding up to whole huge pages costs less than 2 MB of memory per tensor.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < _HUGE_PAGE or sys.platform != "linux":
@@ -130,11 +130,11 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """New memory of Linux, in huge pages where it can be; it begins with a page of any size.
+    """New memory of Linux, in huge pages where possible; it may begin with small pages.
 
-    By default mmap gives shared memory, for which Linux has a separate switch for huge pages that
-    is usually off; so the mapping is private. A build never fills it, and may want more than the
-    machine has: nothing is set aside for it.
+    The mapping is private: shared memory, mmap's default, gets huge pages only by a separate switch
+    of Linux that is usually off. Nothing is reserved for it, because a build never fills it and may
+    ask for more than the machine has.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     memory = mmap.mmap(-1, nbytes, flags=flags)

@@ -92,7 +92,6 @@ class PairedCheckpoint(Checkpoint):
 
     @property
     def mtp_directory(self) -> Path:
-        """As `Checkpoint.mtp_directory`."""
         return self.draft.directory
 
     @property
@@ -102,46 +101,36 @@ class PairedCheckpoint(Checkpoint):
 
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:
-        """As `Checkpoint.specs`, of both."""
         theirs = {DRAFT + name: spec for name, spec in self.draft.specs.items()}
         return {**super().specs, **theirs}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """As `Checkpoint.notes`, of both."""
         return (*super().notes, *(f"draft: {note}" for note in self.draft.notes))
 
     def tensor(self, name: str) -> Tensor:
-        """As `Checkpoint.tensor`."""
         return self._ask(Checkpoint.tensor, name)
 
     def peek(self, name: str) -> Tensor:
-        """As `Checkpoint.peek`."""
         return self._ask(Checkpoint.peek, name)
 
     def grouped(self, name: str) -> GroupedRows:
-        """As `Checkpoint.grouped`."""
         return self._ask(Checkpoint.grouped, name)
 
     def meta_tensor(self, name: str) -> Tensor:
-        """As `Checkpoint.meta_tensor`."""
         return self._ask(Checkpoint.meta_tensor, name)
 
     @property
     def files(self) -> Iterable[TensorFile]:
-        """As `CheckpointFiles.files`, of both."""
         return (*super().files, *self.draft.files)
 
     def spans(self, name: str) -> list[Span]:
-        """As `Checkpoint.spans`."""
         return self._ask(Checkpoint.spans, name)
 
     def is_plain(self, name: str) -> bool:
-        """As `Checkpoint.is_plain`."""
         return self._ask(Checkpoint.is_plain, name)
 
     def release(self, name: str) -> None:
-        """As `Checkpoint.release`."""
         self._ask(Checkpoint.release, name)
 
     def _ask(self, method: Callable[[Checkpoint, str], Answer], name: str) -> Answer:

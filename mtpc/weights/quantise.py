@@ -71,13 +71,13 @@ _FACTORS: Mapping[Kind, tuple[float, ...]] = {
     "int4": tuple(0.66 + 0.04 * step for step in range(12)),
     "int8": (0.85, 0.9, 0.95, 0.98, 1.0),
 }
-"""Scales that are tried, times the largest magnitude of a group over the largest code."""
+"""Scales to try, in units of: a group's largest magnitude / the largest code."""
 _CHUNK = 1 << 20
 """Weights that are rounded at once, so that temporaries stay in the processor's caches."""
 
 
 def stays_plain(name: str) -> bool:
-    """Whether a weight, "X.weight", is left as it is by every scheme."""
+    """Whether every scheme leaves a weight, "X.weight", as it is."""
     *outer, last = name.removesuffix(".weight").split(".")
     return last in PLAIN or not {*outer, last}.isdisjoint(_OTHERS)
 
@@ -142,7 +142,7 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
 
 
 def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
-    """The rows of `quantise`, rounded when they are asked for: many at once, however they lie."""
+    """The rows of `quantise`, rounded on demand."""
 
     def take(runs: Sequence[tuple[int, int]]) -> GroupedRows:
         parts = [weight[start:stop] for start, stop in runs]
@@ -188,5 +188,5 @@ def _try(part: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tenso
 
 
 def _float8_scales(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number of eight bits has its own exponent, so that the largest magnitude serves."""
+    """Scales from the largest magnitudes. No search: float8 codes have their own exponents."""
     return (part.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).to(dtype)

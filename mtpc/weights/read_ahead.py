@@ -1,8 +1,8 @@
-"""Reads tensors of files in the order of their use, while earlier ones are packed.
+"""Reads tensors from files in the order of their use, while earlier ones are packed.
 
-It is for files that the page cache cannot keep. A thread reads them past it, with O_DIRECT, into
-memory of its own: a process that touches a new page of a memory map waits for the disk, and takes a
-fault for every few pages.
+It is for files that the page cache cannot keep. A thread reads them with O_DIRECT, which bypasses
+the page cache, into memory of its own. A memory map would be slower: a process that touches a new
+page of it waits for the disk, and takes a page fault for every few pages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.packing import map_memory
 
 _BLOCK_BYTES = 16 << 20
-"""Of one call of the system."""
+"""Bytes that one system call reads."""
 _OWN_BYTES = 2 << 20
-"""A smaller span gets memory of its own: steps may keep it."""
+"""A smaller span gets memory of its own, because steps may keep it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Span:
 
 
 class _Arena:
-    """Memory that large spans use in turn: the lowest that is free, because new memory is slow.
+    """Memory that large spans use in turn: the lowest free part first, because new memory is slow.
 
-    Only one thread takes. Memory is given back where its last view ends, in any thread.
+    One thread alone calls `take`. A part is free again when its last view is gone, in any thread.
 
     Args:
         nbytes: of all of it.
@@ -58,7 +58,7 @@ class _Arena:
         self._given_back = list[int]()
 
     def take(self, size: int) -> memoryview | None:
-        """So many bytes, a multiple of a page; None if there are not as many side by side."""
+        """So many adjacent bytes, a multiple of a page; None if no free part is as large."""
         self._settle()
         begin = 0
         for start, end in sorted(self._taken.items()):
@@ -73,7 +73,7 @@ class _Arena:
         return view
 
     def close(self) -> None:
-        """Give back what nobody uses now: a view that lives on keeps the address of all."""
+        """Give unused memory back to the system; views keep theirs, and the mapping its address."""
         self._settle()
         begin = 0
         for start, end in [*sorted(self._taken.items()), (self._end, self._end)]:
@@ -92,8 +92,8 @@ class ReadAhead:
 
     Args:
         wanted: what will be taken, in about this order.
-        limit: bytes that may be in memory at once, but for one span, and for what the caller takes
-            before it releases any.
+        limit: bytes to hold in memory at once. One span alone may exceed it, and so may spans that
+            the caller takes before it releases earlier ones.
         largest: bytes of the largest span to read.
     """
 
@@ -123,7 +123,7 @@ class ReadAhead:
         self._arena.close()
 
     def take(self, span: Span) -> tuple[memoryview, int] | None:
-        """Memory with a span, and where it begins there; None of one that is not wanted, or again.
+        """Memory that holds a span, and the span's offset in it; None if it is not wanted any more.
 
         The memory serves another span when nothing refers to the view any more.
 
@@ -143,13 +143,13 @@ class ReadAhead:
             ) from None
 
     def release(self, span: Span) -> None:
-        """A span is of no more use here. Tensors over its memory keep that."""
+        """Forget a span that was taken. Tensors over its memory keep the memory."""
         if self._read.pop(span, None) is not None:
             self._held -= span.nbytes
             self._go_on()
 
     def _go_on(self) -> None:
-        """Begin as many as may be in memory."""
+        """Start to read as many spans as the limit allows."""
         while self._waiting:
             span = next(iter(self._waiting))
             if self._held and self._held + span.nbytes > self._limit:
@@ -162,7 +162,7 @@ class ReadAhead:
         self._read[span] = self._thread.submit(self._fill, span)
 
     def _fill(self, span: Span) -> memoryview:
-        """Memory with the pages of a file that a span is in. Runs in the thread."""
+        """Read the pages of the file that hold a span. Runs in the thread."""
         first = span.begin // mmap.PAGESIZE * mmap.PAGESIZE
         needed = span.begin + span.nbytes - first
         size = _pages(needed)

@@ -51,7 +51,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a tensor, or of another dimension: what a rank holds of a weight is such a part.
+    """Rows of a tensor, or slices along another dimension, such as one rank's part of a weight.
 
     Attributes:
         runs: the rows, as ascending runs [start, stop).
@@ -212,7 +212,7 @@ def _place(recipe: Recipe, out: Tensor, tensor_of: TensorOf, fill: Fill) -> None
 
 
 def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
-    """The spec of a weight that a recipe makes of grouped weights; None if it has none.
+    """The spec of the weight that a recipe makes from grouped weights; None if it is not grouped.
 
     Args:
         recipe: of the weight.
@@ -229,7 +229,7 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
 
 
 def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedRows:
-    """The weight of a recipe as codes, which are never expanded.
+    """The weight of a recipe as codes, without dequantising.
 
     Args:
         recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
@@ -250,7 +250,8 @@ def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> Grou
 
 
 class GroupedMaker:
-    """Makes the tensors of grouped weights, and keeps those of the last one: they come in turn.
+    """Makes tensors of grouped weights; keeps those of the last weight, which are asked for in
+    turn.
 
     Args:
         grouped_of: (name, spec) -> a weight as codes.
@@ -272,7 +273,7 @@ class GroupedMaker:
 
 
 def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
-    """The recipe with rows taken before tensors are joined, so that no more than these are read.
+    """A recipe that takes rows before it joins tensors, so that it reads only these rows.
 
     Args:
         recipe: whose tensor stays the same.
@@ -303,7 +304,7 @@ def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
 
 
 def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
-    """All tensors that a recipe reads: names of whole ones, and rows of named ones."""
+    """All tensors that a recipe reads: names of whole tensors, and `Rows` of named tensors."""
     if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
         yield recipe
     elif isinstance(recipe, Join):
@@ -314,7 +315,7 @@ def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
 
 
 def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
-    """(start, stop) of a recipe that is adjacent rows of a named tensor; None of another one."""
+    """(start, stop) if the recipe takes adjacent rows of a named tensor; else None."""
     if not isinstance(recipe, Rows) or not isinstance(recipe.part, str) or recipe.dim:
         return None
     return recipe.runs[0] if len(recipe.runs) == 1 else None

@@ -1,4 +1,4 @@
-"""What serving a model takes beyond its program: its vocabulary, its ends, its tokenizer."""
+"""What a server needs of a model besides its program: vocabulary size, stop ids, tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtpc.weights.hub import hub_id
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as the engine's callers see it; the same whether it was compiled or restored.
+    """A model as callers of the engine see it, whether it was compiled or came from the cache.
 
     Attributes:
         source: where it came from, for messages.
@@ -38,7 +38,7 @@ class ServedModel:
 
     @cached_property
     def _tokenizer(self) -> Any | None:
-        """Loaded when text first comes in: ids need none, and transformers takes a second."""
+        """Loaded on first use: token ids need none, and importing transformers takes a second."""
         if self.directory is None:
             return None
         try:
@@ -61,7 +61,7 @@ class ServedModel:
 
     @staticmethod
     def _tokenizer_files(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-        """The file that has the tokenizer, and what tells transformers so."""
+        """The file with the tokenizer, and the arguments by which transformers finds it."""
         files = [] if (directory / "config.json").is_file() else find_gguf(directory)
         own = (files[0].parent if files else directory) / "tokenizer.json"
         if own.is_file():
@@ -139,7 +139,7 @@ class ServedModel:
 
     @cached_property
     def own_tokens(self) -> dict[str, int]:
-        """Texts that are a token of their own wherever they stand -> the token's id."""
+        """Added tokens, which the tokenizer never splits: text -> id."""
         if self._tokenizer is None:
             return {}
         added = self._tokenizer.added_tokens_decoder

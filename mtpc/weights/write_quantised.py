@@ -19,13 +19,7 @@ from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import SCHEMES, is_head, quantise, stays_plain
-from mtpc.weights.shards import (
-    ShardWriter,
-    copy_others,
-    new_directory,
-    refuse_existing,
-    write_json,
-)
+from mtpc.weights.shards import ShardWriter, copy_others, new_directory, refuse_existing, write_json
 
 _ACTIVATIONS: dict[str, Any] = {"symmetric": True, "strategy": "token", "dynamic": True}
 

@@ -150,7 +150,7 @@ def test_what_does_not_fit_stays_with_the_reference(
 
 @pytest.mark.parametrize(
     ("x", "groups", "reason"),
-    [(random(2, 1024), 8, None), (random(2, 32).half(), 8, "other numbers than float32"),
+    [(random(2, 1024), 8, None), (random(2, 32).half(), 8, "float16; it takes float32"),
      (random(2, 1020), 34,
       "34 groups of 30; rounded to powers of two, it takes up to 1024")],
 )  # fmt: skip

@@ -227,8 +227,8 @@ UP = "model__layers__0__mlp__up_proj__weight"
         ({UP + "_scale_inv": torch.ones(96, 1)}, r"F32\[96,1\]; expected F32\[4,2\]"),
         ({UP + "_scale_inv": torch.ones(4, 2, dtype=torch.uint8)}, r"is U8\[4,2\]; expected F32"),
         ({UP: torch.ones(96, 64)}, r"is F32\[96,64\] and has block scales"),
-        ({UP: None}, r"weight_scale_inv scales no weight of this checkpoint"),
-        ({UP + "_scale": torch.ones(1)}, r"weight_scale scales no weight of this checkpoint"),
+        ({UP: None}, r"weight_scale_inv belongs to no quantised weight of"),
+        ({UP + "_scale": torch.ones(1)}, r"weight_scale belongs to no quantised weight of"),
         ({UP: torch.ones(96, 64).to(torch.float8_e5m2)}, r"F8_E5M2\[96,64\] and has block scales"),
     ],
 )

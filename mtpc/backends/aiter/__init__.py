@@ -64,7 +64,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is of aiter.
+    """What was found of aiter.
 
     Attributes:
         bindings: candidates, best first; none where aiter cannot be used.

@@ -83,12 +83,3 @@ def kernel_table() -> dict[Any, Any]:
         for name, reference in references().items()
         if hasattr(ours, name)
     }
-
-
-__all__ = [
-    "build_kernels",
-    "fill_packed",
-    "kernel_table",
-    "load_kernels",
-    "load_library",
-]

@@ -64,12 +64,14 @@ class Attention {
     };
     std::vector<Task> tasks;
     std::vector<int64_t> first_task;
+    int64_t heads = 0, rows = 0;
     for (const Unit& unit : units_) {
+      heads += unit.heads;
+      rows = std::max(rows, unit.all_rows());
       first_task.push_back(tasks.size());
       const Range splits = unit.splits();
       for (int64_t s = splits.begin; s < splits.end; ++s) tasks.push_back({&unit, s});
     }
-    const int64_t rows = most_rows();
     const Buffer<A> sums(tasks.size() * rows * stride_);
     const Buffer<Norm<A>> norms(tasks.size() * rows);
     const auto partial = [&](int64_t task) {
@@ -80,7 +82,7 @@ class Attention {
       splits_.load_queries(*tasks[task].unit, memory);
       splits_.attend(*tasks[task].unit, tasks[task].split, memory, partial(task));
     });
-    run_tasks(count_heads(), workers, [&](int64_t head) {
+    run_tasks(heads, workers, [&](int64_t head) {
       int64_t i = 0;
       for (; head >= units_[i].heads; ++i) head -= units_[i].heads;
       const Unit& unit = units_[i];
@@ -92,18 +94,6 @@ class Attention {
       }
       finish(unit, first, unit.rows, total);
     });
-  }
-
-  int64_t count_heads() const {
-    int64_t heads = 0;
-    for (const Unit& unit : units_) heads += unit.heads;
-    return heads;
-  }
-
-  int64_t most_rows() const {
-    int64_t most = 0;
-    for (const Unit& unit : units_) most = std::max(most, unit.all_rows());
-    return most;
   }
 
   /// The fold's neutral element, in this thread's memory.

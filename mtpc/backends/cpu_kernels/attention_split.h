@@ -19,7 +19,7 @@ namespace mtpc {
 template <class T>
 inline constexpr bool kCodes = std::is_same_v<T, Code>;
 
-/// What products take of a cache's elements.
+/// The type in which products take a cache's elements.
 template <class T>
 using Factor = std::conditional_t<kCodes<T>, BFloat16, T>;
 
@@ -30,13 +30,13 @@ inline constexpr bool kTileRegisters =
     kPairs<A, T>;
 #else
     false;
-struct PassRegisters {};  // There are none.
+struct PassRegisters {};  // This level has no tile registers.
 #endif
 
 /// Positions whose values stay in the first-level cache for all rows of a head.
 inline constexpr int64_t kValues = 64;
 
-/// Unnormalised results of a unit's rows over some positions.
+/// Unnormalised results of a unit's rows for some positions.
 template <class A>
 struct Partial {
   A* sums;         // [rows, stride]

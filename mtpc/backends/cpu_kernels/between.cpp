@@ -1,5 +1,5 @@
-// What stands between kernels on a tape: arithmetic by elements, folds along a dimension, rows by
-// index. Almost all of it is on the metadata's few integers.
+// The calls of a tape between kernels: arithmetic by elements, folds along a dimension, rows by
+// index. Almost all of them work on the few integers of metadata.
 //
 // A value's bits depend on its operands' values alone, not on its place in a tensor or on how many
 // threads there are: functions are computed on whole registers, and sums in one order.

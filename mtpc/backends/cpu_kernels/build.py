@@ -31,12 +31,7 @@ from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KERNELS, KEY, find, key_bytes
-from mtpc.store.machine import (
-    COMPILER,
-    cpu_flags,
-    machine_fields,
-    torch_field,
-)
+from mtpc.store.machine import COMPILER, cpu_flags, machine_fields, torch_field
 from mtpc.store.scratch import Scratch
 from mtpc.store.sources import source_fields
 

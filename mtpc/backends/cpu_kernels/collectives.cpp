@@ -1,4 +1,4 @@
-// What ranks tell each other within a step, through memory that they share (group_memory.h);
+// Collectives within a step, through memory that the ranks share (group_memory.h).
 // mtpc/ops/collectives.py says what the operators mean.
 //
 // Groups are known by name, as torch knows them. Where a group shares no memory, a tape calls the

@@ -17,7 +17,7 @@ RunCompiler = Callable[[list[str]], subprocess.CompletedProcess[str]]
 
 @contextmanager
 def running_compilers() -> Iterator[RunCompiler]:
-    """What runs compilers within the block; those that still run at its end are ended."""
+    """Within the block, runs compilers. At its end, those that still run are ended."""
     # A group of its own, which Ctrl-C in the terminal does not reach: the caller ends it.
     guard = subprocess.Popen(
         ["sh", "-c", _GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0

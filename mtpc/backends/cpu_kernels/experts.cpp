@@ -20,7 +20,7 @@ struct Shape {
   Limit limit;
 };
 
-/// Experts with gates, silu(gate) * up, or without, relu(up)^2: then the first weight is up alone.
+/// Experts with gates: silu(gate) * up. Without: relu(up)^2, and the first weight is up alone.
 template <class T, bool kGated>
 class Experts {
  public:

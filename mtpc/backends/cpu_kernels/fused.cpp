@@ -1,4 +1,4 @@
-// What stands between linears: norms, activations, and zeros where rows are idle. See
+// Operators between linears: norms, activations, and zeros for idle rows. See
 // mtpc/ops/fused.py and mtpc/ops/ragged.py.
 #include <torch/csrc/stable/ops.h>
 

@@ -1,9 +1,9 @@
 // The gated delta rule over flat rows, with state that rolls back; see mtpc/ops/gated_delta.py.
 //
-// Position by position: a chunked form has no fewer multiply-adds in float32 (90,000 a position and
-// head of 128 x 128, in chunks of 64; this has 65,000), and its bits depend on where chunks begin.
-// Columns of the state do not depend on each other. So a block of columns, which fits the
-// first-level cache, takes many positions before the next block does.
+// It goes position by position. A chunked form has more multiply-adds in float32 (90,000 per
+// position and head of 128 x 128 in chunks of 64; this has 65,000), and its bits depend on where
+// chunks begin. Columns of the state do not depend on each other. So a block of columns, which fits
+// the first-level cache, takes many positions before the next block does.
 #include "operators.h"
 #include "recurrence.h"
 #include "simd.h"
@@ -83,14 +83,14 @@ class GatedDelta : public Recurrence<T, GatedDelta<T>> {
   }
 
  private:
-  /// Columns of a block, and positions that one takes before the next block does.
+  /// Columns of a block, and positions that a block takes before the next block does.
   static constexpr int64_t kRegisters = 4, kColumns = kRegisters * kLanes<A>, kPositions = 64;
 
   int64_t columns(int64_t block) const {
     return std::min(s_.value_dim - block * kColumns, kColumns);
   }
 
-  /// One line of a block; a size that is known when this is compiled is no call.
+  /// Copies one line of a block. With a constant size the compiler inlines the copy.
   static void move(void* to, const void* from, int64_t columns) {
     if (columns == kColumns) {
       std::memcpy(to, from, kColumns * sizeof(A));

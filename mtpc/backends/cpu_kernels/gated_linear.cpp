@@ -35,7 +35,7 @@ MTPC_OPERATOR Tensor packed_gated_linear(
           is_packed_linear(weight, features, inputs),
       "mtpc_cpu::packed_gated_linear: expected bfloat16 x [..., K] and a weight of ", features,
       " features, gate's and up's, a multiple of 64, packed to [N / 32, K / 2, 32, 2]");
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor dense = as_dense(x);
   const int64_t used = used_rows(rows, count_rows(x, inputs));
   Buffer<char> copy;
   const InputRows from = rows_for_products(

@@ -12,15 +12,15 @@ struct GatedWorker {
   Buffer<float> gates;
 };
 
-/// Tiles of gate's, then the same of up's, that a worker goes through: with each change from the
-/// one to the other a stream of memory breaks off. The gates stay in the first-level cache.
+/// Tiles of gate's that a worker goes through before the same tiles of up's. Each change from gate
+/// to up breaks a stream of memory, so it takes as many as the first-level cache holds gates of.
 inline int64_t gated_run(int64_t rows) {
   constexpr int64_t kGateBytes = 8 << 10, kMostTiles = 8;
   const int64_t tile_bytes = rows * kFeatures * sizeof(float);
   return std::clamp<int64_t>(kGateBytes / std::max<int64_t>(tile_bytes, 1), 1, kMostTiles);
 }
 
-/// What `GatedWorker::gates` must hold.
+/// Elements that `GatedWorker::gates` must hold.
 inline int64_t gates_of_run(int64_t rows) { return gated_run(rows) * rows * kFeatures; }
 
 /// Some tiles' features of silu(gate) * up, of `tiles` in each; rows of out are `stride` apart.

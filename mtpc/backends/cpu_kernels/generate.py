@@ -21,7 +21,6 @@ from mtpc.ops import references
 SOURCE_DIR = Path(__file__).parent
 _DEFINITION = re.compile(r"^MTPC_OPERATOR\s[^;(]*?(\w+)\(", re.MULTILINE)
 
-
 _TYPES = {
     "Tensor": "const Tensor&",
     "Optional[Tensor]": "const std::optional<Tensor>&",

@@ -1,8 +1,9 @@
 // Memory that the ranks of a process group share on one machine, and how they exchange bytes by it.
 //
-// A rank writes its bytes to a slot of its own and counts up; when all have counted, each reads all
-// slots. Two sets of slots take turns. A rank that writes to a set again has seen all others in the
-// exchange between, which they entered when they had read the set. So one wait an exchange is enough.
+// A rank writes its bytes to a slot of its own and counts up. When all have counted, each reads all
+// slots. Two sets of slots take turns. Before a rank writes to a set again, it has seen all others
+// count in the exchange between, which they do after reading the set. So one wait per exchange is
+// enough.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +31,7 @@ namespace mtpc {
 /// One rank's view of the memory. A rank may be in one exchange at a time.
 class GroupMemory {
  public:
-  /// What a rank has for an exchange, by rank.
+  /// The bytes of each rank in an exchange, by rank.
   using Parts = std::vector<const char*>;
 
   /// Maps a file of zeros, of `bytes_of` bytes.
@@ -41,7 +42,7 @@ class GroupMemory {
               const std::vector<int64_t>& processes, double timeout_s)
       : rank_(rank), ranks_(processes.size()), slot_bytes_(slot_bytes), timeout_s_(timeout_s) {
     if (rank < 0 || rank >= ranks_ || ranks_ > kMostRanks || slot_bytes < 1 || slot_bytes % kLine) {
-      throw std::runtime_error("memory of ranks: the rank, or the size of a slot, is none");
+      throw std::runtime_error("memory of ranks: the rank or the size of a slot is out of range");
     }
     try {
       map(path);
@@ -127,7 +128,7 @@ class GroupMemory {
     memory_ = static_cast<char*>(mapped);
   }
 
-  /// A process's own file, which can be read when it has ended.
+  /// Opens a descriptor of a process, which becomes readable when the process ends.
   void watch(int64_t process) {
 #if defined(SYS_pidfd_open)
     const int file = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(process), 0));
@@ -153,7 +154,7 @@ class GroupMemory {
     posted(rank_).count.store(++count_, std::memory_order_release);
   }
 
-  /// Until a rank has written to its slot of a set.
+  /// Waits until a rank has written to its slot of a set.
   void wait_for(int64_t other, int64_t set, int64_t what) {
     for (int i = 0; i < kPauses && !has_posted(other); ++i) pause();
     if (!has_posted(other)) wait_long(other);
@@ -189,8 +190,8 @@ class GroupMemory {
     }
   }
 
-  /// A rank whose process has ended; -1 if none has. Nobody has finished the exchange for which one
-  /// is waited for, so none can have ended in peace.
+  /// A rank whose process has ended; -1 if none has. No rank can have finished the exchange that
+  /// this one waits for, so a rank that ended did so because of a failure.
   int64_t find_ended() {
     if (poll(watched_.data(), watched_.size(), 0) > 0) {
       for (int64_t rank = 0; rank < ranks_; ++rank) {

@@ -111,7 +111,7 @@ MTPC_OPERATOR Tensor grouped_experts(
   const GroupedWeight narrow = grouped_weight(
       "grouped_experts", down, down_scales, down_zeros, experts, x.size(1), features / 2);
   check_choices("grouped_experts", expert_ids, expert_weights, x.size(0));
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor dense = as_dense(x);
   const Tensor out = dense_empty(dense, {x.size(0), x.size(1)});
   const int64_t used = used_rows(rows, x.size(0));
   Choices<float> choices =

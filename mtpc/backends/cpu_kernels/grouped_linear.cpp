@@ -28,7 +28,7 @@ GroupedWeight check(const Tensor& x, const Tensor& codes, const Tensor& scales,
 /// The rows in use as products take them.
 GroupedRows rounded(const Tensor& x, const GroupedWeight& weight, int64_t used) {
   GroupedRows rows(used, weight.form);
-  set_rows(rows, x.is_contiguous() ? x : torch::stable::contiguous(x), used);
+  set_rows(rows, as_dense(x), used);
   return rows;
 }
 

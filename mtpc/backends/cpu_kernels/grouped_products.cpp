@@ -22,8 +22,8 @@ constexpr int kTileRegisters = kFeatures / kLanes<float>;
 template <int kRows>
 constexpr int kBlock = kVectorBytes == 32 ? (kRows <= 4 ? 2 : 1) : kTileRegisters;
 
-/// Steps of a tile that are gone through for one block of registers after the other: they stay in
-/// the first-level cache meanwhile.
+/// Steps of a tile that each block of registers takes before the next block takes them again, from
+/// the first-level cache.
 constexpr int64_t kWindow = 16;
 
 /// The same for products of floats. Their additions wait for one another, so it takes several.
@@ -272,7 +272,7 @@ class TileProduct {
     for (int b = 0; b < kBlocks; ++b) finish(g, b, sums[b], totals[b]);
   }
 
-  /// What zero points make of a group's sums; products are added to it.
+  /// Begins a group's sums with the contribution of zero points; products are added to it.
   __attribute__((always_inline)) void begin(int64_t g, int block, Sums& sums) const {
     const int32_t* x_offsets = x_offsets_ + g * x_rows_;
 #pragma GCC unroll 12

@@ -23,9 +23,9 @@ inline constexpr bool kBytesAsPairs = true;
 inline constexpr bool kBytesAsPairs = false;
 #endif
 
-/// What decides how rows are prepared: the kind of codes, the inputs that share a scale, and the
-/// zero point of all groups. Where groups have zero points or minima of their own, `zero` is 1: what
-/// theirs are multiplied by.
+/// Determines how rows are prepared: the kind of codes, the inputs that share a scale, and the zero
+/// point of all groups. Where groups have zero points or minima of their own, `zero` is 1, and the
+/// offsets of rows are multiplied by those.
 struct GroupForm {
   CodeKind kind;
   int64_t inputs, group;
@@ -129,7 +129,7 @@ class GroupedRows {
   /// The bytes of row r: of int8, of pairs of int16, or of floats.
   const char* row(int64_t r) const { return bytes_.get() + r * stride_; }
 
-  /// What an integer of each row stands for in a group: those of rows lie side by side.
+  /// The value of an integer 1 in each row's group; those of all rows lie side by side.
   const float* steps(int64_t group) const { return steps_.get() + group * rows_; }
 
   /// Minus the sum of each row's integers of a group, times the form's zero; in the same order.

@@ -61,7 +61,7 @@ Their instruction for pairs of bfloat16 does 32 products in 2.2 cycles, where tw
 16 floats do as many in 1.1 (measured on an Emerald Rapids whose virtual machine hides AMX).
 """
 NATIVE = Level("native", "native")
-"""What this very machine has: elsewhere than on x86-64."""
+"""The instructions of this machine; used on other processors than x86-64."""
 
 
 def runnable(flags: Set[str]) -> tuple[Level, ...]:

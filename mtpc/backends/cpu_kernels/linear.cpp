@@ -32,7 +32,7 @@ void check(const Tensor& x, const Tensor& weight, int64_t features,
 template <class Put>
 void for_results(const Tensor& x, const Tensor& weight, int64_t features, int64_t used,
                  const Put& put) {
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor dense = as_dense(x);
   const int64_t inputs = x.size(x.dim() - 1);
   Buffer<char> copy;
   const InputRows from = rows_for_products(

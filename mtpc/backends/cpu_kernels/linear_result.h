@@ -1,4 +1,4 @@
-// Where a linear layer's sums go.
+// Writes a linear layer's sums to its result.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The largest of each row's features, while a linear layer gives them tile by tile.
+// The largest of each row's features, found while a linear layer computes them tile by tile.
 #pragma once
 
 #include <tuple>
@@ -47,7 +47,7 @@ class Maxima {
   /// Bits of floats, ordered as integers: those of negative numbers the other way round.
   static Mask<float> keys_of(const BFloat16* values) {
     const Vec<float> found = load<float>(values);
-    // A zero more makes both zeros one number.
+    // Adding zero turns -0.0 into 0.0.
     const Vec<float> x = found == found ? found + 0.0f
                                         : Vec<float>{} + std::numeric_limits<float>::quiet_NaN();
     const Mask<float> bits = reinterpret_cast<Mask<float>>(x);

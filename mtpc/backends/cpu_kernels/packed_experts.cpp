@@ -128,7 +128,7 @@ MTPC_OPERATOR Tensor packed_experts(
     const std::optional<Tensor>& rows) {
   const Shape shape =
       check(x, gate_up, down, expert_ids, expert_weights, rows, {limit, limit_input, gelu});
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor dense = as_dense(x);
   const Tensor weights = adjacent_last(expert_weights);
   const Tensor out = dense_empty(dense, {shape.tokens, shape.hidden});
   PackedExperts(shape, dense, gate_up, down, expert_ids, weights)

@@ -1,4 +1,4 @@
-// What products with packed weights are made of: groups of inputs, their dots, rows, sums.
+// Parts of products with packed weights: groups of inputs, their dot products, rows, sums.
 #pragma once
 
 #include <algorithm>
@@ -38,15 +38,10 @@ struct InputRows {
   }
 };
 
-/// Whether this level has an instruction for products of pairs of bfloat16.
-inline constexpr bool kPairProducts =
 #if defined(__AVX512BF16__)
-    true;
-#else
-    false;
-#endif
 
-#if defined(__AVX512BF16__)
+/// Whether this level has an instruction for products of pairs of bfloat16.
+inline constexpr bool kPairProducts = true;
 
 /// Inputs of kRows rows, as an instruction for pairs of bfloat16 takes them: as they are.
 template <int kRows>
@@ -73,6 +68,8 @@ class Inputs {
 };
 
 #else
+
+inline constexpr bool kPairProducts = false;
 
 /// Inputs of kRows rows, widened to float once: that leaves two multiply-adds for each register of
 /// weights.
@@ -132,7 +129,7 @@ inline int64_t spaced(int64_t row_bytes) {
   return row_bytes % kAliased == 0 ? row_bytes + kLine : row_bytes;
 }
 
-/// What to fetch meanwhile: bytes from `from` on, `step` of them with each group.
+/// Bytes to prefetch during a product: from `from` on, `step` of them with each group.
 struct Fetch {
   const char* from;
   int64_t step;

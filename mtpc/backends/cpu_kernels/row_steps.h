@@ -1,4 +1,4 @@
-// Going over rows a register of floats at a time.
+// Loops over rows, a register of floats at a time.
 #pragma once
 
 #include <cstring>
@@ -11,7 +11,7 @@ namespace mtpc {
 
 inline constexpr int kStep = kLanes<float>;
 
-/// Calls body(i, count) for every register's worth of `width` elements, the last may be less.
+/// Calls body(i, count) for each register of `width` elements; the last may be partial.
 template <class Body>
 void for_steps(int64_t width, const Body& body) {
   int64_t i = 0;
@@ -59,12 +59,12 @@ inline void put(BFloat16* p, Vec<float> v, int count) {
   std::memcpy(p, all, count * sizeof(BFloat16));
 }
 
-/// silu(gate) * up, rounded where an activation and a product after it are.
+/// silu(gate) * up; silu is rounded to bfloat16 before the product.
 inline Vec<float> activate(Vec<float> gate, Vec<float> up) {
   return round_bf16(gate / (exp(-gate) + 1.0f)) * up;
 }
 
-/// Where a tensor's rows begin, whatever the strides of its dimensions but the last.
+/// The addresses of a tensor's rows, for any strides of its dimensions but the last.
 class RowStarts {
  public:
   explicit RowStarts(const Tensor& t) : data_(static_cast<const BFloat16*>(t.const_data_ptr())) {
@@ -89,7 +89,7 @@ class RowStarts {
 
 inline BFloat16* data(const Tensor& t) { return static_cast<BFloat16*>(t.mutable_data_ptr()); }
 
-/// One element of a pass takes about as long as so many multiply-adds of a product.
+/// The multiply-adds of a product that take about as long as one element of such a loop.
 inline constexpr int64_t kWork = 8;
 
 }  // namespace mtpc

@@ -1,12 +1,12 @@
 // Runs tapes: a step as a list of calls over memory that is planned ahead.
 //
-// Everything that does not change from run to run is made when the tape is loaded: tensors and views
-// over bound, planned and returned memory, and each call's arguments. A run is a loop over calls, by
-// an object of torch's whose methods run without Python's lock, so that other threads go on, an event
-// loop among them. Objects of torch's, and torch's own operators, are not part of libtorch's stable
-// ABI, so this is a library of its own, for the one torch that it was built with.
+// Everything that does not change from run to run is made when the tape is loaded: tensors and
+// views over bound, planned and returned memory, and each call's arguments. A run is a loop over
+// calls. It is a method of a torch class, which runs without Python's lock, so that other threads
+// go on, an event loop among them. Torch classes and torch's own operators are not part of
+// libtorch's stable ABI, so this is a library of its own, for the one torch that it was built with.
 //
-// A tape comes from a file. Each number of it is checked here before memory is touched by it.
+// A tape comes from a file. Each number of it is checked here before it is used to access memory.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -46,14 +46,14 @@ F* find_function(const std::string& name) {
   return reinterpret_cast<F*>(found);
 }
 
-/// A call of torch's own.
+/// A call of an operator of torch.
 struct Operator {
   c10::OperatorHandle handle;
   torch::jit::Stack arguments;
   std::vector<int64_t> results;
 };
 
-/// What a collective calls in its kernel's place where its process group shares no memory.
+/// What a collective calls instead of its kernel where its process group shares no memory.
 struct Unshared {
   int64_t (*shares_memory)(const char* group);
   std::string group;
@@ -62,7 +62,7 @@ struct Unshared {
 
 /// A call of a kernel: its arguments and the places of its results.
 struct Kernel {
-  /// What a profiler calls it.
+  /// Its name in profiles.
   std::string name;
   KernelCall* function;
   std::vector<Argument> arguments;
@@ -70,7 +70,7 @@ struct Kernel {
   std::vector<int64_t> results;
   std::vector<AtenTensorHandle> made;
   std::vector<AtenTensorHandle*> places;
-  /// Of a collective.
+  /// Set for a collective.
   std::optional<Unshared> unshared;
 };
 
@@ -87,7 +87,7 @@ struct Moving {
   std::vector<Pointer> pointers;
 };
 
-/// Returned memory that no later call reads.
+/// Frees returned memory that no later call reads.
 struct Release {
   std::vector<int64_t> storages;
 };
@@ -145,7 +145,7 @@ class Tape : public torch::CustomClassHolder {
     TORCH_CHECK(storage >= 0 && storage < count(storages_), "a tape has no storage ", storage);
     TORCH_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::Undefined) &&
                     sizes.size() == strides.size() && offset >= 0,
-                "a tape's tensor is none");
+                "a tape's tensor has an unknown dtype, or sizes that do not fit its strides");
     const Memory& memory = storages_[storage];
     const auto type = static_cast<at::ScalarType>(dtype);
     const int64_t size = static_cast<int64_t>(c10::elementSize(type));
@@ -163,7 +163,7 @@ class Tape : public torch::CustomClassHolder {
     return count(tensors_) - 1;
   }
 
-  /// A call of a kernel of ours.
+  /// Adds a call of a kernel of mtpc.
   void kernel(std::string name, Numbers arguments, std::vector<std::string> texts,
               Numbers results) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
@@ -186,7 +186,7 @@ class Tape : public torch::CustomClassHolder {
     calls_.push_back(std::move(call));
   }
 
-  /// A call of torch's own.
+  /// Adds a call of an operator of torch.
   void aten(std::string name, std::string overload, Numbers arguments,
             std::vector<std::string> texts, Numbers results) {
     const auto handle =
@@ -207,7 +207,7 @@ class Tape : public torch::CustomClassHolder {
     map.function = static_cast<Function>(function);
     map.arithmetic = static_cast<Arithmetic>(arithmetic);
     const int64_t wanted = map.function < Function::kAdd ? 1 : map.function < Function::kWhere ? 2 : 3;
-    TORCH_CHECK(count(operands) == 1 + 2 * wanted, "a tape's function has other operands");
+    TORCH_CHECK(count(operands) == 1 + 2 * wanted, "a tape's function has wrong operands");
     const at::Tensor& out = written(operands[0]);
     set_shape(map, out.sizes());
     point(call, &map.operands[0], operands[0], out.strides());
@@ -235,10 +235,10 @@ class Tape : public torch::CustomClassHolder {
     fold.folding = static_cast<Folding>(folding);
     fold.arithmetic = static_cast<Arithmetic>(arithmetic);
     const at::Tensor &out = written(result), &in = slot(from);
-    TORCH_CHECK(dim >= 0 && dim < in.dim() && in.size(dim) > 0, "a tape folds no dimension");
+    TORCH_CHECK(dim >= 0 && dim < in.dim() && in.size(dim) > 0, "a tape folds dimension ", dim);
     Numbers wanted = in.sizes().vec();
     if (fold.folding != Folding::kScan) wanted[dim] = 1;
-    TORCH_CHECK(out.sizes() == at::IntArrayRef(wanted), "a tape's fold has another result");
+    TORCH_CHECK(out.sizes() == at::IntArrayRef(wanted), "a tape's fold has a wrong result");
     set_shape(fold, in.sizes());
     point(call, &fold.operands[0], result, out.strides());
     point(call, &fold.operands[1], from, in.strides());
@@ -257,7 +257,7 @@ class Tape : public torch::CustomClassHolder {
     written(into_table ? table : rows);
     const int64_t n = count(indices);
     TORCH_CHECK(n > 0 && n <= kMostIndices && n <= from.dim() && to.dtype() == from.dtype(),
-                "a tape moves no rows");
+                "a tape's table does not fit its rows or its number of indices");
     const int64_t row_dims = from.dim() - n, index_dims = to.dim() - row_dims;
     TORCH_CHECK(index_dims >= 0 && to.sizes().slice(index_dims) == from.sizes().slice(n),
                 "a tape's rows have another shape than its table's");
@@ -272,7 +272,8 @@ class Tape : public torch::CustomClassHolder {
     point(call, &move.table, table, strides);
     for (int64_t k = 0; k < n; ++k) {
       const at::Tensor& index = slot(indices[k]);
-      TORCH_CHECK(index.dtype() == at::kLong || index.dtype() == at::kInt, "a tape's index is none");
+      TORCH_CHECK(index.dtype() == at::kLong || index.dtype() == at::kInt,
+                  "a tape's index is neither int32 nor int64");
       point(call, &move.index[k], indices[k],
             index.expand(to.sizes().slice(0, index_dims)).strides());
       move.table_sizes[k] = from.size(k);
@@ -302,7 +303,7 @@ class Tape : public torch::CustomClassHolder {
   struct Memory {
     c10::Storage storage;
     int64_t offset, bytes;
-    /// What a bound tensor's elements are.
+    /// The dtype of a bound tensor.
     std::optional<at::ScalarType> dtype;
     bool is_returned, is_writable;
     /// Whether the calls so far have returned it, and not released it.
@@ -394,10 +395,9 @@ class Tape : public torch::CustomClassHolder {
       for (const Operand& each : map.operands) {
         joins &= map.sizes[kept] == 1 || each.strides[kept] == each.strides[dim] * map.sizes[dim];
       }
-      if (!joins && map.sizes[dim] != 1) ++kept;
-      const bool is_new = !joins && map.sizes[dim] != 1;
       if (!joins && map.sizes[dim] == 1) continue;
-      map.sizes[kept] = is_new ? map.sizes[dim] : map.sizes[kept] * map.sizes[dim];
+      if (!joins) ++kept;
+      map.sizes[kept] = joins ? map.sizes[kept] * map.sizes[dim] : map.sizes[dim];
       for (Operand& each : map.operands) each.strides[kept] = each.strides[dim];
     }
     map.dims = kept + 1;
@@ -487,23 +487,19 @@ class Tape : public torch::CustomClassHolder {
     return reinterpret_cast<AtenTensorHandle>(&held_.emplace_back(tensor));
   }
 
-  /// Tensors that take a call's results; -1 where one is not used, or where the call returns what it
-  /// was given.
+  /// Marks the memory of a call's results as returned. A result is -1 where it is not used, or
+  /// where the call returns what it was given.
   Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) {
     TORCH_CHECK(count(results) <= count(schema.returns()), "a tape takes ", results.size(),
                 " results of ", schema.name());
     for (const int64_t number : results) {
       if (number == kNone) continue;
-      Memory& memory = storages_[storage_of_[check(number)]];
+      slot(number);  // Checks it.
+      Memory& memory = storages_[storage_of_[number]];
       TORCH_CHECK(memory.is_returned, "a tape's result has no memory to be returned");
       memory.is_there = true;
     }
     return results;
-  }
-
-  int64_t check(int64_t number) const {
-    slot(number);
-    return number;
   }
 
   void run_call(Kernel& call) {
@@ -551,7 +547,7 @@ class Tape : public torch::CustomClassHolder {
     return made.storage_offset() == 0;
   }
 
-  /// Takes over a result's memory, where it is what the tape says.
+  /// Takes over a result's memory, after a check that the result is what the tape says.
   void adopt(int64_t number, const at::Tensor& made) {
     const at::Tensor& wanted = tensors_[number];
     const Memory& taken = storages_[storage_of_[number]];
@@ -570,7 +566,7 @@ class Tape : public torch::CustomClassHolder {
   std::vector<Memory> storages_;
   std::vector<at::Tensor> tensors_;
   Numbers storage_of_;
-  /// Addresses of what is in these stay.
+  /// Deques, because the addresses of their elements stay.
   std::deque<at::Tensor> held_;
   std::deque<std::string> texts_;
   std::deque<int64_t> numbers_;

@@ -1,5 +1,5 @@
-// Choosing tokens. A row costs what its request asked for: greedy rows are one pass over the
-// logits, filters a few, and noise is made for tokens that can still win.
+// Choosing tokens. A row costs what its request asked for: a greedy row takes one pass over the
+// logits, filters take a few, and noise is made only for tokens that can still win.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -117,7 +117,7 @@ class Chooser {
     if (p_.masked()) forbid_unset(p_.allowed);
     if (row_.mask != nullptr) forbid_unset(row_.mask);
     if (row_.stops_early()) forbid_stops();
-    // -inf is no argmax here: nothing may be said.
+    // Where all logits are -inf, no token is allowed.
     const int64_t top = finite_argmax(x_.get(), size_);
     if (top < 0) return -1;
     if (p_.greedy()) return top;
@@ -133,9 +133,10 @@ class Chooser {
     }
   }
 
-  double penalised(double x, int64_t count, bool seen) const {
+  /// The logit of a token that was seen, `count` times in the output.
+  double penalised(double x, int64_t count) const {
     const double repetition = p_.floats[kRepetition];
-    if (seen) x = x > 0 ? x / repetition : x * repetition;
+    x = x > 0 ? x / repetition : x * repetition;
     x -= p_.floats[kFrequency] * static_cast<double>(count);
     return x - p_.floats[kPresence] * (count > 0);
   }
@@ -146,20 +147,20 @@ class Chooser {
     std::sort(drafts.begin(), drafts.end());
     std::vector<double> before;
     for (const int64_t token : drafts) before.push_back(x[token]);
-    for (int64_t begin = 0; begin < size_; begin += 32) {  // Most words have nothing to do.
+    for (int64_t begin = 0; begin < size_; begin += 32) {  // Most words hold no seen token.
       const int64_t end = std::min(begin + 32, size_);
       int32_t any = p_.prompt[begin / 32];
       for (int64_t v = begin; v < end; ++v) any |= p_.counts[v];
       for (int64_t v = begin; any != 0 && v < end; ++v) {
         const int32_t count = p_.counts[v];
-        if (count > 0 || bit(p_.prompt, v)) x[v] = penalised(x[v], count, true);
+        if (count > 0 || bit(p_.prompt, v)) x[v] = penalised(x[v], count);
       }
     }
     for (size_t i = 0; i < drafts.size(); ++i) {
       const int64_t token = drafts[i];
       const int64_t more = std::upper_bound(drafts.begin(), drafts.end(), token) -
           std::lower_bound(drafts.begin(), drafts.end(), token);
-      x[token] = penalised(before[i], p_.counts[token] + more, true);
+      x[token] = penalised(before[i], p_.counts[token] + more);
     }
   }
 
@@ -387,7 +388,7 @@ MTPC_OPERATOR void count_tokens(
 
 namespace {
 
-/// Where one token's report goes.
+/// The memory that takes one token's log-probabilities.
 struct Report {
   double* logprob;
   int64_t* ids;

@@ -1,4 +1,4 @@
-// What the generated C functions are made of (generate.py), by which tapes call the kernels.
+// Templates of the generated C functions (generate.py) by which tapes call the kernels.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -17,7 +17,7 @@ namespace {
 AtenTensorHandle own(AtenTensorHandle handle) {
   AtenTensorHandle result;
   const AOTITorchError error = aoti_torch_new_tensor_handle(handle, &result);
-  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "mtpc_cpu: a tensor's handle is none");
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "mtpc_cpu: a tensor's handle could not be copied");
   return result;
 }
 

@@ -21,7 +21,7 @@ SHIPPED = SOURCE_DIR / "shipped"
 
 
 def find_shipped(wanted: Fields) -> Path | None:
-    """The folder of shipped kernels whose key is the wanted one, whatever compiled them."""
+    """The folder of shipped kernels with the wanted key, except for the compiler; None if none."""
     for path in sorted(SHIPPED.glob(f"*/{KEY}")):
         found = parse_key(path.read_bytes())
         if found is not None and _but_compiler(found) == _but_compiler(wanted):
@@ -34,7 +34,7 @@ def _but_compiler(fields: Fields) -> dict[str, str]:
 
 
 def keep_shipped(folder: Path, store: EntryStore, report: Callable[[str], None]) -> Entry | None:
-    """The entry of shipped kernels, copied into the cache where it lacks them.
+    """The entry of shipped kernels, copied into the cache if it lacks them.
 
     Args:
         folder: what `find_shipped` found.

@@ -57,7 +57,7 @@ using Mask = typename VecOf<A>::mask;
 template <class A>
 inline constexpr int kLanes = kVectorBytes / sizeof(A);
 
-/// What values of type T are accumulated in.
+/// The type in which values of type T are accumulated.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -66,8 +66,8 @@ inline constexpr A kInfinity = std::numeric_limits<A>::infinity();
 
 // ---- Loads and stores ------------------------------------------------------------------------
 
-/// One register of floats from 16-bit values. The intrinsics do what the portable forms mean,
-/// where GCC 12 does not find the single instruction for them.
+/// One register of floats from 16-bit values. The intrinsics are for levels where GCC 12 does not
+/// compile the portable forms to a single instruction.
 #if defined(__AVX512F__)
 inline Vec<float> widen(const Half* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -98,8 +98,8 @@ inline Vec<float> widen(const BFloat16* p) {
 }
 #endif
 
-/// A register of integers from bytes, signed or not. GCC 12 takes bytes apart one by one unless it is
-/// told the instruction.
+/// A register of integers from bytes, signed or not. Without intrinsics GCC 12 converts bytes one
+/// by one.
 template <class Byte>
 inline Mask<float> widen_bytes(const Byte* p) {
   static_assert(sizeof(Byte) == 1);
@@ -150,7 +150,7 @@ inline Vec<float> round_bf16(Vec<float> v) {
   typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
   const Bits bits = reinterpret_cast<Bits>(v);
   const Bits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-  // A NaN that has its ones in the lower half only would become an infinity.
+  // A NaN whose set bits are all in the lower half would become an infinity.
   return v == v ? reinterpret_cast<Vec<float>>(nearest)
                 : Vec<float>{} + std::numeric_limits<float>::quiet_NaN();
 }
@@ -175,8 +175,8 @@ inline void narrow(BFloat16* p, Vec<float> v) {
   std::memcpy(p, &halves, sizeof(halves));
 }
 
-/// Writes floats rounded to bfloat16; what is too small for its exponent may become zero, as the
-/// instructions that made such sums may have made it already.
+/// Writes floats rounded to bfloat16. Subnormal results may become zero, as the instructions that
+/// make such sums flush them, too.
 template <int kCount>
 inline void narrow_sums(BFloat16* to, const float* from) {
 #if defined(__AVX512BF16__)
@@ -251,8 +251,8 @@ inline void swap_off_diagonal(V& a, V& b, std::integer_sequence<int, kLane...>) 
   a = upper;
 }
 
-/// Transpose a square of registers, by swapping ever smaller off-diagonal blocks. Of fewer registers,
-/// each square of lanes is transposed by itself.
+/// Transposes a square of registers, by swapping ever smaller off-diagonal blocks. With fewer
+/// registers, each square of lanes is transposed by itself.
 template <class A, int kBlock = kLanes<A> / 2, size_t kCount>
 inline void swap_blocks(Vec<A> (&square)[kCount]) {
   for (size_t i = 0; i < kCount; ++i) {
@@ -295,7 +295,7 @@ inline void transpose_floats(Vec<float> (&square)[16]) {
 }
 #endif
 
-/// Transpose a square of registers.
+/// Transposes a square of registers.
 template <class A>
 inline void transpose(Vec<A> (&square)[kLanes<A>]) {
 #if defined(__AVX512F__)

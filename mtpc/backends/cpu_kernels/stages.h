@@ -1,8 +1,8 @@
 // Work in stages on one parallel region: each stage's tasks begin when those before it are done.
 //
-// A region of its own for each stage costs more than starting threads: between two of them an
-// operator's host code runs, out of caches that the stage before has filled with weights. In one
-// region, a worker without tasks can also fetch what the next stage begins with.
+// A region for each stage would cost more than starting threads: between two regions an operator's
+// host code runs, and the stage before has filled the caches with weights. In one region, a worker
+// without tasks can also fetch the weights that the next stage begins with.
 #pragma once
 
 #include <thread>
@@ -33,10 +33,10 @@ class StageTasks {
     for (Share& share : shares_) {
       for (Tasks run; (run = share.take_last()).count > 0;) finish(run);
     }
-    done_.fetch_add(done, std::memory_order_release);  // Once: others' caches hold it, too.
+    done_.fetch_add(done, std::memory_order_release);  // Once, because all workers poll it.
   }
 
-  /// Returns when all tasks are done, those of others, too; calls meanwhile() again and again.
+  /// Returns when the tasks of all workers are done; calls meanwhile() again and again.
   template <class Body>
   void wait(Body meanwhile) const {
     constexpr int64_t kSpins = 1 << 14;
@@ -76,8 +76,8 @@ class Warming {
   const char *from_, *end_;
 };
 
-/// Runs work(me) on up to `workers` threads of torch's, me from 0 on. Torch may run fewer threads, so
-/// each must take over the tasks of workers that do not run.
+/// Runs work(me) on up to `workers` of torch's threads, me from 0 on. Torch may run fewer threads,
+/// so each must take over the tasks of workers that do not run.
 template <class Work>
 void run_workers(int64_t workers, const Work& work) {
   if (workers <= 1) return work(0);

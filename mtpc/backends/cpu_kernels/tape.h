@@ -1,9 +1,9 @@
-// What the runner of tapes (runner.cpp) and the kernels agree on: plain structs, and C functions that
-// the runner finds by name.
+// The interface between the runner of tapes (runner.cpp) and the kernels: plain structs, and C
+// functions that the runner finds by name.
 //
 // `mtpc_call_NAME` calls the kernel NAME past torch's dispatcher. A call through the dispatcher is
 // looked up, boxed and unboxed, which takes several microseconds; a step of 28 layers has hundreds of
-// calls. `mtpc_map`, `mtpc_fold` and `mtpc_move_rows` do what stands between kernels.
+// calls. `mtpc_map`, `mtpc_fold` and `mtpc_move_rows` run the calls between kernels.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,7 +12,7 @@
 
 namespace mtpc {
 
-/// An argument of a kernel; its type in the operator's schema says which field counts.
+/// An argument of a kernel; its type in the operator's schema says which field is used.
 struct Argument {
   /// A tensor; an optional one, null where there is none; or a list's first. Borrowed.
   const AtenTensorHandle* tensors = nullptr;
@@ -59,11 +59,11 @@ struct Map {
   Operand operands[kMostOperands];
 };
 
-/// What a `Fold` does along its last dimension. A scan writes each partial result.
+/// The reduction of a `Fold` along its last dimension. A scan writes each partial result.
 enum class Folding : int64_t { kSum, kMaximum, kMinimum, kAny, kAll, kScan, kCount };
 
-/// operands[0] = operands[1], folded along the last dimension, where a result has the stride 0
-/// unless it is a scan's.
+/// operands[0] = operands[1], folded along the last dimension, where the result has the stride 0
+/// unless it is a scan.
 struct Fold {
   Folding folding;
   Arithmetic arithmetic;
@@ -82,8 +82,8 @@ struct MoveRows {
   int64_t sizes[kMostDims];
   /// Strides of both over `sizes`; the table's are 0 along dimensions of the index.
   Operand rows, table;
-  /// What the table is indexed by: a tensor each, with the size and the stride of the table's
-  /// dimension. A negative index counts from the end.
+  /// The number of index tensors, one for each leading dimension of the table; each comes with that
+  /// dimension's size and stride. A negative index counts from the end.
   int64_t indices;
   Operand index[kMostIndices];
   int64_t table_sizes[kMostIndices], table_strides[kMostIndices];

@@ -1,4 +1,4 @@
-// Between tensors of run-time dtype and the typed kernels.
+// Helpers between tensors of run-time dtype and the typed kernels.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -58,19 +58,19 @@ inline Tensor as_dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
-/// Dense and in a dtype, copied only if it is not so already.
+/// The tensor, copied only if it is not dense or has another dtype.
 inline Tensor dense_in(const Tensor& t, ScalarType dtype) {
   const Tensor cast = t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
   return as_dense(cast);
 }
 
-/// How many rows of so many elements a tensor has.
+/// How many rows of `width` elements a tensor has.
 inline int64_t count_rows(const Tensor& t, int64_t width) {
   return width == 0 ? 0 : t.numel() / width;
 }
 
-/// Uninitialised and dense. `torch::stable::new_empty` goes through the dispatcher: 25 microseconds
-/// where a stream of weights has just cleared the caches of its code.
+/// Uninitialised and dense. `torch::stable::new_empty` goes through the dispatcher, which takes 25
+/// microseconds if a stream of weights has just evicted its code from the caches.
 inline Tensor dense_empty(const std::vector<int64_t>& shape, int32_t dtype) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
@@ -88,7 +88,7 @@ inline Tensor dense_empty(const Tensor& x, const std::vector<int64_t>& shape) {
   return dense_empty(shape, dtype);
 }
 
-/// The same, filled with zeros; where those are many, torch's threads fill it.
+/// The same, filled with zeros; on torch's threads if they are many.
 inline Tensor dense_zeros(const Tensor& x, const std::vector<int64_t>& shape) {
   constexpr int64_t kMany = 1 << 16;
   int64_t bytes = x.element_size();
@@ -208,7 +208,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-/// How many threads a call is worth: one per this many multiply-adds, a few microseconds' work.
+/// How many threads a call takes: one per kGrain multiply-adds, which take a few microseconds.
 inline int64_t worker_count(int64_t multiply_adds) {
   constexpr int64_t kGrain = 1 << 17;
   const int64_t threads = torch::stable::get_num_threads();
@@ -245,7 +245,7 @@ struct Tasks {
   int64_t first, count;
 };
 
-/// Tasks [first, last) that are still to do, of one worker.
+/// One worker's tasks that are still to do, [first, last).
 class Share {
  public:
   void set(uint64_t first, uint64_t last) { span_ = first << 32 | last; }

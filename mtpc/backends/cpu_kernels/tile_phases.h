@@ -1,11 +1,11 @@
 // Products of many rows, with AMX: weights in blocks that the first-level cache holds.
 //
-// Two registers of inputs and two of weights make four products; where all come from the second
-// level, that cannot feed them. So a block of a tile's weights stays in the first level while many
-// rows go by, and sums wait in memory meanwhile, which is exact: they run over the inputs in order,
-// as they do without blocks. Where the rows do not stay in the second level either, each tile of
-// weights would take them from the third again, at the speed of memory: then they are gone through
-// in phases of some of their inputs, all tiles in each.
+// Two registers of inputs and two of weights make four products. The second-level cache alone
+// cannot deliver these registers as fast as the products need them. So a block of a tile's weights
+// stays in the first level while many rows pass, and sums wait in memory meanwhile. That is exact:
+// sums run over the inputs in order, as they do without blocks. Rows that do not fit into the
+// second level would be read from the third again for each tile of weights, at the speed of memory.
+// Such rows are processed in phases: a phase takes some of their inputs, with all tiles.
 #pragma once
 
 #include "tensors.h"
@@ -13,11 +13,11 @@
 
 namespace mtpc {
 
-/// From this many rows on, blocks are worth the sums' way to memory and back.
+/// From this many rows on, blocks save more than storing and loading the sums costs.
 inline constexpr int64_t kManyRows = 128;
 
-/// Groups of a block, and rows that go by it together: 16 KB of a tile and 16 KB of sums, of the
-/// 48 KB of a first-level cache.
+/// Groups of a block, and rows that pass it together: 16 KB of a tile and 16 KB of sums, of the 48
+/// KB of a first-level cache.
 inline constexpr int64_t kBlockGroups = 8 * kTileRows;
 inline constexpr int64_t kBlockRows = 128;
 
@@ -30,7 +30,7 @@ inline constexpr int64_t kCachedGroups = 1024;
 inline constexpr int64_t kPhaseGroups = 512;
 inline constexpr int64_t kPhaseRows = 256;
 
-/// Whether rows are to be gone through in phases.
+/// Whether rows are processed in phases.
 inline bool need_phases(InputRows x, int64_t rows) {
   const int64_t bytes = rows * x.groups * static_cast<int64_t>(sizeof(Group));
   return bytes > kCachedBytes || (rows >= kManyRows && x.groups > kCachedGroups);
@@ -56,13 +56,13 @@ inline void add_tile(InputRows x, int64_t rows, const Group* tile, TileFetch fet
   }
 }
 
-/// What add_tile of `rows` rows is to fetch of the next tile, if it is a part of `all` rows'.
+/// What one add_tile fetches of the next tile, if it is called for parts of `all` rows.
 inline TileFetch share_of(const Group* next, int64_t all) {
   const int64_t step = kGroupBytes * kMostRows / std::max<int64_t>(all, kMostRows);
   return {{reinterpret_cast<const char*>(next), step}};
 }
 
-/// As for_products, of kManyRows or more.
+/// As for_products, for kManyRows or more.
 template <class Body>
 void multiply_in_blocks(InputRows x, int64_t rows, const Group* tile, PassRegisters& registers,
                         const Body& body) {
@@ -76,7 +76,7 @@ void multiply_in_blocks(InputRows x, int64_t rows, const Group* tile, PassRegist
   }
 }
 
-/// As for_all_products, where they need_phases.
+/// As for_all_products, for rows that need_phases.
 template <class Body>
 void multiply_in_phases(InputRows x, int64_t rows, const Group* weights, int64_t tiles,
                         int64_t workers, const Body& body) {

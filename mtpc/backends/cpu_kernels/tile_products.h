@@ -20,13 +20,13 @@ inline constexpr int kTileRows = 16;
 /// Two registers of inputs, two of weights and four of sums: all there are.
 inline constexpr int kMostRows = 2 * kTileRows;
 
-/// Rows as they are: a load takes all 64 bytes of a row's line at once, so that lines of which the
-/// cache holds few side by side are not fetched again.
+/// The rows as they are. A load takes all 64 bytes of a row's line at once, so a line that other
+/// rows evict from the cache is not fetched again.
 inline InputRows rows_for_products(const BFloat16* first, int64_t, int64_t inputs, Buffer<char>&) {
   return dense_rows(first, inputs);
 }
 
-/// With this many passes over a tile or more, the processor is the limit, and each pass fetches a part
+/// With this many passes over a tile or more, arithmetic is the limit, and each pass fetches a part
 /// of the next tile. With fewer, it is faster if the first pass reads memory at full speed.
 inline constexpr int64_t kSlowPasses = 3;
 
@@ -61,10 +61,10 @@ struct alignas(64) TileConfig {
   }
 };
 
-/// What was written is in memory: the compiler does not know what tile instructions read.
+/// Keeps writes before tile instructions, because the compiler does not know what these read.
 inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
-/// Adds 16 groups of up to 16 rows, or kBoth of more, `stride` groups apart, times 16 groups of a
+/// Adds 16 groups of up to 16 rows (up to 32 if kBoth), `stride` groups apart, times 16 groups of a
 /// tile.
 template <bool kBoth>
 void add_products(const Group* x, int64_t stride, const Group* tile) {
@@ -82,7 +82,7 @@ void add_products(const Group* x, int64_t stride, const Group* tile) {
   }
 }
 
-/// The last groups, fewer than 16, with zeros behind them.
+/// As add_products, for the last groups, fewer than 16, padded with zeros.
 template <bool kBoth>
 void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t done) {
   alignas(64) Group inputs[kMostRows][kTileRows] = {}, weights[kTileRows][kFeatures] = {};
@@ -95,7 +95,7 @@ void add_last_products(InputRows x, const Group* tile, int64_t rows, int64_t don
   add_products<kBoth>(inputs[0], kTileRows, weights[0]);
 }
 
-/// The registers' sums, of up to 32 rows, to and from memory.
+/// Clear, load and store the registers' sums of up to 32 rows.
 inline void zero_sums(int64_t rows) {
   _tile_zero(0);
   _tile_zero(1);

@@ -1,5 +1,5 @@
-// Products with packed weights in vector registers, for each number of rows. Where there are tile
-// registers, those take their place.
+// Products with packed weights in vector registers, for each number of rows. Levels with tile
+// registers use those instead.
 #if !defined(__AMX_TILE__)
 
 #include "vector_products.h"
@@ -12,9 +12,9 @@ namespace {
 /// Registers of sums that a row of a tile takes.
 constexpr int kRegisters = kFeatures / kLanes<float>;
 
-/// Groups of inputs per turn of the loop. One row alone waits only for memory. With products of pairs,
-/// four groups per turn and no prefetch instructions let the processor itself fetch furthest ahead.
-/// With multiply-adds (on Intel's processors), or more rows, that is slower.
+/// Groups of inputs per turn of the loop. A single row waits only for memory. With products of
+/// pairs, the processor itself fetches furthest ahead if a turn has four groups and no prefetch
+/// instructions. With multiply-adds (on Intel's processors), or more rows, that is slower.
 template <int kRows>
 constexpr int kTurn = kPairProducts && kRows == 1 ? 4 : 1;
 
@@ -55,7 +55,7 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRo
     }
     for (; k < count; ++k) add_group(k);
   }
-  // One by one: copied as a whole they would live in memory, not in registers.
+  // One by one: a copy of the whole array would keep it in memory, not in registers.
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8

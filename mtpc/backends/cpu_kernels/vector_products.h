@@ -7,7 +7,7 @@
 
 namespace mtpc {
 
-/// Dense rows, copied further apart where several would be in one set of the first-level cache.
+/// Dense rows, copied further apart if several would share a set of the first-level cache.
 inline InputRows rows_for_products(const BFloat16* first, int64_t rows, int64_t inputs,
                                    Buffer<char>& copy) {
   constexpr int64_t kFewRows = 5;
@@ -24,17 +24,17 @@ inline InputRows rows_for_products(const BFloat16* first, int64_t rows, int64_t 
 /// Rows that share one pass over a tile: as many as leave registers for weights and inputs.
 inline constexpr int kMostRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 3 : 1;
 
-/// Up to this many rows, products wait for memory alone, and weights are fetched into the first-level
-/// cache; more rows need the room there. Each of several passes over a tile has more rows than this,
-/// and fetches for the next pass. Other levels than AVX-512 were not measured.
+/// Up to this many rows, products wait only for memory, and weights are fetched into the
+/// first-level cache. More rows need that cache themselves. Each of several passes over a tile has
+/// more rows than this, and fetches for the next pass. Only AVX-512 was measured.
 inline constexpr int64_t kStreamedRows = kVectorBytes == 64 ? 5 : 0;
 
-/// Bytes ahead of the weights in use that are fetched meanwhile, as measured (docs/performance.md).
+/// How many bytes ahead of the weights in use are fetched, as measured (docs/performance.md).
 inline int64_t bytes_ahead(int64_t rows) {
   return kVectorBytes < 64 || rows <= kStreamedRows ? 4096 : 8192;
 }
 
-/// What one of `passes` over a tile fetches, in which `rows` go by.
+/// What one of `passes` over a tile, with `rows` rows, fetches.
 inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64_t passes,
                            int64_t rows) {
   if (passes > 1) return fetch_next(tile, groups, pass, passes);
@@ -44,7 +44,7 @@ inline Fetch fetch_in_pass(const char* tile, int64_t groups, int64_t pass, int64
 /// A number of rows times one tile.
 using MultiplySome = void (*)(InputRows, const Group*, Fetch, TileSums<kMostRows>&);
 
-/// By the number of rows, less one.
+/// Indexed by the number of rows, less one.
 extern const std::array<MultiplySome, kMostRows> kMultiplySome;
 
 /// Up to kMostRows rows times one tile.

@@ -1,4 +1,4 @@
-// Writing rows to the slots of a cache. See mtpc/ops/attention.py.
+// Writes rows to the slots of a cache. See mtpc/ops/attention.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>
@@ -9,8 +9,8 @@
 namespace mtpc {
 namespace {
 
-/// Whether the elements from a dimension on are adjacent in memory: of a slot of any cache that
-/// was allocated on its own, of a row that is a slice of a joint projection's.
+/// Whether the elements from a dimension on are adjacent in memory. They are in a slot of a cache
+/// that was allocated on its own, and in a row that is a slice of a joint projection's result.
 bool is_dense_from(const Tensor& t, int64_t first) {
   int64_t expected = 1;
   for (int64_t dim = t.dim() - 1; dim >= first; --dim) {

@@ -1,10 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
 `mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
-the same operators, launched by Triton itself: for code that was compiled elsewhere, and where a
-launch may begin before the one before it has ended (`launch`). Both take the arguments of the
-references and mean the same. This module does not import Triton, which only torch's builds for
-GPUs bring along; all other modules here do.
+the same operators, launched by Triton itself: for code that was compiled elsewhere, and for
+launches that may begin before the one before them has ended (`launch`). Both take the arguments of
+the references and compute the same. This module does not import Triton, which only torch's builds
+for GPUs bring along; all other modules here do.
 
 What the kernels guarantee:
 
@@ -34,9 +34,9 @@ from mtpc.errors import BackendError
 from mtpc.ops import references
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
-"""What the kernels compute with."""
+"""Dtypes of elements that the kernels take."""
 NAMESPACES = ("mtpc_triton", "mtpc_loaded")
-"""Of the operators."""
+"""Namespaces of the operators."""
 _ADVICE = (
     "Triton comes with torch's builds for CUDA and ROCm; on a machine without GPU: pip install "
     "triton"
@@ -58,9 +58,9 @@ def load_kernels() -> None:
 
 
 def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
-    """Reference overload -> our overload, of every operator that has kernels.
+    """Reference overload -> our overload, for every operator that has kernels.
 
-    It is empty until `load_kernels` was called.
+    It is empty until `load_kernels` is called.
     """
     ours = getattr(torch.ops, namespace)
     return {
@@ -80,10 +80,10 @@ def kernel_bindings(
     """A candidate for each operator that has kernels.
 
     Args:
-        namespace: of our operators.
-        limits: as of a `Binding`, and so are the rest.
+        namespace: one of `NAMESPACES`.
+        limits: as in `Binding`, and so are the others.
         configure: chooses how each is run.
-        library: for notes.
+        library: its name in notes.
         expected: whether a refusal is noted.
 
     Raises:
@@ -101,7 +101,7 @@ def early_bindings(configure: Configure) -> tuple[Binding, ...]:
     Inductor would not let them.
 
     Args:
-        configure: chooses how each is run; `plans.early_in_few_rows` of one.
+        configure: chooses how each is run; made by `plans.early_in_few_rows`.
 
     Raises:
         BackendError: there is no Triton.

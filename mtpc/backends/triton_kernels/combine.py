@@ -1,8 +1,8 @@
 """Splits of an attention: how many there are, and how they are joined.
 
-With `batch_invariant`, a program may have one split, and `combine` joins them; or a program goes
-through all of them. The bits of a row are the same: split by split the same numbers are added, and
-all factors are powers of two (`tiles.fade_in`).
+With `batch_invariant`, either each program has one split, and `combine` joins them, or a program
+goes through all splits. A row has the same bits either way: split by split the same numbers are
+added, and all factors are powers of two (`tiles.fade_in`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _PROGRAMS, _MAX_SPLITS = 512, 64
 """The least number of programs, about two for each compute unit of the largest devices; and the
 most splits."""
 _FEW, _LONG = 4, 8
-"""Blocks of a split, at least, where there are more splits than `combine` joins at once; and where
-there are enough programs without splits: several waves end more evenly than one and a bit."""
+"""The least number of blocks of a split: if there are more splits than `combine` joins at once; and
+if there are enough programs without splits, because several waves of programs end more evenly than
+one and a bit."""
 _SCRATCH = 64 << 20
-"""Bytes of the sums of all splits, at most; beyond, a program goes through all splits."""
+"""The most bytes of the sums of all splits; beyond that, a program goes through all splits."""
 _BLOCK, _AT_ONCE = 128, 16
-"""Columns of a program of `combine`; splits that it waits for together. On an H100, each wait takes
-almost a microsecond."""
+"""Columns of a program of `combine`; splits whose loads it waits for together. On an H100, each
+wait takes almost a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Splits:
     """How contexts are cut.
 
     Attributes:
-        count: number of splits. Split s takes the blocks b of positions with b % count == s, so a
-            context of few blocks has as many splits that have any as it has blocks.
+        count: number of splits. Split s takes the blocks b of positions with b % count == s. So in
+            a context of few blocks, as many splits as there are blocks have work.
         each: splits of a program, 1 or all.
-        is_direct: whether programs, which have all splits, write results; nothing is left to join.
+        is_direct: whether programs have all splits, and write results; nothing is left to join.
         in_order: whether splits are added one after another, as such programs do.
     """
 
@@ -71,11 +72,11 @@ def splits_for(
     """Splits of contexts of up to `blocks` blocks.
 
     Args:
-        programs: of a grid without splits, that have work.
-        blocks: of positions, of the longest context.
-        alone: as `programs`, of one request with one tile of rows, if results must not depend on
-            how many rows a step has; else 0. Then that number decides how many splits there are.
-        nbytes: of the sums of one split of all rows.
+        programs: number of programs with work in a grid without splits.
+        blocks: number of blocks of positions in the longest context.
+        alone: the same number for one request with one tile of rows, if results must not depend on
+            how many rows a step has: then it decides how many splits there are. Else 0.
+        nbytes: bytes of the sums of one split of all rows.
         waves: how many times `_PROGRAMS` there should be, if contexts are long enough.
     """
     count = -(-_PROGRAMS // (alone or programs))
@@ -89,7 +90,7 @@ def splits_for(
 
 @triton.jit
 def _is_on(reqs, ends, lens, num_reqs, token):  # type: ignore[no-untyped-def]
-    """Whether a row is of a request that is on."""
+    """Whether a row belongs to a request with a length above 0."""
     request = tl.sum(((reqs < num_reqs) & (ends <= token)).to(tl.int32))
     return tl.sum(tl.where(reqs == request, lens, 0)) > 0
 
@@ -99,7 +100,7 @@ def _add(  # type: ignore[no-untyped-def]
     total, acc, weights, sums, lane, AT_ONCE: tl.constexpr, IN_ORDER: tl.constexpr
 ):
     """Weights and sums [splits, columns] added to total and acc [columns]."""
-    if IN_ORDER:  # As programs add that have all splits.
+    if IN_ORDER:  # In the order of programs that have all splits.
         for i in tl.static_range(AT_ONCE):
             is_next = (lane == i)[:, None]
             total += tl.sum(tl.where(is_next, weights, 0.0), 0)
@@ -120,7 +121,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first = token.to(tl.int64) * heads + head
     row = heads.to(tl.int64) * num_tokens
-    # No load waits for another. What rows that are off find is left out when it is there.
+    # No load waits for another. Rows of no request load, too; their values are dropped afterwards.
     on = True
     if not ALL_ON:
         reqs = tl.arange(0, R_PAD)
@@ -133,7 +134,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     peak = tl.max(peaks, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     end = SPLITS
-    if SPLITS > AT_ONCE:  # Behind the end no split has anything.
+    if SPLITS > AT_ONCE:  # From `end` on, no split has anything.
         totals = tl.load(at + 1, mask=s < SPLITS, other=0.0)
         end = tl.max(tl.where(totals != 0, s + 1, 0), 0)
     dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -146,7 +147,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         mine, weights = tl.where(on, mine, float("-inf")), tl.where(on, weights, 0.0)
         held = there[:, None] & (dv < DV)[None]
         sums = tl.load(acc_ptr + (own * DV)[:, None] + dv[None], mask=held, other=0.0)
-        # Where nothing was seen, nothing was written. NaN too must reach the logits.
+        # A split that saw nothing wrote no sums. NaN weights are kept: NaN must reach the logits.
         sums = tl.where((weights != 0)[:, None], sums, 0.0)
         factors = exact_power(mine - shift)
         weights, sums = (
@@ -171,16 +172,17 @@ def combine_launches(
     sinks: Tensor | None,
     cut: Splits | None = None,
 ) -> list[Launch]:
-    """Join acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D], unless that is done.
+    """The launch that joins acc [S, T, N, D] by stats [S, T, N, 2] into out [T, N, D]; none if
+    programs have written out already.
 
     Args:
-        acc: weighted sums of each split; unwritten where the split's total is 0.
-        stats: each split's peak (a whole number, in powers of two) and total weight.
-        lengths: seq_lens [R] and query_start_loc [R+1]; rows of no request, or one that is off,
-            are zeros. None: stats say of every row what it attends to.
+        acc: weighted sums of each split; not written where the split's total is 0.
+        stats: each split's peak (a whole number, the exponent of a power of two) and total weight.
+        lengths: seq_lens [R] and query_start_loc [R+1]; rows of no request, or of a request of
+            length 0, get zeros. None: stats of every row are written.
         out: written whole.
         sinks: [N] or None.
-        cut: how contexts are cut; None: into S, which are added in any order.
+        cut: how contexts are cut; None: into S splits, which are added in any order.
     """
     if cut is not None and cut.is_direct:
         return []

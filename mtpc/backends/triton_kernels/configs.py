@@ -36,7 +36,7 @@ class Config:
 
 
 BATCH_INVARIANT = "batch_invariant"
-"""The argument `configs` of a call whose rows must not depend on how many rows there are: kernels
+"""The argument `configs` of a call whose rows must not depend on how many rows there are. Kernels
 then run by default, in tiles and splits that follow from weights and from the longest context."""
 _LEAST = 16
 """The least tile size of an operand of a product."""
@@ -86,7 +86,7 @@ def apply_configs(launches: list[Launch], configs: str) -> list[Launch]:
     Kernels that it does not name run by default. With "early", launches may begin early.
 
     Raises:
-        BackendError: it names a kernel that is not launched, or what is no configuration of one.
+        BackendError: it names a kernel that is not launched, or a configuration that it lacks.
     """
     if not configs:
         return launches

@@ -1,4 +1,4 @@
-"""Kernels compiled for a device that need not be here, into the graph cache.
+"""Kernels compiled into the graph cache for a device that need not be present.
 
 Triton brings its own code generators and assembler, so neither ROCm nor CUDA has to be installed.
 Each distinct kernel is an entry of its own. The machine with the device computes the entry's key
@@ -41,24 +41,24 @@ from mtpc.store.lookup import KEY, key_bytes, key_of
 KIND = "gpu-kernel"
 RESOURCES, METADATA = "kernel.json", "triton.json"
 _NEAR = 2**31 - 1
-"""Bytes of a tensor up to which AMD's code addresses it by 32 bits."""
+"""The most bytes of a tensor that AMD's code addresses by 32 bits."""
 _ELEMENTS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "u1",  # As launchers name it; they would not find code for "i1".
+    torch.bool: "u1",  # Launchers call it so; they would not find code for "i1".
 }  # fmt: skip
 _AMD_FIELDS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program of a compiled kernel takes.
+    """Resources of one program of a compiled kernel.
 
     Attributes:
         nbytes: of the code object.
         shared_bytes: shared memory (LDS).
         registers: per thread; on AMD vector registers, accumulation registers included.
-        spills: what did not fit: on AMD vector registers, on NVIDIA bytes of stack a thread.
+        spills: what did not fit: vector registers on AMD, bytes of stack per thread on NVIDIA.
         scalar_spills: AMD's scalar registers kept in lanes of vector registers, which is cheap.
     """
 
@@ -71,7 +71,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel in the cache, and whether it had been there."""
+    """One kernel in the cache, and whether it was there before."""
 
     kernel: str
     target: Target
@@ -89,8 +89,8 @@ class Specialisation:
         target: what it is compiled for.
         signature: Triton's type of each parameter, by name.
         constants: values of `constexpr` parameters, and of integers that are 1.
-        marks: of each parameter that code is specialised for: "D" for multiples of ALIGNMENT, "S"
-            for near tensors on AMD.
+        marks: of each parameter that the code is specialised for: "D" for multiples of ALIGNMENT,
+            "S" on AMD for tensors of up to `_NEAR` bytes.
         threads: in a program.
         num_stages: of software pipelining.
     """
@@ -120,7 +120,7 @@ class Specialisation:
                 constants.setdefault(name, 1)
             else:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
-                if not is_plain:  # Of the plain ones, Triton uses the type alone.
+                if not is_plain:  # Triton specialises plain ones for their type alone.
                     marks[name] = "D" if value % ALIGNMENT == 0 else ""
         tail = (marks, launch.threads, launch.num_stages)
         return cls(launch.kernel, target, signature, constants, *tail)
@@ -146,8 +146,8 @@ class Specialisation:
     def triton_source(self) -> ASTSource:
         """The kernel as Triton's compiler takes it.
 
-        This Triton's own launcher puts it together, because versions of the launcher note constants
-        in different ways, and so look for different code.
+        Triton's own launcher assembles it, because its versions note constants in different ways,
+        and so look for different code.
         """
         names = self.kernel.arg_names
         known = [(self.signature[n], self.constants.get(n, self.marks.get(n))) for n in names]
@@ -166,7 +166,7 @@ class Specialisation:
         }
 
     def triton_hash(self) -> str:
-        """The hash by which the Triton of this process keeps the code and looks for it."""
+        """The hash under which the Triton of this process files the code and looks for it."""
         backend, environment = make_backend(gpu_target(self.target)), _environment()
         key = get_cache_key(self.triton_source(), backend, self._parsed_options(), environment)
         return hashlib.sha256(key.encode()).hexdigest()
@@ -240,11 +240,11 @@ def _obtain(wanted: Specialisation, store: EntryStore) -> Compiled:
 
 
 def _find(store: EntryStore, fields: dict[str, str]) -> Entry | None:
-    """A damaged entry is built again, in its place."""
+    """The entry; None where it is missing, or damaged and to be built again."""
     try:
         entry = store.read(digest(fields))
         if entry is not None:
-            key_of(entry)  # It is filed under its own key, or damaged.
+            key_of(entry)  # Raises if the entry is filed under another key.
         return entry
     except DamagedEntryError:
         return None
@@ -307,7 +307,7 @@ def _resources(compiled: Any, code: bytes, target: Target) -> Resources:
 
 
 def _resource_usage(cubin: bytes) -> str:
-    """What `cuobjdump`, which comes with Triton, says of a code object."""
+    """The resource usage that `cuobjdump`, which comes with Triton, prints for a code object."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,17 +1,18 @@
-"""The gated delta rule over chunks of positions, for steps of many rows: products, not turns.
+"""The gated delta rule over chunks of positions, by matrix products, for steps of many rows.
 
 Within a chunk, position i adds k_i d_i^T to the state, and d depends on what the positions before
 it added: (I + L) d = beta (v - fade K S), where S is the state before the chunk, fade_i the product
 of the decays up to i, and L_ij = beta_i (k_i . k_j) fade_i / fade_j for j < i. So one launch
-inverts I + L of every chunk, in parallel, row by row: no sums of powers, which would cancel where
-keys are alike. It also makes the products of queries and keys. The other launch goes through a
-request's chunks in order, each program with one value head's columns of the state. (Yang et al.,
+inverts I + L of every chunk, all chunks in parallel. It inverts row by row and not by a sum of
+powers, whose terms would cancel where keys are alike. It also computes the products of queries and
+keys. The other launch goes through a request's chunks in order; a program has some columns of one
+value head's state. (Yang et al.,
 Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3; with the gates
 of arXiv:2412.06464.)
 
 Positions are those that are replayed, then the step's rows. Sums are float32, as in the reference.
-Products with the state are of parts in bfloat16 (`_dot`): those of float32 spill on NVIDIA. A row
-that is not a number spoils the rows of its chunk that come before it, too.
+Products with the state are made of bfloat16 parts (`_dot`), because float32 products spill on
+NVIDIA. A row with NaN spoils also the rows before it in its chunk.
 """
 
 from __future__ import annotations
@@ -23,21 +24,14 @@ import torch
 import triton
 import triton.language as tl
 
-from mtpc.backends.triton_kernels.launch import (
-    Change,
-    Choice,
-    Launch,
-    is_interpreted,
-    power_of_two,
-)
+from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, is_interpreted, power_of_two
 from mtpc.backends.triton_kernels.tiles import dot
 
 CHUNK, _FEATURES, _COLUMNS = 32, 32, 16
 """Positions in a chunk; features of queries and keys in one product; columns of the state that a
-program has. With more they spill on NVIDIA."""
+program has. Larger ones spill on NVIDIA."""
 _LEAST_ROWS = 4 * CHUNK
-"""Rows of a step that goes in chunks, at least. On paper: a chunk takes about as long as ten turns.
-"""
+"""The fewest rows of a step that goes in chunks. On paper, a chunk costs about ten positions."""
 _CHOICE = Choice((Change(threads=128),))
 
 
@@ -59,10 +53,10 @@ def log_decay(a, a_log, bias):  # type: ignore[no-untyped-def]
 def _gates(  # type: ignore[no-untyped-def]
     new, old, now, live, a_log, bias, HEADS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """beta, and the logarithm of the product of a chunk's decays up to each position; a position
+    """beta, and the logarithm of the product of a chunk's decays up to each position. A position
     that is not live leaves the state as it is.
 
-    `new` and `old` point to b of a row and of what was kept of it; a comes HEADS numbers later.
+    `new` points to a row's b, `old` to its copy in the history; a comes HEADS numbers later.
     """
     is_old = live & (now == 0)
     is_new = live & now
@@ -74,7 +68,7 @@ def _gates(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a @ b of float32, each as the sum of two numbers in bfloat16: to some 2^-16 of it."""
+    """a @ b of float32, each operand as a sum of two bfloat16: a relative error of about 2^-16."""
     a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
     a2, b2 = (a - a1.to(tl.float32)).to(tl.bfloat16), (b - b1.to(tl.float32)).to(tl.bfloat16)
     return dot(a1, b2, WIDEN) + dot(a2, b1, WIDEN) + dot(a1, b1, WIDEN)
@@ -82,7 +76,7 @@ def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _invert(below, i, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of I + below, which is zero on the diagonal and above it."""
+    """The inverse of I + below; `below` is zero on the diagonal and above it."""
     inverse = -below
     for n in range(1, CHUNK):
         mine = i[:, None] == n
@@ -106,8 +100,8 @@ def _after(  # type: ignore[no-untyped-def]
 def _rows(  # type: ignore[no-untyped-def]
     first, length, committed, start, replays, CHUNK: tl.constexpr
 ):
-    """A chunk's positions: which there are, which are rows of the step, their rows, and their
-    places in the terms."""
+    """A chunk's positions; whether each exists, and is a row of the step; its row; and its place in
+    the terms."""
     position = first + tl.arange(0, CHUNK)
     now, row = position >= committed, (start + position - committed).to(tl.int64)
     return position, position < length, now, row, tl.where(now, row, replays + position)
@@ -170,7 +164,7 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr, CHANNELS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """As `delta_state_kernel`, a chunk at a time."""
+    """As `delta_state_kernel`, but a chunk at a time."""
     request, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens_ptr + request).to(tl.int32)
     if length <= 0:
@@ -199,7 +193,7 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
         beta, decay = _gates(new, old, now, live, a_log, bias, HEADS, rows_ptr.dtype.element_ty)
-        # What is loaded is loaded where it is used, and keys twice: registers hold no more.
+        # Loads stand where they are used, and keys are loaded twice, to save registers.
         terms, number = terms_ptr + entry[:, None] * CHANNELS, chunk + (first - stood) // CHUNK
         at, mask = terms + head // GROUP * D + d[None], live[:, None] & (d < D)[None]
         square = ((number.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
@@ -219,10 +213,10 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
 
 
 def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
-    """Chunks at most; 0 where a step has few rows, as steps that verify drafts do.
+    """The most chunks of a step; 0 where a step has few rows, as steps that verify drafts do.
 
     A request's chunks begin at index (rows before it + replayed * requests before it) // CHUNK +
-    requests before it, which leaves room whatever the lengths; see `tiles`.
+    requests before it, which leaves room for any lengths; see `tiles`.
     """
     if num_tokens < _LEAST_ROWS or num_tokens <= num_reqs * (replayed + 1):
         return 0
@@ -232,12 +226,12 @@ def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
 def chunk_launches(
     arguments: Mapping[str, Any], constants: Mapping[str, Any], chunks: int, num_reqs: int
 ) -> list[Launch]:
-    """What takes the place of `delta_state_kernel`.
+    """The launches that replace `delta_state_kernel`.
 
     Args:
-        arguments: of that kernel.
-        constants: likewise.
-        chunks: of `count_chunks`.
+        arguments: the arguments of that kernel.
+        constants: its constants.
+        chunks: the result of `count_chunks`, above 0.
         num_reqs: R.
     """
     heads, terms = constants["HEADS"], arguments["terms_ptr"]

@@ -1,9 +1,9 @@
 """Choices of experts sorted by expert, on the device, into tiles of as many rows as a program has.
 
-Every expert's tiles begin behind those of the experts before it, so tiles without rows come last.
-How many tiles there are is on the device. The most that there can be is known from the sizes, and
-a grid has so many programs; those of tiles without rows end at once. One launch does it: a program
-has an expert, counts all choices, and then lists its own, in the order of rows.
+Each expert's tiles follow those of the experts before it, so tiles without rows come last. The
+number of tiles is known on the device only. The sizes bound it, and a grid has a program for each
+possible tile; programs of tiles without rows end at once. One launch sorts: a program has one
+expert, counts all choices, and then lists its own, in the order of rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of
 _LEAST_TILE = 16
 """Rows of the smallest product."""
 FIXED_TILE = 32
-"""Rows of a tile where it must not depend on how many rows there are."""
+"""Rows of a tile if results must not depend on how many rows a step has."""
 _BLOCK = 1024
-"""Choices that a program looks at together."""
+"""Choices that a program loads together."""
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def sort_choices_kernel(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """experts[i] is the expert of tile i, picks[i] its choices, as places in ids; else -1.
+    """experts[i] is the expert of tile i, picks[i] its choices, as indices of ids; -1 for none.
 
-    The last program has no expert: it marks the tiles that are left over.
+    The last program has no expert; it marks the tiles without rows.
     """
     await_launches(EARLY)
     expert = tl.program_id(0)
@@ -72,10 +72,10 @@ class SortedChoices:
     """Choices as kernels take them.
 
     Attributes:
-        launch: what sorts them.
+        launch: the launch that sorts them.
         experts: int32 [tiles], each tile's expert; -1 where a tile has no rows.
-        picks: int32 [tiles, rows of a tile], places in the choices: row * choices + choice; -1
-            where there is none. Of tiles without rows undefined.
+        picks: int32 [tiles, rows of a tile], indices of the choices, row * choices + choice; -1
+            for none. Undefined for tiles without rows.
     """
 
     launch: Launch
@@ -84,7 +84,7 @@ class SortedChoices:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles at most."""
+        """The most tiles."""
         return self.picks.shape[0]
 
     @property
@@ -93,17 +93,17 @@ class SortedChoices:
         return self.picks.shape[1]
 
     def arguments(self) -> dict[str, Any]:
-        """Those of kernels."""
+        """The arguments that kernels take."""
         return dict(experts_ptr=self.experts, picks_ptr=self.picks)
 
 
 def sort_choices(ids: Tensor, num_experts: int, most: int, is_fixed: bool = False) -> SortedChoices:
-    """Tiles for choices ids [T, k], contiguous; others than experts are in none.
+    """Sort choices into tiles.
 
     Args:
-        ids: integers.
+        ids: integers [T, k], contiguous. Those outside of 0 to E - 1 are in no tile.
         num_experts: E.
-        most: rows of a tile at most. Tiles have as many as an expert gets if rows choose evenly.
+        most: the most rows of a tile. A tile has as many as an expert gets if rows choose evenly.
         is_fixed: whether tiles have `FIXED_TILE` rows instead.
     """
     num_picks = ids.numel()

@@ -1,15 +1,15 @@
 """Where min-p, top-k and top-p cut a row's logits: several programs a row, and an exact edge.
 
-Bins divide tokens by how far their logits are below the row's greatest one. A program for each part
-of a row counts the tokens of each bin. A program for each row finds the bins that may hold an edge,
-and the logits in these bins are put side by side. Among these few a bisection finds the edge. Both
+Bins divide tokens by the distance of their logits from the row's greatest one. A program for each
+part of a row counts the tokens of each bin. A program for each row finds the bins that may hold an
+edge, and the logits of these bins are gathered. Among these few a bisection finds the edge. Both
 filters ask for the greatest logit such that the tokens at or above it are enough, in number or in
 probability. The bisection halves an interval of logits until one logit is left. The ends of the
 interval are always logits of the row, so the edge is exact, and a few dozen passes suffice. A row
 with too many logits in these bins is searched whole. The sums of a row do not depend on other rows.
 
-No probability is summed bin by bin: how many tokens a bin has bounds it, and the sum of all tokens
-is known. So the bins that may hold the edge of top-p are few; then what is above them is summed.
+Probabilities are not summed bin by bin: the number of a bin's tokens bounds its sum, and the sum of
+all tokens is known. So few bins may hold the edge of top-p; then the tokens above them are summed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
 _BINS, _MOST = 128, 16_384
-"""Bins, each an eighth wide except the last, which has the rest; and the most logits that are put
-side by side."""
+"""Bins, each an eighth wide except the last, which has the rest; and the most logits that are
+gathered."""
 _PART, _CHUNK, _TOGETHER = 2048, 2048, 16
-"""Tokens of a part; those that a pass of the bisection takes together, with more, their sums and
-edges would not fit into registers; and the parts whose bins are summed together."""
+"""Tokens of a part; tokens that a pass of the bisection takes together (sums and edges of more
+would not fit into registers); and parts whose bins are summed together."""
 
 TEMPERATURE: tl.constexpr = tl.constexpr(FLOATS.index("temperature"))
 _TOP_P: tl.constexpr = tl.constexpr(FLOATS.index("top_p"))
@@ -42,7 +42,7 @@ SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 _STEPS: tl.constexpr = tl.constexpr(8)
 """Bins of a distance of one."""
 _ROUNDING: tl.constexpr = tl.constexpr(1e-12)
-"""More than sums of a vocabulary in float64 are wrong by, as a part of their total."""
+"""A bound of the relative error of a float64 sum over a vocabulary."""
 
 
 @triton.jit
@@ -61,7 +61,8 @@ def row_peak(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a row is sampled, and its top-k, top-p and min-p; no top-k and top-p where not."""
+    """Whether a row is sampled, and its top-k, top-p and min-p; a greedy row has neither of the
+    first two."""
     slot = tl.load(slots_ptr + row // ROWS)
     on = (slot != SCRATCH) & (tl.load(positions_ptr + row) >= 0)
     slot = tl.where(on, slot, 0)
@@ -92,8 +93,8 @@ def count_bins_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, PART: tl.constexpr,
     BINS: tl.constexpr,
 ):  # fmt: skip
-    """Of one part: counts int32 [N, PARTS, BINS], and for top-p without top-k masses float64
-    [N, 2, PARTS], the probability, not normalised, of the tokens that min-p leaves: of all, and of
+    """For one part: counts int32 [N, PARTS, BINS], and for top-p without top-k masses float64
+    [N, 2, PARTS], the probability, not normalised, of the tokens that min-p keeps: of all, and of
     those in the last bin."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, top_k, top_p, min_p = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
@@ -101,7 +102,7 @@ def count_bins_kernel(  # type: ignore[no-untyped-def]
         return
     token = part * PART + tl.arange(0, PART)
     x = tl.load(scores_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
-    tl.debug_barrier()  # Else NVIDIA's compiler reads the logits only when the peak is there.
+    tl.debug_barrier()  # Else NVIDIA's compiler loads the logits only after the peak.
     peak = row_peak(raw_peaks_ptr, peaks_ptr, row, BLOCKS, BLOCKS_PAD)
     if peak == float("-inf"):
         return
@@ -113,7 +114,7 @@ def count_bins_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, tl.sum(mass, 0))
         tl.store(at + parts, tl.sum(rest, 0))
     bins, none = tl.arange(0, BINS), tl.maximum((part + 1) * PART - vocab, 0)
-    counts = tl.histogram(bin_, BINS) - tl.where(bins == BINS - 1, none, 0)  # Masks are dearer.
+    counts = tl.histogram(bin_, BINS) - tl.where(bins == BINS - 1, none, 0)  # A mask is slower.
     tl.store(counts_ptr + (row * parts + part) * BINS + bins, counts)
 
 
@@ -123,19 +124,19 @@ def _bins_of_mass(counts, wanted, total, rest, deepest, BINS: tl.constexpr):  # 
     is `wanted`.
 
     Args:
-        counts: tokens of each bin.
+        counts: number of tokens of each bin.
         wanted: a mass.
-        total: that of all tokens.
-        rest: that of the last bin.
-        deepest: the bin of the least logit that min-p keeps; what is below has no mass.
-        BINS: how many there are.
+        total: the mass of all tokens.
+        rest: the mass of the last bin.
+        deepest: the bin of the least logit that min-p keeps; tokens below it have no mass.
+        BINS: number of bins.
     """
     bins = tl.arange(0, BINS)
     is_near = bins < BINS - 1
     far = bins.to(tl.float64) / _STEPS
     most = tl.where(is_near & (bins <= deepest), tl.exp(-far), 0.0) * counts
     least = tl.where(is_near & (bins < deepest), tl.exp(-far - 1.0 / _STEPS), 0.0) * counts
-    # Down to each bin: by what is above, or by what is left for those below, as either says more.
+    # Bounds of the mass down to each bin: from the bins above, or from what those below leave over.
     most_above, least_above = tl.cumsum(most, 0), tl.cumsum(least, 0)
     most_below, least_below = tl.sum(most, 0) - most_above, tl.sum(least, 0) - least_above
     most_above = tl.minimum(most_above, total - rest - least_below)
@@ -153,9 +154,9 @@ def find_bins_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr, BINS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """bins int32 [N, 3]: the first and the last that may hold an edge, and their tokens, too many
-    where a row can choose nothing; sums float64 [N, 2]: the mass of all, and the row's peak; places
-    int32 [N, PARTS]: that of a part's first."""
+    """bins int32 [N, 3]: the first and the last bin that may hold an edge, and the number of their
+    tokens (2^31 - 1 where a row can choose nothing); sums float64 [N, 2]: the mass of all tokens,
+    and the row's peak; places int32 [N, PARTS]: where a part's gathered logits begin."""
     row = tl.program_id(0).to(tl.int64)
     _, top_k, top_p, min_p = _filters(slots_ptr, positions_ptr, floats_ptr, ints_ptr, row, ROWS)
     if (top_k <= 0) & (top_p >= 1):
@@ -208,8 +209,8 @@ def gather_bins_kernel(  # type: ignore[no-untyped-def]
     """near float64 [N, MOST]: the logits in those bins, unless there are more; above float64
     [N, PARTS]: the mass of a part's tokens above them.
 
-    The peak is loaded: places depend on it, and Inductor's analysis takes pointers that go into a
-    function for written ones, where a place depends on what it returns.
+    The peak is loaded and not computed by `row_peak`: addresses depend on it, and where an address
+    depends on a function's result, Inductor takes the function's pointers for written ones.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, last = tl.load(bins_ptr + 3 * row), tl.load(bins_ptr + 3 * row + 1)
@@ -227,14 +228,14 @@ def gather_bins_kernel(  # type: ignore[no-untyped-def]
     mass = tl.zeros([], tl.float64)
     if first > 0:
         nearest = tl.min(bin_, 0)
-        if nearest < first:  # Most parts have none.
+        if nearest < first:  # Most parts have no token above.
             mass += tl.sum(tl.where(bin_ < first, tl.exp(x - peak), 0.0), 0)
     tl.store(above_ptr + at, mass)
 
 
 @triton.jit
 def _ordered(x):  # type: ignore[no-untyped-def]
-    """int64 that are ordered as float64 are; of the zeros, the negative one comes first."""
+    """int64 in the order of float64; -0.0 comes before 0.0."""
     bits = x.to(tl.int64, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
@@ -247,7 +248,7 @@ def _unordered(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mass(x, peak, IS_COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each token counts for: one, or its probability, not normalised."""
+    """The weight of each token: one, or its probability, not normalised."""
     if IS_COUNT:
         return tl.where(x == x, 1.0, 0.0).to(tl.float64)
     return tl.exp(x - peak)
@@ -269,8 +270,8 @@ def _total(scores_ptr, vocab, cut, peak, CHUNK: tl.constexpr):  # type: ignore[n
 def _edge(  # type: ignore[no-untyped-def]
     scores_ptr, vocab, cut, peak, wanted, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The greatest logit such that the mass at or above it is `wanted` at least; of those at or
-    above `cut`, the least where there is not so much."""
+    """The greatest logit such that the mass at or above it is at least `wanted`; where there is
+    less mass, the least logit at or above `cut`."""
     low, high = _ordered(cut), _ordered(peak)
     # The answer is in [low, high]; `high` is a logit of the row, and so is `low` after a pass.
     while low < high:
@@ -304,8 +305,8 @@ def _cut(  # type: ignore[no-untyped-def]
 ):
     """The least logit that top-k and top-p keep, of those at or above `cut`.
 
-    All of these are among `count` logits, except for a mass `above`. `total` is the mass without
-    top-k.
+    All of these are among the `count` logits, except for a mass `above`. `total` is the mass
+    without top-k.
     """
     if top_k > 0:
         wanted = tl.minimum(top_k, vocab).to(tl.float64)
@@ -353,12 +354,12 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 def filter_launches(
     shared: dict[str, Any], count: int, sizes: dict[str, int], cuts: Tensor
 ) -> list[Launch]:
-    """What finds the cuts [N] of rows of logits.
+    """The launches that find the cuts [N] of rows of logits.
 
     Args:
         shared: the kernels' common arguments: scores [N, V], peaks of their blocks, and parameters.
         count: N.
-        sizes: ROWS of a request, BLOCKS of a row that have a peak each.
+        sizes: ROWS of a request; BLOCKS of a row, each of which has a peak.
         cuts: float64 [N]; written for rows that are sampled.
     """
     device, vocab, blocks = cuts.device, shared["vocab"], sizes["BLOCKS"]

@@ -1,8 +1,8 @@
 """Products of rows with codes of 4 or 8 bits that have a scale for each group of inputs.
 
-The files in `ops` share two things. A launch of its own rounds rows to int8 group by group, because
-every program would otherwise repeat it. And device functions unpack the codes of a tile of 32
-features, which lie in memory as one stream. Sums of a group's integers are exact.
+The files in `ops` share two things. A separate launch rounds rows to int8 group by group, because
+every program would otherwise repeat it. Device functions unpack the codes of a tile of 32 features,
+which are adjacent in memory. Sums of a group's integers are exact.
 
 Device functions take loaded values, not pointers; see `tiles.locate`.
 """
@@ -24,13 +24,13 @@ from mtpc.weights.grouped import GroupForm, form_of
 from mtpc.weights.packing import TILE
 
 TILE_ROWS = 64
-"""Rows in a tile at most."""
+"""The most rows in a tile."""
 CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
 _MOST_INPUTS, _FEWEST_INPUTS = 128, 32
 """The most and the fewest inputs of one product."""
 _MOST_SUM = 2**31 - 1
 _POINTS = {"": 0, "zeros": 1, "mins": 2}
-# Adding and taking away 1.5 * 2^23 leaves the nearest integer, of two equally near the even one.
+# Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 _LARGEST: tl.constexpr = tl.constexpr(float(LARGEST))
 _TINY: tl.constexpr = tl.constexpr(TINY)
@@ -53,10 +53,10 @@ def round_groups_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, GROUP, BLOCK):
         mask = begin + lane < GROUP
         size = tl.abs(tl.load(row + begin + lane, mask=mask, other=0.0).to(tl.float32))
-        finite = finite & (size < float("inf")).to(tl.int32)  # Not of NaN, either.
+        finite = finite & (size < float("inf")).to(tl.int32)  # 0 for NaN, too.
         largest = tl.maximum(largest, size)
     peak, sound = tl.max(largest, 0), tl.min(finite, 0) == 1
-    # Divided as the reference does, rounded to nearest: a hair less and an integer changes.
+    # Rounded to nearest as in the reference: a slightly smaller quotient changes an integer.
     inverse = tl.where(peak < _TINY, 0.0, tl.div_rn(_LARGEST, tl.where(peak < _TINY, 1.0, peak)))
     inverse = tl.where(sound, inverse, 0.0)
     total = tl.zeros([BLOCK], tl.int32)
@@ -90,7 +90,7 @@ def unpack_bytes(packed, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read_float8(codes):  # type: ignore[no-untyped-def]
-    """Bytes that are float8 (E4M3) as float32."""
+    """Bytes that hold float8 (E4M3), as float32."""
     bits, wide = codes.to(tl.int32) & 127, codes.to(tl.int32)
     normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     size = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
@@ -104,13 +104,13 @@ def add_products(  # type: ignore[no-untyped-def]
 ):
     """sums [rows, TILE] + x [rows, BLOCK_K] times the codes of as many inputs.
 
-    Integers are taken less their default zero point. BITS is 0 for float8: then x is as it came,
+    Codes are integers less their default zero point. BITS is 0 for float8: then x is not rounded,
     and sums are floats.
     """
     if BITS == 4:
         out = tl.dot(x, unpack_halves(packed, BLOCK_K), sums, out_dtype=tl.int32)
     elif BITS == 8:
-        # A byte less 128 is the same byte with its top bit turned over, read as signed.
+        # A byte less 128 is the byte with its top bit flipped, read as signed.
         signed = unpack_bytes((packed ^ 128).to(tl.int8, bitcast=True), BLOCK_K)
         out = tl.dot(x, signed, sums, out_dtype=tl.int32)
     else:
@@ -124,8 +124,8 @@ def add_group(  # type: ignore[no-untyped-def]
 ):
     """total + a group's sums, scaled.
 
-    `steps` are the rows', `inputs` the sums of their integers, `scales` the tile's, and `points`
-    its zero points or minima. What a form does not have is not used.
+    `steps` are the rows' steps, `inputs` the sums of their integers, `scales` the tile's scales,
+    and `points` its zero points or minima. Those that a form lacks are not used.
     """
     scales = scales.to(tl.float32)
     zero: tl.constexpr = 8 if BITS == 4 else 128
@@ -148,9 +148,9 @@ class GroupedRows:
     """Rows as kernels take them.
 
     Attributes:
-        launches: what makes them so.
-        x: int8 [T, K], or of the rows' own dtype where codes are float8.
-        steps: float32 [T, groups]; x itself where it has none.
+        launches: the launches that round them; none for float8.
+        x: int8 [T, K], or of the rows' own dtype if codes are float8.
+        steps: float32 [T, groups]; x itself if codes are float8.
         sums: int32 [T, groups]; likewise.
     """
 
@@ -160,7 +160,7 @@ class GroupedRows:
     sums: Tensor
 
     def arguments(self) -> dict[str, Any]:
-        """Those of kernels."""
+        """The arguments that kernels take."""
         return dict(x_ptr=self.x, steps_ptr=self.steps, sums_ptr=self.sums)
 
 
@@ -196,7 +196,7 @@ def form_constants(kernel: Any, x: Tensor, form: GroupForm) -> dict[str, Any]:
 
 
 def weight_arguments(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
-    """Those of kernels: the codes' bytes, scales, and zero points or minima (scales for none)."""
+    """Arguments of kernels: bytes of codes, scales, and zero points or minima (scales if none)."""
     scales = scales.contiguous()
     points = scales if zeros is None else zeros.contiguous()
     raw = codes.contiguous().view(torch.uint8)

@@ -31,18 +31,19 @@ from mtpc.errors import BackendError
 
 ALIGNMENT = 16
 """Where its key says so (`crosscompile`), compiled code assumes that a tensor begins at a multiple
-of so many bytes, and that an integer is a multiple of this number."""
+of this number of bytes, and that an integer is a multiple of this number."""
 FUSION: Mapping[str, Any] = {"enable_fp_fusion": True}
 """Products and sums may be one instruction. It is explicit because Triton's default will change."""
 EARLY = "early"
 """The word in a call's `configs` by which its launches may begin early."""
 _PARAMETER, _OPTION = "EARLY", "launch_pdl"
+_TRACED = (FakeTensor, FunctionalTensor)
 
 
 @triton.jit
 def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every program calls it, before it reads or writes anything but weights: a launch has ended
-    when all its programs have, so the launches before it have ended, too."""
+    """Every program calls it before it reads or writes anything but weights. It waits for the end
+    of the launch before, which has waited likewise, so all earlier launches have ended."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -50,12 +51,12 @@ def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from the default.
+    """A difference from the default configuration.
 
     Attributes:
-        threads: if another number.
-        num_stages: if another number.
-        factors: by which tile sizes are multiplied.
+        threads: another number of threads, or None.
+        num_stages: another number of stages, or None.
+        factors: factors of tile sizes, by name.
     """
 
     threads: int | None = None
@@ -65,12 +66,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a kernel's launches can be changed. Changes are chosen on paper, and kept where they fit
-    and hardly spill on every target (tests/gpu/test_crosscompile.py).
+    """How a kernel's launches can be changed. Changes are chosen on paper, and kept if they fit and
+    hardly spill on every target (tests/gpu/test_crosscompile.py).
 
     Attributes:
-        changes: of the default; few, because each is compiled for each target and measured.
-        axes: axis of the grid, by the tile size that cuts it, and the constant that is cut.
+        changes: changes of the default; few, because each is compiled for each target and measured.
+        axes: tile size -> the axis of the grid that it cuts, and the constant with the extent.
     """
 
     changes: tuple[Change, ...] = ()
@@ -90,8 +91,7 @@ class Launch:
         grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
         arguments: tensors and integers by parameter name.
         constants: `tl.constexpr` parameters.
-        threads: in a program; as many warps on NVIDIA are half as many wavefronts on AMD, one at
-            the least.
+        threads: in a program: warps of 32 on NVIDIA, wavefronts of 64 on AMD, at least one.
         num_stages: depth of software pipelining.
         choice: how else it may be run.
         early: whether it may begin before the launch before it has ended, if its kernel and the
@@ -125,13 +125,13 @@ def run(launches: Iterable[Launch]) -> None:
             num_warps=max(1, launch.threads // warp_size()), num_stages=launch.num_stages
         )
         kernel, device = launch.kernel, None
-        if not any(map(_is_traced, launch.arguments.values())):
+        if not any(isinstance(a, _TRACED) for a in launch.arguments.values()):
             options |= FUSION
             device = device_target() if launch.early and not is_interpreted(kernel) else None
         elif is_interpreted(kernel):
-            continue  # The interpreter would read them; compiled kernels know what fake is.
+            continue  # The interpreter would read the fake tensors.
         else:
-            # Not with FUSION, nor early: Inductor compiles them, by options of its own.
+            # Without FUSION and early launches: Inductor compiles kernels with its own options.
             kernel = wrap_triton(kernel)
         constants = {**launch.constants, **early_constants(launch, device)}
         options |= early_options(constants)
@@ -143,7 +143,8 @@ def early_constants(launch: Launch, device: Target | None) -> dict[str, bool]:
 
     Args:
         launch: may begin early or not.
-        device: where Triton launches it; None: not Triton does, or on a device without a row.
+        device: where Triton launches it; None: another library launches it, or `TARGETS` lacks the
+            device.
     """
     if _PARAMETER not in launch.kernel.arg_names:
         return {}
@@ -156,7 +157,7 @@ def early_options(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def device_target() -> Target | None:
-    """The row of this process's device, or None where the table has none."""
+    """The row of `TARGETS` for this process's device; None where there is none."""
     found = driver.active.get_current_target()
     return TARGETS.get(f"{found.backend}:{found.arch}")
 
@@ -170,10 +171,6 @@ def widen(kernel: Any, *tensors: Tensor) -> bool:
 def is_interpreted(kernel: Any) -> bool:
     """Whether Triton's interpreter runs a kernel."""
     return not isinstance(kernel, JITFunction)
-
-
-def _is_traced(argument: Any) -> bool:
-    return isinstance(argument, (FakeTensor, FunctionalTensor))
 
 
 def adjacent(tensor: Tensor, what: str) -> Tensor:
@@ -191,7 +188,7 @@ def adjacent(tensor: Tensor, what: str) -> Tensor:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """[..., N] as [rows, N], copied only where no one distance leads from row to row."""
+    """[..., N] as [rows, N], copied only if rows have no common stride or are not adjacent."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,9 +1,9 @@
 """Code objects that were compiled elsewhere, used on the device.
 
-`mtpc build --target` leaves them in the graph cache. This module hands them to Triton through
-Triton's own cache (`triton.runtime.cache`). An entry holds Triton's record of the kernel, and the
-hash by which Triton keeps it, so that a launch finds it and no compiler runs. When a step is bound
-to kernels, each launch without an entry is noted, and compiled here.
+`mtpc build --target` writes them to the graph cache. This module hands them to Triton through
+Triton's own cache (`triton.runtime.cache`). An entry holds Triton's record of the kernel and the
+hash under which Triton files it, so a launch finds it and no compiler runs. When a step is bound to
+kernels, each launch without an entry is noted, and compiled here.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class CodeObjects:
         return None
 
     def has_any(self) -> bool:
-        """Whether anything was built for this device, by whatever Triton."""
+        """Whether anything was built for this device, by any Triton."""
         return bool(_built(self.store, self.target))
 
 
 def _built(store: EntryStore, target: Target) -> list[dict[str, str]]:
-    """The keys of all that the cache has for a target."""
+    """The keys of all entries for a target."""
     wanted = (KIND, target.name)
     found = (fields for _, fields in peek(store))
     return [fields for fields in found if (fields.get("kind"), fields.get("target")) == wanted]
@@ -109,7 +109,7 @@ def _hand_over(entry: Entry, wanted: Specialisation) -> None:
 
 
 def built_by_another(store: EntryStore, target: Target) -> str | None:
-    """What to say where the cache's code for a target is that of other Tritons only."""
+    """A note if the cache's code for a target was built by other Tritons only; else None."""
     here, built = compiler_fields(target), _built(store, target)
     if not built or any(here.items() <= fields.items() for fields in built):
         return None
@@ -126,10 +126,10 @@ def loaded_bindings(
 ) -> tuple[Binding, ...]:
     """A candidate for each operator, which takes calls whose kernels are all in the cache.
 
-    None where the cache holds nothing for this device, so that none is expected.
+    There are no candidates if the cache holds nothing for this device.
 
     Args:
-        objects: the cache's; None: there is no cache, or mtpc knows no such device.
+        objects: the cache's code objects; None: there is no cache, or the device is unknown.
         configure: chooses how each is run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the operators with root mean square norms share.
+"""Device functions and launches of the operators with root mean square norms.
 
 A program has a whole row, or a few where rows are short, so each row is read once and its sum does
 not depend on other rows. Results are rounded where the reference rounds.
@@ -18,17 +18,17 @@ from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 _ELEMENTS = 1024
 """Elements of a program whose rows are shorter than this: 8 heads of 128."""
 _A_THREAD = 16
-"""Elements of a thread, until a program has its most threads."""
+"""Elements of a thread, in programs of fewer than `_MOST_THREADS` threads."""
 _MOST_THREADS = 512
 _MAX_WIDTH = 16_384
-"""The most elements of a row, which is normed in registers: 32 a thread."""
+"""The most elements of a row, which is normed in registers: 32 per thread."""
 
 
 @triton.jit
 def block_of(  # type: ignore[no-untyped-def]
     count, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """This program's rows [BLOCK, 1], columns [1, N_PAD], and which of both there are."""
+    """This program's rows [BLOCK, 1], columns [1, N_PAD], and the mask of those that exist."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     i = tl.arange(0, N_PAD)[None]
     return row, i, (row < count) & (i < N)
@@ -60,15 +60,15 @@ def row_launch(
     kernel: Any, x: Tensor, arguments: dict[str, Any], constants: Mapping[str, Any] = {},
     halves: int = 1,
 ) -> Launch:  # fmt: skip
-    """A launch whose programs have whole rows of x [rows, N]: as many as N says, however many rows
-    there are; so a row's sum has the same bits in any company.
+    """A launch whose programs have whole rows of x [rows, N]. Rows of a program depend on N only,
+    so a row's sum has the same bits whatever other rows there are.
 
     Args:
         kernel: takes `arguments`, `count`, `constants`, and the constants N, N_PAD and BLOCK.
         x: the rows.
-        arguments: all but `count`.
-        constants: all but those three.
-        halves: programs along the second axis.
+        arguments: its arguments but `count`.
+        constants: its constants but those three.
+        halves: programs along the grid's second axis.
     """
     count, width = x.shape
     padded = power_of_two(width)

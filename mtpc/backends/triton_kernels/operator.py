@@ -1,8 +1,8 @@
-"""How an operator's file says what it launches, and what it cannot take.
+"""How an operator's file says what it launches, and which calls it cannot take.
 
-A file in `ops` holds one operator's kernels, and a function with the operator's name and arguments
-behind `@operator`: its plan. Wrappers, fakes, limits and lists of names follow from it and from the
-reference's schema.
+A file in `ops` holds one operator's kernels and its plan: a function with the decorator `@operator`
+and with the operator's name and arguments. Wrappers, fakes, limits and lists of names follow from
+the plan and from the reference's schema.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mtpc.ops import references
 from mtpc.ops.signatures import arguments_of, signature_of
 
 Plan = tuple[list[Launch], Tensor | tuple[Tensor, ...] | None]
-"""What an operator launches, in order, and its results. Nothing is launched yet."""
+"""The launches of an operator, in order, and its results. Nothing is launched yet."""
 Limit = Callable[[Mapping[str, Any]], str | None]
-"""Why a kernel cannot take arguments, by name; None where it can. Tensors are fake."""
+"""From arguments by name, with fake tensors: why a kernel cannot take them, or None if it can."""
 _MAX_HEAD_DIM = 1024
 """A row of a head must fit into registers, as part of a tile."""
 
@@ -38,15 +38,15 @@ def attention_limit(call: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of ours.
+    """An operator with Triton kernels.
 
     Attributes:
-        function: the plan, of the arguments that the reference has, by its names. Arguments that
-            have a default there may be left out here: then the operator does not take them. Nor
-            does it take a tensor for those that are annotated `None`. A plan whose sums depend on
-            how many rows there are has `batch_invariant`, by name, which forbids it.
-        limit: what it cannot take.
-        any_element: whether it takes floating point of any dtype, not of `ELEMENTS` only.
+        function: the plan. It takes the reference's arguments, by its names. It may leave out those
+            that have a default there: then the operator does not take them. An argument that is
+            annotated `None` takes no tensor. A plan whose order of sums depends on how many rows
+            there are has one more argument, `batch_invariant`, which forbids that.
+        limit: why it cannot take a call.
+        any_element: whether it takes any floating-point dtype, and not only `ELEMENTS`.
     """
 
     function: Callable[..., Plan]
@@ -65,22 +65,22 @@ class Operator:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The reference's arguments, as far as the plan takes them."""
+        """The reference's arguments that the plan takes."""
         taken = inspect.signature(self.function).parameters
         return signature_of(self.reference, [name for name in taken if name != BATCH_INVARIANT])
 
     @cached_property
     def _depends_on_rows(self) -> bool:
-        """Whether the order of a row's sums depends on how many rows there are, if it may."""
+        """Whether the order of a row's sums depends on the number of rows, unless forbidden."""
         return BATCH_INVARIANT in inspect.signature(self.function).parameters
 
     def plan(self, *args: Any, configs: str = "", **kwargs: Any) -> Plan:
-        """What it launches, in the configurations that `configs` names.
+        """The launches, in the configurations that `configs` names, and the results.
 
         Args:
-            *args: as of the reference, real or fake.
+            *args: the reference's, real or fake.
             configs: as `apply_configs` takes them, or `BATCH_INVARIANT`.
-            **kwargs: as of the reference.
+            **kwargs: the reference's.
 
         Raises:
             BackendError: they are not configurations of these launches, or a tensor has a layout
@@ -113,5 +113,5 @@ class Operator:
 def operator(
     limit: Limit = lambda call: None, any_element: bool = False
 ) -> Callable[[Callable[..., Plan]], Operator]:
-    """Make an operator of its plan; see `Operator`."""
+    """Make an operator from its plan; see `Operator`."""
     return lambda function: Operator(function, limit, any_element)

@@ -1,4 +1,4 @@
-"""Numbers in the order of torch's `max` and `topk`, as integers, whose largest is found faster."""
+"""Integers in the order of torch's `max` and `topk` of numbers; the largest is found faster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NAN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def order_of(x):  # type: ignore[no-untyped-def]
-    """int32 that order as x does, of any 16 or 32 bits: equal for equal numbers, as -0.0 and 0.0
-    are, and greatest for what is not a number."""
+    """int32 in the order of x, of any 16 or 32 bits: equal for equal numbers, as -0.0 and 0.0 are,
+    and greatest for NaN."""
     wide = x.to(tl.float32)
     bits = tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True)
     return tl.where(wide != wide, _NAN, bits ^ ((bits >> 31) & _NAN))

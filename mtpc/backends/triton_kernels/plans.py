@@ -1,4 +1,4 @@
-"""What calls of operators launch, in a graph or by an operator's name. Nothing is launched yet."""
+"""The launches of calls, of a graph or of an operator by its name. Nothing is launched yet."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mtpc.capture.inline import fake_mode_of
 from mtpc.ops.signatures import value_of
 
 _EARLY_ROWS = 2
-"""The most rows of a step whose launches begin early. On an H100, a dense 8B then takes 5.3 ms for
-one row (by its parts 5.7); a 0.5B gains nothing, and loses a quarter with four rows."""
+"""The most rows of a step whose launches begin early. On an H100, a step of a dense 8B model with
+one row then takes 5.3 ms (its parts add up to 5.7). A 0.5B model gains nothing, and loses a quarter
+with four rows."""
 
 
 def plan(name: str, *args: Any, **kwargs: Any) -> Plan:
-    """What an operator launches, and its results; see `Operator.plan`."""
+    """The launches of an operator, and its results; see `Operator.plan`."""
     return OPERATORS[name].plan(*args, **kwargs)
 
 
 def step_launches(graph: StepGraph) -> list[Launch]:
-    """What a legalised step launches of our kernels, in order, on fake tensors."""
+    """The launches of our kernels in a legalised step, in order, on fake tensors."""
     launches: list[Launch] = []
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
@@ -37,11 +38,11 @@ def step_launches(graph: StepGraph) -> list[Launch]:
 
 
 def node_launches(node: fx.Node, configs: str | None = None) -> list[Launch]:
-    """What one call launches, of an operator of ours or of its reference; in a fake mode.
+    """The launches of one call of an operator of ours or of its reference; needs a fake mode.
 
     Args:
         node: the call.
-        configs: in which configurations, if not in those that the call itself names.
+        configs: the configurations; None: those that the call itself names.
     """
     args = fx.node.map_aggregate(node.args, value_of)
     kwargs: dict[str, Any] = dict(fx.node.map_aggregate(node.kwargs, value_of))
@@ -51,7 +52,7 @@ def node_launches(node: fx.Node, configs: str | None = None) -> list[Launch]:
 
 
 def operator_of(node: fx.Node) -> Operator:
-    """The operator that a call is of, by our name or by its reference's."""
+    """Our operator that a call names, or whose reference it names."""
     return OPERATORS[op_name(node)]
 
 
@@ -67,7 +68,7 @@ def has_early_launches(graph: StepGraph) -> bool:
 
 
 def early_in_few_rows(configure: Configure) -> Configure:
-    """`configure`, and "early" for the calls of steps with few rows."""
+    """As `configure`, with "early" for the calls of steps with few rows."""
 
     def chosen(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
         configs, notes = configure(node, graph)

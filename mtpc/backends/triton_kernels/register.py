@@ -1,11 +1,10 @@
 """The kernels as operators of torch; importing this needs Triton and registers them.
 
-Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which then plans their
-memory, and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that
-Triton uses the code objects that it finds in its cache (`loading`), and so that a launch may begin
-early (`launch`). Both take the arguments of the reference that
-the plan takes, and one more, `configs`, which says how kernels that have a choice are run
-(`configs`; "" runs them by default).
+Each exists twice. `mtpc_triton::` leaves its launches visible to Inductor, which plans their memory
+and compiles them itself. `mtpc_loaded::` launches as a plain Triton program does, so that Triton
+uses the code objects that it finds in its cache (`loading`), and a launch may begin early
+(`launch`). Both take the reference's arguments that the plan takes, and `configs`, which says how
+kernels that have a choice are run ("" runs them by default).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _register(operator: Operator) -> None:
     taken = operator.signature.parameters
     parameters = [*taken.values(), _CONFIGS]
     function = with_signature(launch, operator.signature.replace(parameters=parameters))
-    # None of ours writes a tensor that may be None.
+    # No operator with kernels writes a tensor that may be None.
     written = tuple(
         name for name in written_by(operator.reference) if taken[name].annotation is Tensor
     )

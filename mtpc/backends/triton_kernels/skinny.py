@@ -1,7 +1,7 @@
 """Linear layers of a few rows: a program has a few rows of the weight, and reads each once.
 
-No tensor cores: with so few rows the arithmetic is hidden behind the weight's bytes. What a program
-reads of the inputs is in the device's cache, so each program computes the norm anew.
+Tensor cores are not used: with so few rows, reading the weight takes longer than the arithmetic.
+The inputs are in the device's cache, so each program computes the norm anew.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
 
 _THREADS = 128
 _TILES = {1: (4, 1024, 3), 2: (4, 1024, 3), 4: (4, 512, 4)}
-"""Features of a program, inputs and stages of its loop, by rows: the fastest of a dozen on an H100,
+"""Rows -> features of a program, inputs and stages of its loop: the fastest of a dozen on an H100,
 at the sizes of a 0.5B and an 8B model. A gated program has half as many features."""
 _LINE: tl.constexpr = tl.constexpr(64)
-"""Numbers of a line of the caches."""
+"""Elements of a cache line."""
 _AHEAD_BYTES = 16 << 20
-"""Bytes of the weight that a launch asks for before it begins; caches hold several times that."""
+"""Bytes of the weight that an early launch prefetches; caches hold several times as much."""
 
 
 @triton.jit
 def _fetch(addresses):  # type: ignore[no-untyped-def]
-    """Bring lines into the second-level cache, without waiting for them."""
+    """Prefetch lines into the second-level cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -37,7 +37,7 @@ def _fetch(addresses):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ask(at, up, K: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fetch the first lines of rows, and of those that are `up` further on."""
+    """Prefetch the first lines of rows and, if GATED, of the rows `up` elements further on."""
     lines = at + tl.minimum(tl.arange(0, AHEAD) * _LINE, K - 1)[None, None]
     _fetch(lines.to(tl.int64))
     if GATED:
@@ -52,7 +52,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     EPSILON: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x, added [ROWS, K] of any distance between rows; weight [N, K], of gate and up if GATED;
+    """x, added [ROWS, K] with any row stride; weight [N, K], of gate and up if GATED;
     total [ROWS, K]; out [ROWS, N]. K is a multiple of 8."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS_PAD)[:, None, None]
@@ -72,7 +72,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
         if HAS_NORM:
             added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
-            # The norm is that of the sum as it is kept: rounded.
+            # The norm is of the rounded sum.
             x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
             if tl.program_id(0) == 0:
                 tl.store(total_ptr + row * K + i, x, mask=mask)
@@ -101,7 +101,7 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
 
 
 def skinny_limit(call: Mapping[str, Any]) -> str | None:
-    """Why a call is none for this kernel; None where it is."""
+    """Why this kernel cannot take a call; None where it can."""
     x, weight = call["x"], call["weight"]
     rows, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     if rows > MOST_ROWS:
@@ -124,9 +124,10 @@ def skinny_launch(
         x: [rows, K].
         weight: [N, K], or [2N, K] if gated.
         bias: [N] or None.
-        out: [rows, N], gets the result.
+        out: [rows, N]; gets the result.
         gated: whether silu(gate) * up follows.
-        norm: what is added to x, the norm's weight, where the sum goes, epsilon and `plus_one`.
+        norm: the tensor that is added to x, the norm's weight, the tensor that gets the sum,
+            epsilon and `plus_one`; None: there is no norm.
     """
     (rows, width), features = x.shape, weight.shape[0] // (2 if gated else 1)
     added, scale, total, epsilon, plus_one = norm or (x, x, x, 0.0, False)

@@ -1,8 +1,8 @@
-"""Device functions that the attention kernels share: which rows a program has, and its softmax.
+"""Device functions that the attention kernels share: rows of a program, and the softmax.
 
-Launch grids must not depend on query_start_loc, which is on the device. Cut each request's rows
-into tiles of B: request r's tiles start at index starts[r] // B + r, which leaves room for all of
-them whatever the lengths, and T // B + R tiles always suffice. Programs in the gaps do nothing.
+Launch grids must not depend on query_start_loc, which is on the device. Each request's rows are cut
+into tiles of B rows. Request r's tiles start at index starts[r] // B + r, which leaves room for all
+of them whatever the lengths, and T // B + R tiles always suffice. Programs in gaps do nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
 
 
 def busy_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
-    """Of `num_tiles`, those that have rows, if requests have as many each."""
+    """Of `num_tiles`, those that have rows, if all requests have the same number of rows."""
     return num_reqs * -(-num_tokens // (num_reqs * tile_rows))
 
 
 @triton.jit
 def locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's request, the request's first flat row, number of rows and length, and the
-    first of its rows in this tile (past them: nothing to do).
+    """This program's request; the request's first flat row, number of rows and length; and the
+    first of its rows in this tile (beyond them, there is nothing to do).
 
-    Takes loaded values, not the pointer: Inductor's analysis takes a pointer that goes into a
-    function for one that is written, and would copy the tensor before each launch.
+    It takes loaded values, not pointers: Inductor assumes that a pointer that goes into a function
+    is written, and would copy the tensor before each launch.
     """
     tile = tl.program_id(0)
     tiles = begins // TILE_ROWS + reqs
@@ -68,8 +68,8 @@ def dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 def fade_in(scores, visible, peak, total, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax, in powers of two.
 
-    Peaks are rounded up to whole numbers. So all factors between splits are powers of two, and
-    exact: splits that are joined earlier or later, in the same order, come to the same bits.
+    Peaks are rounded up to whole numbers, so all factors between splits are powers of two, and
+    exact. Splits that are joined earlier or later, in the same order, give the same bits.
 
     Returns the new weights, the factor for what was summed before, and the new peak and total.
     """
@@ -86,15 +86,15 @@ def fade_in(scores, visible, peak, total, SOFTCAP: tl.constexpr):  # type: ignor
 
 @triton.jit
 def exact_power(x):  # type: ignore[no-untyped-def]
-    """2^x of whole numbers up to 127; 0 of what is below -126, or not a number."""
+    """2^x of whole numbers up to 127; 0 below -126 and for NaN."""
     whole = tl.where(x >= -126, x, -127.0).to(tl.int32)
     return ((whole + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def join(peak, total, acc, peak_b, total_b, acc_b, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two splits as one: peaks and totals [rows], sums [rows, columns]. The second one, where a
-    program has but one of them."""
+    """Two splits joined: peaks and totals [rows], sums [rows, columns]. If a program has one split
+    only (EACH is 1), the second one as it is."""
     if EACH == 1:
         return peak_b, total_b, acc_b
     new_peak = tl.maximum(peak, peak_b)
@@ -105,8 +105,8 @@ def join(peak, total, acc, peak_b, total_b, acc_b, EACH: tl.constexpr):  # type:
 
 @triton.jit
 def attended(peak, total, acc, sinks, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of attention [rows, columns] from all splits as one; sinks [rows]. A row that attends to
-    nothing is zeros, whatever its sink."""
+    """Results of attention [rows, columns], from the joined splits; sinks [rows]. A row that
+    attends to nothing is zeros, whatever its sink."""
     seen = total != 0  # NaN too: it must reach the logits.
     if HAS_SINKS:
         sinks = sinks.to(tl.float32) * LOG2E
@@ -130,7 +130,7 @@ def nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyp
 def leave_split(  # type: ignore[no-untyped-def]
     stats_at, acc_at, peak, total, acc, live, COLUMNS: tl.constexpr
 ):
-    """Store what a split has of live rows, each at its place, for `combine`."""
+    """Store a split's peaks, totals and sums of live rows, for `combine`."""
     column = tl.arange(0, acc.shape[1])
     tl.store(stats_at, peak, mask=live)
     tl.store(stats_at + 1, total, mask=live)
@@ -140,7 +140,7 @@ def leave_split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def leave_result(out_at, found, live, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store rows of results [rows, columns], each at its place."""
+    """Store live rows of results [rows, columns]."""
     column = tl.arange(0, found.shape[1])
     mask = live[:, None] & (column < COLUMNS)[None]
     tl.store(out_at[:, None] + column[None], found.to(out_at.dtype.element_ty), mask=mask)

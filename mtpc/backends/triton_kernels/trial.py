@@ -1,7 +1,7 @@
-"""Timing one launch on a device, on arguments like those that a step has in the middle of a text.
+"""Timing one launch on a device, with arguments like those of a step in the middle of a text.
 
-Weights are the model's own; everything else is made anew, so that nothing of a request is read or
-written. What the arguments are is tested in Triton's interpreter.
+Weights are the model's own. All else is made anew, so that nothing of a request is read or written.
+Tests check the arguments in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _POOL_BYTES = 256 << 20
 """Bytes of a page pool that is made for timing: more than any device's caches hold."""
 _WARM_UP_MS, _REPEAT_MS = 10, 40
 _COMMITTED = 16
-"""Positions before a step's rows, of recurrent state."""
+"""Positions that recurrent state has seen before a step's rows."""
 
 
 def device_name(device: torch.device) -> str:
-    """A kind of device: the model, its architecture and how much of it there is."""
+    """A kind of device: model, architecture and number of processors."""
     found = torch.cuda.get_device_properties(device)
     arch = getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
     return f"{found.name} {arch}, {found.multi_processor_count} processors"
@@ -43,7 +43,7 @@ class DeviceTimer:
     """A `tuning.Timer` on a device.
 
     Attributes:
-        device: where to.
+        device: the device that launches run on.
         objects: code that was built elsewhere; None: everything is compiled here.
     """
 
@@ -69,14 +69,14 @@ class DeviceTimer:
 
     def _seconds(self, launch: Launch) -> float:
         if self.objects is not None:
-            self.objects.seed([launch])  # What it lacks is compiled now.
+            self.objects.seed([launch])  # Triton compiles what is missing.
         try:
             run([launch])
         except torch.OutOfMemoryError:
-            raise  # That says nothing of the configuration.
+            raise  # It does not depend on the configuration.
         except (RuntimeError, triton.TritonError):
-            # Too many registers, threads or bytes of shared memory for it: Triton's compiler and
-            # launcher raise either.
+            # The configuration takes too many registers, threads or bytes of shared memory.
+            # Triton's compiler and launcher raise either error.
             return math.inf
         milliseconds = triton.testing.do_bench(
             lambda: run([launch]), warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
@@ -85,7 +85,7 @@ class DeviceTimer:
 
 
 def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for a call: every request half way through the context that its table holds."""
+    """Arguments for a call: every request is half way through the context that its table holds."""
     given = given_to(call.node)
     fakes = {n: a.meta["val"] for n, a in given.items() if isinstance(a, fx.Node)}
     made = dict[str, Any]()
@@ -116,7 +116,7 @@ def _make(name: str, fakes: dict[str, Tensor], device: torch.device) -> Tensor:
 
 
 def _pages(fakes: dict[str, Tensor], pool: Tensor) -> int:
-    """Number of pages: the null page, and as many as the block tables name, within bounds."""
+    """Number of pages: the null page, and those of the block tables, up to `_POOL_BYTES`."""
     wanted = fakes["block_table"].numel() if "block_table" in fakes else pool.shape[0]
     most = _POOL_BYTES // max(1, pool[0].numel() * pool.dtype.itemsize)
     return 1 + max(1, min(wanted, most))
@@ -128,7 +128,7 @@ def _block_table(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -
 
 
 def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
-    """Half of what a table holds, and no less than the step's own rows."""
+    """Half of the positions that a table holds, but at least the step's own rows."""
     bounds = _starts(fakes, fakes["query_start_loc"], device)
     rows = bounds[1:] - bounds[:-1]
     if "block_table" not in fakes:
@@ -139,14 +139,14 @@ def _seq_lens(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> T
 
 
 def _starts(fakes: dict[str, Tensor], fake: Tensor, device: torch.device) -> Tensor:
-    """The step's rows, dealt out evenly."""
+    """The step's rows, divided evenly among the requests."""
     reqs, rows = fake.shape[0] - 1, fakes.get("ids", next(iter(fakes.values())))
     tokens = rows.shape[0]
     return torch.arange(reqs + 1, device=device) * tokens // reqs
 
 
 def _numbers(fake: Tensor, count: int, device: torch.device) -> Tensor:
-    """0 to count - 1, again and again."""
+    """0 to count - 1, repeated."""
     return (torch.arange(fake.numel(), device=device) % count).view(fake.shape)
 
 
@@ -157,7 +157,7 @@ def _entries(fakes: dict[str, Tensor]) -> int:
 
 
 def _band(fake: Tensor, width: int, device: torch.device) -> Tensor:
-    """Each row sees itself and so many before it."""
+    """Each row sees itself and `width` rows before it."""
     return torch.ones(fake.shape, device=device).tril().triu(-width)
 
 
@@ -165,7 +165,7 @@ _NUMBERS = {
     "sees_ring": 1, "certain_lens": 1, "active": 1, "finite": 1, "remaining_tokens": 9,
     "standing": _COMMITTED,
 }  # fmt: skip
-"""Arguments of one number that is not 0."""
+"""Arguments that are filled with one number other than 0."""
 _Fill = Callable[[dict[str, Tensor], Tensor, torch.device], Tensor]
 _INDICES: dict[str, _Fill] = {
     "block_table": _block_table,
@@ -181,4 +181,4 @@ _INDICES: dict[str, _Fill] = {
         1 + _numbers(fake, len(fakes["standing"]) - 1, device)
     ),
 }
-"""Arguments of several numbers. Others are zeros; a slot of 0 in `slot_mapping` may be written."""
+"""Arguments of several numbers. All others are zeros: slot 0 of `slot_mapping` may be written."""

@@ -4,8 +4,8 @@
 
 A row is an entry of the cache, under a key of device, Triton, kernel, sizes and dtypes. The process
 that measures holds the row's lock, so that processes that start together choose alike. It measures
-while a step is bound to kernels, before the step is lowered or captured. The timer is an argument.
-Without a device nothing is measured, and every launch runs by default.
+while a step is bound to kernels, before the step is lowered or captured. Without a device nothing
+is measured, and every launch runs by default.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mtpc.store.lookup import KEY, key_bytes, key_of
 KIND = "gpu-tuning"
 ROW = "tuning.json"
 _MARGIN = 0.02
-"""The share of the default's time by which a configuration must be faster; less is noise."""
+"""The share of the default's time by which a configuration must be faster; less may be noise."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an op, to be measured.
+    """A call of an operator, to be measured.
 
     Attributes:
         node: the call, of fake tensors.
@@ -51,7 +51,7 @@ class Call:
     graph: StepGraph
 
     def weight(self, argument: Any) -> Tensor | None:
-        """The weight that an argument is, or None."""
+        """An argument's tensor if it is a weight, else None."""
         if not isinstance(argument, fx.Node) or argument.op != "get_attr":
             return None
         tensor = get_tensor(self.graph.module, str(argument.target))
@@ -59,17 +59,17 @@ class Call:
 
 
 Timer = Callable[[Call, int, Sequence[Config]], list[float]]
-"""Seconds that one launch of a call, by its place among them, takes in each configuration; infinite
+"""Seconds that one launch of a call, given by its index, takes in each configuration; infinite
 where the device refuses it. Raises BackendError where nothing can be measured."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A row of the table, and what was wrong with the one before.
+    """A row, and what was wrong with the one before.
 
     Attributes:
         choice: the configuration's name.
-        notes: why it was measured again, or is not kept.
+        notes: why it was measured again, or cannot be kept.
     """
 
     choice: str
@@ -81,13 +81,13 @@ class Tuner:
     """Chooses for every launch of a call.
 
     Attributes:
-        store: the graph cache; None: what is measured lasts as long as this object.
-        device: names a kind of device, all of which choose alike.
+        store: the graph cache; None: measurements last as long as this object.
+        device: name of a kind of device; devices of one kind share rows.
         timer: measures.
-        report: hears what is measured.
+        report: receives a line for each measurement.
         sources: a digest of this package: kernels, what they share, and their configurations. With
             other sources a row is measured anew.
-        known: what was chosen, by the digest of its key.
+        known: digest of a row's key -> the row.
     """
 
     store: EntryStore | None
@@ -102,7 +102,7 @@ class Tuner:
     known: dict[str, Tuned] = field(default_factory=dict)
 
     def __call__(self, node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
-        """The argument `configs` of a call, "" where all is by default; and notes."""
+        """The argument `configs` of a call ("" if all launches run by default), and notes."""
         with fake_mode_of(graph.graph):
             launches = node_launches(node)
         words: list[str] = []
@@ -135,11 +135,11 @@ class _Trial:
     """One launch, whose fastest configuration is wanted.
 
     Attributes:
-        tuner: the tuner that wants it.
-        call: the call that it is part of.
-        index: its place among the call's launches.
-        launch: the launch, by default.
-        times: seconds by configuration, once they were measured.
+        tuner: the tuner.
+        call: the call of which the launch is a part.
+        index: the launch's index in the call.
+        launch: the launch in its default configuration.
+        times: seconds by configuration; empty before the measurement.
     """
 
     tuner: Tuner
@@ -149,7 +149,7 @@ class _Trial:
     times: dict[str, float] = field(default_factory=dict)
 
     def obtain(self, fields: Fields) -> Tuned:
-        """The row of the cache, or what is measured now, and kept where that is possible."""
+        """The cache's row, or a new measurement, which is kept where that is possible."""
         store, notes = self.tuner.store, list[str]()
         try:
             if store is None:
@@ -181,8 +181,8 @@ class _Trial:
 
 
 def tuning_fields(launch: Launch, device: str) -> dict[str, str]:
-    """The key of a row without the sources: all that time depends on, except lengths and the
-    numbers of pages and slots."""
+    """The key of a row without the sources: everything that the time depends on, except lengths
+    and the numbers of pages and slots."""
     arguments, constants = launch.arguments, dict(launch.constants)
     dtypes = {n: dtype_name(a.dtype) for n, a in arguments.items() if isinstance(a, Tensor)}
     integers = {n: a for n, a in arguments.items() if not isinstance(a, Tensor)}
@@ -200,14 +200,14 @@ def tuning_fields(launch: Launch, device: str) -> dict[str, str]:
 
 
 def fastest(times: dict[str, float]) -> str:
-    """The configuration to take: the default, which comes first, unless another clearly wins."""
+    """The default, which comes first, unless another configuration is faster by `_MARGIN`."""
     default, *others = times
     best = min(others, key=times.__getitem__, default=default)
     return best if times[best] < times[default] * (1 - _MARGIN) else default
 
 
 def _read(store: EntryStore, fields: Fields, launch: Launch, notes: list[str]) -> str | None:
-    """A row's choice; None where there is no row, or, with a note, no sound one."""
+    """A row's choice; None where there is no row, and, with a note, where it is damaged."""
     try:
         entry = store.read(digest(fields))
         if entry is None:

@@ -1,7 +1,7 @@
 """Formats of quantised weights: which of a checkpoint's tensors are one weight, and how to read it.
 
-Each format is a module with a function `find`: (tensors, quantization_config) -> the quantised
-weights, and the names of tensors that only other programs need. `FORMATS` is the table.
+Each format is a module with a function `find`, which returns the quantised weights of a checkpoint.
+`FORMATS` is the table of formats.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Format:
     Attributes:
         find: (tensors, quantization_config, config of the language model) -> its weights. Raises
             CheckpointError.
-        leaves: last parts of names of the tensors that make up weights. Each must belong to one.
-        ignored: last parts of names of tensors that are not read: scales of activations, which
-            are rounded as they come, or not at all.
+        leaves: last parts of the names of tensors that make up quantised weights. Each such tensor
+            must belong to a weight.
+        ignored: last parts of the names of tensors that mtpc does not read: scales of activations.
         left_out: entry of quantization_config that lists modules with plain weights; None if the
             format has no such list.
     """
@@ -84,15 +84,15 @@ def find_quantised(
 
 
 def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
-    """Refuse tensors of quantised weights that are part of none."""
+    """Refuse tensors that look like parts of quantised weights but belong to none."""
     for name, stored in tensors.items():
         leaf = name.rpartition(".")[2]
         if name in used:
             continue
         if leaf in form.leaves:
             raise CheckpointError(
-                f"{name} scales no weight of this checkpoint; expected the codes of a weight "
-                f"beside it; {ADVICE}"
+                f"{name} belongs to no quantised weight of this checkpoint; expected the codes of "
+                f"a weight beside it; {ADVICE}"
             )
         is_narrow = stored.dtype.startswith(("F8", "F6", "F4"))
         if leaf in ("weight", "bias") and (is_narrow or not stored.is_floating_point):
@@ -100,6 +100,3 @@ def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
                 f"{stored.path}: {name} is {stored}; expected floating-point weights of at least "
                 f"16 bits, or quantised weights that config.json announces; {ADVICE}"
             )
-
-
-__all__ = ["FORMATS", "Format", "QuantisedWeight", "find_quantised"]

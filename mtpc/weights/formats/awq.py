@@ -42,7 +42,7 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
         if any(part in stem for part in left_out):
             raise CheckpointError(
                 f"{stem}.qweight is quantised, but modules_to_not_convert in quantization_config "
-                "leaves it out; expected one of both"
+                "leaves it out; expected either, not both"
             )
     return [_weight(tensors, stem, says) for stem in stems]
 

@@ -117,7 +117,7 @@ class _Settings:
         if any(_names(pattern, module) for pattern in self.ignored):
             raise CheckpointError(
                 f"{name} is quantised, but quantization_config in config.json ignores {module}; "
-                "expected one of both: correct the list 'ignore'"
+                "expected either, not both: correct the list 'ignore'"
             )
         for targets, weights in self.groups:
             if any(_names(target, module) for target in targets):

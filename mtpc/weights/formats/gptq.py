@@ -64,7 +64,7 @@ def _settings(says: Config, module: str) -> Config:
         if pattern.startswith("-:"):
             raise CheckpointError(
                 f"{module}.qweight is quantised, but dynamic in quantization_config leaves out "
-                f"{pattern!r}; expected one of both"
+                f"{pattern!r}; expected either, not both"
             )
         return {**says, **(changes or {})}
     return says

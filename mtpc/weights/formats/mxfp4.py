@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.weights.formats.stored import (
-    Config,
-    Decoded,
-    Grid,
-    QuantisedWeight,
-    Tensors,
-    find_part,
-)
+from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors, find_part
 from mtpc.weights.gguf.blocks import E2M1, power_of_two
 
 LEAVES: tuple[str, ...] = ()

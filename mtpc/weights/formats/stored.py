@@ -1,9 +1,9 @@
 """A quantised weight as a checkpoint stores it, whatever its format.
 
-Each format tells three things of a weight: its codes, a grid of scales, and a grid of zero points
-if it has them. A place of the grid holds for a rectangle of weights. One scale a tensor, a channel,
-a group of inputs or a block are grids with different rectangles. So all formats share what follows
-from that: the form that kernels read, and the values.
+Each format gives three things for a weight: codes, a grid of scales, and possibly a grid of zero
+points. Each entry of a grid applies to a rectangle of weights. Scales for a tensor, a channel, a
+group of inputs or a block differ in these rectangles alone. So this module derives the rest for all
+formats: the form that kernels read, and the dequantised values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Grid:
         return self.chunks * of_chunk, -(-shape[1] // self.columns)
 
     def expand(self, grid: Tensor, num_rows: int) -> Tensor:
-        """A grid with a row for each row of the weight."""
+        """The grid with its rows repeated: one for each row of the weight."""
         if self.rows == 1:
             return grid
         chunks = grid.unflatten(0, (self.chunks, -1)).repeat_interleave(self.rows, 1)
@@ -68,7 +68,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a format's tensors say of one weight.
+    """The contents of a format's tensors for one weight.
 
     Attributes:
         codes: uint8 or float8_e4m3fn [N, K].
@@ -83,7 +83,7 @@ class Decoded:
 
 
 Decode = Callable[[Mapping[str, Tensor]], Decoded]
-"""Tensors by their role -> what they say. Raises CheckpointError if they contradict the config."""
+"""Tensors by role -> their contents. Raises CheckpointError if they contradict the config."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,11 @@ class QuantisedWeight:
         order: role of a tensor int32 [K] with the group of each input; None if groups are runs of
             adjacent inputs.
         has_mins: whether there is a grid of minima.
-        as_values: whether it is read as values by its nature: codes are float32 values then.
-        rows: role -> (dimension of the tensor along which rows lie, rows to a place of it). A role
-            that is not in it has no rows. Empty: the weight is decoded as a whole.
+        as_values: whether it can only be dequantised. The codes of `decode` are float32 values
+            then.
+        rows: role -> (dimension of that tensor along which rows of the weight lie, rows for each of
+            its entries). The tensor of a role that is not listed holds for all rows. If empty, the
+            weight is decoded as a whole.
     """
 
     name: str
@@ -175,7 +177,7 @@ class QuantisedWeight:
         return out
 
     def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
-        """The group of each input; None where kernels could read the weight."""
+        """The column of the grid for each input; None where kernels can read the weight."""
         if self.form is not None:
             return None
         if self.order is None:
@@ -200,7 +202,7 @@ class QuantisedWeight:
         return Decoded(decoded.codes[run], expand(decoded.scales), zeros)
 
     def _part(self, role: str, tensor: Tensor, begin: int, end: int) -> Tensor:
-        """What a tensor has of the rows [begin, end), which begin at a place of each tensor."""
+        """The part of a tensor for the rows [begin, end), which begin with an entry of it."""
         if role not in self.rows:
             return tensor
         dim, count = self.rows[role]
@@ -210,7 +212,7 @@ class QuantisedWeight:
 def find_part(
     tensors: Tensors, name: str, dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]], what: str
 ) -> str:
-    """The name of a tensor that a weight needs, checked.
+    """Check that a tensor that a weight needs is there; returns its name.
 
     Args:
         tensors: of the checkpoint.

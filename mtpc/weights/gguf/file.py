@@ -30,11 +30,11 @@ _OTHERS = "mmproj"
 
 @dataclass(frozen=True)
 class Heads:
-    """The order of value heads: by key head in transformers, one of each key head in turn in files.
+    """The order of value heads: transformers groups them by key head, files interleave key heads.
 
     Attributes:
         keys: key heads.
-        values: value heads of each.
+        values: value heads of each key head.
         width: rows of a value head.
         skip: rows before the first.
     """
@@ -80,7 +80,7 @@ class GgufTensor(StoredTensor):
 
     Attributes, besides those of `StoredTensor`:
         block: its type in the file; `dtype` is the type's name.
-        change: what the converter did to it.
+        change: what llama.cpp's converter did to its values.
     """
 
     block: Block

@@ -79,6 +79,6 @@ NORMS = (
     "nextn.hnorm",
     "nextn.shared_head_norm",
 )
-"""Norms to which the converter adds one, for families whose norms do so as they run."""
+"""Norms to whose weights the converter adds one, in families that multiply by 1 + weight."""
 
 Names = Mapping[str, str]

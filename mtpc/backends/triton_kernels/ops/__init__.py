@@ -1,4 +1,4 @@
-"""One file an operator: its kernels, what it launches, its limits and its configurations.
+"""One file per operator: its kernels, its plan, its limits and its configurations.
 
 Importing this needs Triton.
 """

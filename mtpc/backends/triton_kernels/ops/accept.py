@@ -1,4 +1,4 @@
-"""Acceptance of drafts, and stops: one launch, a program a request."""
+"""Acceptance of drafts, and stops: one launch, with a program for each request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONFINITE: tl.constexpr = tl.constexpr(STOPPED_BY_NONFINITE)
 
 @triton.jit
 def _stop(token, finite, candidates, limit, stops, W: tl.constexpr, column):  # type: ignore[no-untyped-def]
-    """How many of the candidates are emitted, what remains, and why no more will be."""
+    """How many of the candidates are emitted, how many more may be, and the stop reason."""
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) != 0
     first_stop = tl.min(tl.where(is_stop, column, W), 0)
     first_bad = tl.min(tl.where(finite, W, column), 0)
@@ -63,7 +63,7 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + request)
     before = tl.load(remaining_ptr + slot)
     which = tl.arange(0, E_PAD)
-    # Tokens of padding equal unused stop tokens, both are -1, but stand where W ends the search.
+    # Padding of tokens equals unused stop tokens, -1, but is beyond W, where no stop counts.
     stops = tl.load(stops_ptr + slot * E + which, mask=which < E, other=-2)
     finite = tl.load(finite_ptr + request * W + column, mask=there, other=1) != 0
     count, left, reason = _stop(token, finite, accepted + 1, before, stops, W, column)

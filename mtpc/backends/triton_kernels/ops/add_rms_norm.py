@@ -1,4 +1,4 @@
-"""The residual sum and its root mean square norm: a program has a few rows, see `norms`."""
+"""The residual sum and its root mean square norm: a program has a few rows; see `norms`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x, added [count, N] of any distance between rows; total, out [count, N]."""
+    """x, added [count, N] with any row stride; total, out [count, N]."""
     await_launches(EARLY)
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)
     x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
     added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
-    # The norm is that of the sum as it is kept: rounded.
+    # The norm is of the rounded sum.
     total = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row * N + i, total, mask=mask)
     tl.store(out_ptr + row * N + i, normalise(total, weight, N, EPSILON, PLUS_ONE), mask=mask)

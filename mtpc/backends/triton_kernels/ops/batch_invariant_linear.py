@@ -1,10 +1,9 @@
-"""Linear layers whose rows have the same bits in any company: one kernel, whatever the rows are.
+"""Linear layers whose rows have the same bits whatever other rows there are.
 
-Tiles and the split of the inputs follow from the weight alone, and all numbers of rows run the same
-code. A program has 64 rows and some features. With fewer rows the products that nobody needs hide
-behind the weight's bytes: those of 64 rows take a quarter of the time in which an H100 reads a
-weight, on paper. Weights with few features are split along the inputs; a second launch adds the
-splits, in their order.
+Tiles and the split of the inputs follow from the weight alone, and any number of rows runs the same
+code. A program has 64 rows and some features. With fewer rows the unneeded products cost no time:
+on paper, products of 64 rows take a quarter of the time in which an H100 reads a weight. Weights
+with few features are split along the inputs; a second launch adds the splits, in their order.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from mtpc.backends.triton_kernels.tiles import dot
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program has.
+    """The tile of a program.
 
     Attributes:
-        rows: of x, and of the result.
-        features: of the weight.
-        inputs: of one product.
-        stages: depth of the pipeline that fetches products' operands. So many fit on every target.
-        splits: of the inputs.
+        rows: rows of x and of the result.
+        features: features of the weight.
+        inputs: inputs of one product.
+        stages: depth of the pipeline that fetches operands; it fits on every target.
+        splits: parts into which the inputs are cut.
     """
 
     rows: int
@@ -48,12 +47,12 @@ _TILES = {
 }
 """By bytes of an element; the most features first."""
 _PARTS = {2: Tile(64, 64, 64, 4), 4: Tile(16, 32, 32, 3)}
-"""For weights of several parts, of which each is small."""
+"""By bytes of an element, for weights of several parts, each of which is small."""
 _PROGRAMS, _LEAST_PROGRAMS, _LEAST_INPUTS = 128, 64, 512
-"""Programs of a weight: as many as there are compute units, about, or half as many where a split
-would have fewer inputs. All chosen on paper, not measured."""
+"""Programs of a weight, about as many as compute units; the fewest, which splits of inputs aim at;
+and the fewest inputs of a split. All are chosen on paper, not measured."""
 _ADDED = 1024
-"""Results of a program that adds splits."""
+"""Results of a program of `add_splits_kernel`."""
 
 
 def tile_for(features: int, inputs: int, itemsize: int) -> Tile:
@@ -74,7 +73,7 @@ def batch_invariant_linear_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """x [parts, num_rows, K]; weight [parts, N, K]; out [parts, num_rows, N], or where there are
     splits float32 [SPLITS, parts, num_rows, N], of inputs split * SPLIT_K and following."""
-    # Programs of one weight's tile follow each other, so that it is read once.
+    # Programs of one tile of the weight are adjacent, so that it is read from memory once.
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, split = (tl.program_id(2) // SPLITS).to(tl.int64), tl.program_id(2) % SPLITS

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: scores of all that a row sees, then the best of them.
+"""The indexer of sparse attention: scores of all positions that a row sees, then the best ones.
 
 In the first kernel, a program scores one row against one block of positions, all heads at once.
 Scores go to memory as integers of the same order. In the second kernel, a program has one row. It
@@ -25,19 +25,19 @@ from mtpc.backends.triton_kernels.tiles import dot, locate, num_tiles
 _POSITIONS = 64
 """Positions that a program scores."""
 _HEADS = 16
-"""Heads that it takes at a time."""
+"""Heads that a program takes at a time."""
 _BLOCK = 1024
 """Scores that a pass takes together."""
 _BITS = 8
 """Bits of a digit."""
 _MAX_QUERY = 64 * 128
-"""The most elements of a row's query: a program has all of them."""
+"""The most elements of a row's query, all of which a program loads."""
 
 
 @triton.jit
 def _as_ordered(scores):  # type: ignore[no-untyped-def]
-    """int32 bits that, taken as unsigned, are ordered as float32 scores are; NaN comes last, so
-    that a broken key is chosen, and seen."""
+    """int32 bits that, as unsigned integers, have the order of float32 scores. NaN is the greatest,
+    so that a broken key is chosen, and noticed."""
     bits = scores.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648)
     return tl.where(scores == scores, ordered, -1)
@@ -84,8 +84,8 @@ def score_positions_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _edge_of(held, digits, room, edge, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One digit of the edge, from how many scores have each digit there: the edge so far, and how
-    many of the scores that begin with it may still be chosen."""
+    """The edge with one more digit, from the number of scores with each value of that digit; and
+    how many of the scores that begin with this edge may be chosen."""
     not_below = tl.sum(held) - tl.cumsum(held) + held
     found = tl.sum((not_below >= room).to(tl.int32)) - 1
     room -= tl.sum(tl.where(digits > found, held, 0))
@@ -112,7 +112,7 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
     scores_ptr += token * context
     lane, digits = tl.arange(0, BLOCK), tl.arange(0, DIGITS)
     edge = tl.full([], 0, tl.uint32)
-    # Of those equal to the edge, how many are chosen. Where nothing was scored, all.
+    # How many scores that equal the edge are chosen: all where nothing was scored.
     room = visible
     if visible > COUNT:
         room = tl.full([], COUNT, tl.int32)

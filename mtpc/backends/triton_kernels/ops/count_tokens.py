@@ -1,4 +1,4 @@
-"""How often each token was emitted: a program a request."""
+"""Counts of emitted tokens: a program for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two norms side by side: a program has a few rows of one of them, see `norms`."""
+"""Two norms side by side: a program has a few rows of one of them; see `norms`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def draft_entry_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """left, right [count, N] of any distance between rows, a program of one of them; out
-    [count, 2N]."""
+    """left, right [count, N] with any row stride, a program of one of them; out [count, 2N]."""
     await_launches(EARLY)
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     half = tl.program_id(1)

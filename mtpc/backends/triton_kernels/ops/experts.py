@@ -1,10 +1,10 @@
 """Experts: each chosen expert's weights are read once per tile of the rows that chose it.
 
 A first launch sorts the choices by expert, into tiles (`expert_tiles`). A program of the other two
-has one tile and one block of features. So no program looks for its rows, and a grid has about as
-many programs as there is work, though it depends on sizes only. Tiles are as large as the rows that
-an expert gets if rows choose evenly: 16 in decode, up to 128 in a prompt. A kernel of its own sums
-a row's experts, in the order of the experts, so that no atomics decide its rounding.
+has one tile and one block of features. So no program searches for its rows, and few programs of a
+grid have no work, though the grid depends on sizes only. A tile has as many rows as an expert gets
+if rows choose evenly: 16 in decode, up to 128 in a prompt. A separate kernel sums a row's experts,
+in the order of the experts, so that the rounding does not depend on atomics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHAPES = {32: (32, 128, 128), 64: (64, 64, 128), 128: (64, 64, 256)}
 """Output features of a program, inputs in one product and threads, by the most rows of a tile.
 With few rows a program waits for weights, with many for products."""
 _MAX_TILE, _SUM_BLOCK = max(_SHAPES), 1024
-"""Rows in a tile at most; sums a program."""
+"""The most rows of a tile; sums of a program of `expert_sum_kernel`."""
 _CHANGES = (
     Change(threads=64, factors={"BLOCK_F": 0.5}),
     Change(num_stages=3, factors={"BLOCK_K": 0.5}),
@@ -43,8 +43,8 @@ _CHANGES = (
 def glu(  # type: ignore[no-untyped-def]
     gate, up, LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr
 ):
-    """silu(gate) * up or gelu(gate) * up, bounded as `mtpc::experts` says; selects, unlike minima,
-    keep NaN."""
+    """silu(gate) * up or gelu(gate) * up, bounded as `mtpc::experts` says. It uses `where`, because
+    minima would drop NaN."""
     if LIMIT > 0:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         if LIMIT_INPUT:
@@ -151,7 +151,7 @@ def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
     limit: float, limit_input: bool, gelu: bool, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
-    """Tiles of choices; gate and up with the activation; the way down; the sum over experts.
+    """Sort the choices; gate and up with the activation; the down projection; the sum over experts.
 
     Raises:
         BackendError: elements of a weight's row are not adjacent in memory.
@@ -192,7 +192,7 @@ def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) 
 
     Args:
         part: float32 [T, k, H], what each chosen expert adds.
-        ids: int64 [T, k], contiguous; others than experts add nothing.
+        ids: int64 [T, k], contiguous; choices outside of 0 to E - 1 add nothing.
         out: [T, H], contiguous.
         num_experts: E.
     """

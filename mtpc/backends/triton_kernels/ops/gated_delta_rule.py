@@ -1,11 +1,10 @@
 """The gated delta rule on state rows, in three launches.
 
-`delta_terms` convolves and norms every position that is run, in parallel: the step's rows, and
-those that the step before had as drafts and that were accepted, whose inputs are in `history`.
-`delta_state` goes through a request's positions one by one, each program with one value head's
-columns of the state in registers, stored once, after the certain rows. `remember_rows` then writes
-what the others read. A step of many rows goes through chunks of positions instead (`delta_chunks`),
-in four launches.
+`delta_terms` convolves and norms all positions in parallel: the step's rows, and accepted drafts of
+the step before, whose inputs are in `history`. `delta_state` goes through a request's positions one
+by one. A program has some columns of one value head's state in registers, and stores them once,
+after the certain rows. `remember_rows` then updates the history that the others read. A step of
+many rows goes through chunks of positions instead (`delta_chunks`), in four launches.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.errors import BackendError
 
 _COLUMNS, _REMEMBERED = 32, 1024
-"""Columns of the state that a program has; inputs that a program remembers."""
+"""Columns of the state in a program; inputs that a program of `remember_rows_kernel` copies."""
 _MAX_KEY_DIM = 256
-"""A program has whole columns of the state in registers."""
+"""The most rows of a column of the state, which a program has in registers."""
 _CHOICE = Choice(
     (Change(factors={"BLOCK_V": 0.5}), Change(threads=256, factors={"BLOCK_V": 2})),
     {"BLOCK_V": (2, "DV")},
@@ -99,7 +98,7 @@ def delta_state_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KEPT: tl.constexpr, REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Rows of requests that are on -> out [T, HEADS, DV]; state [S, HEADS, D, DV]."""
+    """Rows of requests with a length above 0 -> out [T, HEADS, DV]; state [S, HEADS, D, DV]."""
     request, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = HEADS // GROUP * D
     CHANNELS: tl.constexpr = 2 * KEYS + HEADS * DV
@@ -129,7 +128,7 @@ def delta_state_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(terms + key_at, mask=d < D, other=0.0)
         k = tl.load(terms + KEYS + key_at, mask=d < D, other=0.0)
         v = tl.load(terms + value_at, mask=dv < DV, other=0.0)
-        # Each read where it is: of a chosen pointer Triton 3.6 makes nothing for AMD.
+        # Two masked loads: Triton 3.6 cannot compile a load from a selected pointer for AMD.
         new = rows_ptr + row.to(tl.int64) * (CHANNELS + 2 * HEADS) + CHANNELS + head
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
@@ -154,7 +153,8 @@ def remember_rows_kernel(  # type: ignore[no-untyped-def]
     KEPT: tl.constexpr, FIELDS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
     R_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0..T-1: history takes their row, or out is zero there; the next R: standing."""
+    """Programs 0 to T - 1 copy their row to history, or zero a row of out that has no request; the
+    next R programs set standing."""
     token, reqs = tl.program_id(0), tl.arange(0, R_PAD)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
@@ -191,8 +191,8 @@ def gated_delta_rule(
     history: Tensor, standing: Tensor, state_slots: Tensor, seq_lens: Tensor,
     query_start_loc: Tensor, certain_lens: Tensor, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
-    """Three launches, four where rows go in chunks; T > 0. Chunks round otherwise than turns, so
-    there are none where results must not depend on how many rows a step has.
+    """Three launches, four where rows go in chunks; T > 0. Chunks round in another way than single
+    positions, so there are none if results must not depend on how many rows a step has.
 
     Raises:
         BackendError: the state is not contiguous.

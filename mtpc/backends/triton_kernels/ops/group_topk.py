@@ -1,4 +1,4 @@
-"""A router's choice within the best groups of a row: a program, of one warp, has one row."""
+"""A router's choice within the best groups of a row: a program of one warp has one row."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mtpc.backends.triton_kernels.launch import await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.ops.topk import choice_plan, store_largest, topk_limit
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, number_of, order_of
+from mtpc.layout import dtype_name
 from mtpc.ops.largest import TOPK_WIDTH
 
 
@@ -49,7 +50,7 @@ def group_topk_kernel(  # type: ignore[no-untyped-def]
 def _limit(call: Mapping[str, Any]) -> str | None:
     x, groups = call["x"], call["groups"]
     if x.dtype != torch.float32:
-        return "other numbers than float32"
+        return f"{dtype_name(x.dtype)}; it takes float32"
     size = x.shape[-1] // groups
     if power_of_two(groups) * power_of_two(size) > TOPK_WIDTH:
         return f"{groups} groups of {size}; rounded to powers of two, it takes up to {TOPK_WIDTH}"

@@ -1,8 +1,8 @@
 """Experts on codes of 4 or 8 bits with scales of groups; see `triton_kernels.grouped`.
 
-Programs share the work as in `experts`. Rows are rounded; gate and up, with the activation in
-float32; its rows are rounded; the way down; and the sum over experts. With float8 nothing is
-rounded.
+Programs share the work as in `experts`. Launches round rows, compute gate and up with the
+activation in float32, round its rows, compute the down projection, and sum over experts. With
+float8 they round nothing.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ from mtpc.backends.triton_kernels.tiles import (
 )
 
 _TILE = 16
-"""Rows times heads that a program holds. Every tile reads the latents again."""
+"""Rows times heads in a program's tile. Every tile reads the latents again."""
 
 _WIDE = 4
-"""So many times the heads are one instruction of Hopper's (wgmma). On an H100, such tiles of 64
-positions take a third of the time, and the default with 128 threads three quarters. On gfx942 all
-these spill."""
+"""The factor of heads that fills one instruction of Hopper (wgmma). On an H100, such tiles with 64
+positions take a third of the time, and default tiles with 128 threads three quarters. On gfx942 all
+of these spill."""
 _FEW_HEADS = Choice((Change(threads=128), Change(num_stages=1)))
 _MANY_HEADS = Choice(
     (
@@ -64,7 +64,8 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     TILE_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With a split of several to acc and stats; if DIRECT with EACH of them, all, to out."""
+    """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
+    of them), and writes out."""
     await_launches(EARLY)
     split, reqs = tl.program_id(2), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)

@@ -47,7 +47,7 @@ _WAVES = 4
 """See `splits_for`."""
 
 _FEW = 4096
-"""Sums of a program, at most, that 128 threads hold. On an H100 they are faster than 256."""
+"""The most sums of a program of 128 threads. On an H100 they are faster than 256 threads."""
 _CHOICE = Choice((Change(threads=256), Change(factors={"BLOCK_N": 0.5}), Change(num_stages=3)))
 
 
@@ -57,7 +57,7 @@ def _attend(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention to the keys and values at k_at and v_at, which are computed by the caller: see
+    """Attention to the keys and values at k_at and v_at, which the caller computes; see
     `tiles.locate`."""
     d, dv = tl.arange(0, q.shape[1]), tl.arange(0, acc.shape[1])
     k_mask, v_mask = inside[None] & (d < D)[:, None], inside[:, None] & (dv < DV)[None]
@@ -80,7 +80,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr,
     WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With a split of several to acc and stats; if DIRECT with EACH of them, all, to out."""
+    """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
+    of them), and writes out."""
     await_launches(EARLY)
     kv_head, split, reqs = tl.program_id(1), tl.program_id(2), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)

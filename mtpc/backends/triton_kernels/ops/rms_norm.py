@@ -1,4 +1,4 @@
-"""Root mean square norm: a program has a few rows, see `norms`."""
+"""Root mean square norm: a program has a few rows; see `norms`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EPSILON: tl.constexpr, PLUS_ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [count, N] of any distance between rows, out [count, N]."""
+    """x [count, N] with any row stride, out [count, N]."""
     await_launches(EARLY)
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     weight = tl.load(weight_ptr + i, mask=i < N, other=0.0)

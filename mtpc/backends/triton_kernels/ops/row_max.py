@@ -12,7 +12,7 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
 
 _BLOCK = 1024
-"""Numbers of a program: a head's row of 100,000 has one for most processors of a GPU."""
+"""Numbers of a program: a row of 100,000 logits then has a program for most processors of a GPU."""
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def block_max_kernel(  # type: ignore[no-untyped-def]
     x_ptr, peaks_ptr, firsts_ptr, x_row,
     N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, N] of any distance between rows; peaks as x and firsts int32, [rows, BLOCKS]."""
+    """x [rows, N] with any row stride; peaks, of x's dtype, and firsts int32, [rows, BLOCKS]."""
     await_launches(EARLY)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def row_max_kernel(  # type: ignore[no-untyped-def]
     peaks_ptr, firsts_ptr, values_ptr, places_ptr,
     N: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """values as peaks, places int64, [rows]."""
+    """values, of the dtype of peaks, and places int64, [rows]."""
     await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS_PAD)
@@ -59,19 +59,12 @@ def row_max(x: Tensor) -> Plan:
     peaks = x.new_empty((rows.shape[0], blocks))
     firsts = x.new_empty((rows.shape[0], blocks), dtype=torch.int32)
     parts = dict(peaks_ptr=peaks, firsts_ptr=firsts)
-    sizes = dict(N=width, BLOCKS=blocks)
-    of_blocks = Launch(
-        block_max_kernel,
-        (rows.shape[0], blocks, 1),
-        dict(x_ptr=rows, **parts, x_row=rows.stride(0)),
-        dict(**sizes, BLOCK=_BLOCK),
-        threads=128,
-    )
-    of_rows = Launch(
-        row_max_kernel,
-        (rows.shape[0], 1, 1),
-        dict(**parts, values_ptr=values, places_ptr=places),
-        dict(**sizes, BLOCKS_PAD=power_of_two(blocks, 64)),
-        threads=64,
-    )
-    return [of_blocks, of_rows], (values, places)
+    block_arguments = dict(x_ptr=rows, **parts, x_row=rows.stride(0))
+    row_arguments = dict(**parts, values_ptr=values, places_ptr=places)
+    sizes = dict(N=width, BLOCKS=blocks, BLOCK=_BLOCK)
+    padded = dict(N=width, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks, 64))
+    launches = [
+        Launch(block_max_kernel, (len(rows), blocks, 1), block_arguments, sizes, threads=128),
+        Launch(row_max_kernel, (len(rows), 1, 1), row_arguments, padded, threads=64),
+    ]
+    return launches, (values, places)

@@ -1,4 +1,4 @@
-"""Sums of rows: a program has a few rows, whole, as many as their length says."""
+"""Sums of rows: a program has a few whole rows; their length says how many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 def row_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, count, x_row, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """x [count, N] of any distance between rows, out float32 [count]."""
+    """x [count, N] with any row stride, out float32 [count]."""
     row, i, mask = block_of(count, N, N_PAD, BLOCK)
     x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, tl.sum(x, 1)[:, None], mask=row < count)

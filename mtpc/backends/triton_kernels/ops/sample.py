@@ -50,7 +50,7 @@ def _bias(  # type: ignore[no-untyped-def]
     x, token, first, ids_ptr, values_ptr,
     BIASES: tl.constexpr, B_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits and what is added to them; most blocks hold no such token, and look no further."""
+    """Logits with biases added; most blocks hold no biased token, and skip the loop."""
     place = tl.arange(0, B_PAD)
     ids = tl.load(ids_ptr + place, mask=place < BIASES, other=-1)
     in_block = (ids >= first) & (ids < first + BLOCK)
@@ -153,7 +153,7 @@ def draw_token_kernel(  # type: ignore[no-untyped-def]
     seed = tl.load(ints_ptr + slot * NUM_INTS + _SEED)
     kept = (x >= tl.load(cuts_ptr + row)) & (token < vocab)
     at = row * BLOCKS + block
-    if tl.max(kept.to(tl.int32), 0) == 0:  # Noise is the dearest part, and most blocks keep none.
+    if tl.max(kept.to(tl.int32), 0) == 0:  # Most blocks keep no token, and noise is expensive.
         tl.store(bests_ptr + at, float("-inf"))
         return
     x = tl.where(kept, x + _noise(seed, position, token), float("-inf"))
@@ -220,7 +220,7 @@ def sample(
         torch.empty((count, width), dtype=torch.float64, device=logits.device)
         for width in (vocab, blocks, blocks)
     )
-    mask = allowed if token_mask is None else _aligned(token_mask)  # Where none is, none is read.
+    mask = allowed if token_mask is None else _aligned(token_mask)  # Without one, none is read.
     shared = dict(
         scores_ptr=scores, raw_peaks_ptr=raw_peaks, peaks_ptr=peaks, positions_ptr=positions,
         slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab,
@@ -251,7 +251,7 @@ def sample(
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Dense, and where code that was built elsewhere takes it to begin: a draft's part of all
+    """The mask, contiguous and at an address that compiled code expects: one draft's slice of all
     drafts' masks may begin at any word."""
     dense = mask.contiguous()
     offset = dense.storage_offset() * dense.itemsize
@@ -261,7 +261,7 @@ def _aligned(mask: Tensor) -> Tensor:
 def _check(
     logits: Tensor, state_slots: Tensor, state: tuple[Tensor, ...], token_mask: Tensor | None
 ) -> None:
-    """Else a kernel would read what is not there.
+    """Check what keeps the kernels within the tensors.
 
     Raises:
         BackendError: shapes or dtypes are not those of `mtpc::sample`.

@@ -1,4 +1,4 @@
-"""SwiGLU's activation: a program has a block of one row's gate, and the same of its up."""
+"""SwiGLU's activation: a program has a block of one row's gate and the same block of its up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr, out_ptr, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """gate_up [rows, 2 WIDTH], gate first, of any distance between rows; out [rows, WIDTH]."""
+    """gate_up [rows, 2 WIDTH] with any row stride, gate first; out [rows, WIDTH]."""
     await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -35,7 +35,7 @@ def sinkhorn_kernel(  # type: ignore[no-untyped-def]
     mask = (matrix < count)[:, None, None] & there
     logits = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
     peak = tl.max(tl.where(there, logits, float("-inf")), 2)
-    # Rows of padding have no peak; what they would come to is masked out.
+    # Rows of padding have no peak; their values are masked out.
     peak = tl.where((i < N)[None], peak, 0.0)
     mixed = tl.where(there, tl.exp(logits - peak[:, :, None]), 0.0)
     total = tl.where((i < N)[None], tl.sum(mixed, 2), 1.0)

@@ -1,7 +1,7 @@
-"""Attention to keys by request slot: nothing is gathered, and entries are read as far as there are.
+"""Attention to keys by request slot, which gathers nothing and reads existing entries only.
 
-A program has one row, 16 heads and one split of the row's keys: the ring's, the forward's own
-within the window, and entries. A block of keys serves as values, too. Splits as in
+A program has one row, 16 heads and one split of the row's keys: those of the ring, those of the
+forward within the window, and entries. Keys are also the values. Splits are as in
 `paged_attention`.
 """
 
@@ -69,7 +69,7 @@ def slot_attention_kernel(  # type: ignore[no-untyped-def]
         seen = tl.load(flags, mask=place < PLACES, other=0) != 0
         at = ring_ptr + slot * ring_slot + place[:, None] * ring_place + d[None]
         peak, total, acc = _attend(q, at, seen, live, peak, total, acc, D, SCALE, WIDEN)
-    # Blocks are dealt out on from where those of the ring end.
+    # Splits take further blocks in turn, after those of the ring.
     passed: tl.constexpr = (PLACES + BLOCK_N - 1) // BLOCK_N
     turn = (split + (SPLITS - 1) * passed) % SPLITS
     for n in range(turn * BLOCK_N, OWN, SPLITS * BLOCK_N):

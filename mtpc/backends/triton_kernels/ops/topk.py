@@ -16,7 +16,7 @@ from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
 from mtpc.ops.largest import TOPK_COUNT, TOPK_WIDTH
 
 WARP = 32
-"""Threads: a warp's parts of a row are compared without its waiting for another."""
+"""Threads of a program: one warp compares the parts of a row without waiting for another."""
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def topk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, values_ptr, places_ptr, x_row,
     N: tl.constexpr, N_PAD: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, N] of any distance between rows; values [rows, COUNT], places int64 alike."""
+    """x [rows, N] with any row stride; values and places int64 [rows, COUNT]."""
     await_launches(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N_PAD)
@@ -37,7 +37,7 @@ def topk_kernel(  # type: ignore[no-untyped-def]
 def store_largest(  # type: ignore[no-untyped-def]
     x, order, i, values_ptr, places_ptr, N: tl.constexpr, COUNT: tl.constexpr
 ):
-    """The largest of a row, whose numbers below N are in places i, values and places [COUNT]."""
+    """The COUNT largest of a row of N numbers, of indices i: their values and places."""
     for k in tl.static_range(COUNT):
         _, place = first_largest(order, i, N)
         tl.store(places_ptr + k, place.to(tl.int64))
@@ -54,13 +54,13 @@ def topk_limit(call: Mapping[str, Any]) -> str | None:
 
 
 def choice_plan(kernel: Any, x: Tensor, count: int, constants: dict[str, int]) -> Plan:
-    """One launch of a kernel of this file's kind, a program for each row of x [..., N].
+    """One launch of a kernel as in this file, with a program for each row of x [..., N].
 
     Args:
-        kernel: takes x, values, places and the distance between rows.
-        x: what is chosen from.
+        kernel: takes x, values, places and the row stride.
+        x: the numbers to choose from.
         count: how many are chosen.
-        constants: what the kernel takes beside N and COUNT.
+        constants: the kernel's constants beside N and COUNT.
     """
     shape, width = (*x.shape[:-1], count), x.shape[-1]
     values, places = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)

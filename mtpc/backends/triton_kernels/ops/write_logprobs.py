@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, for the requests that ask for them: a program a row."""
+"""Log-probabilities of emitted tokens, for requests that ask for them: a program for each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import INTS
 
 _CHUNK = 4096
-"""Logits that a pass takes together."""
+"""Logits that a program loads together."""
 _SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 _NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
 _LOGPROBS: tl.constexpr = tl.constexpr(INTS.index("logprobs"))
