@@ -45,8 +45,7 @@ _HOMES = {
     "SamplingParams": "mtpc.sampling_params",
     "Stats": "mtpc.engine.stats",
 }
-# Modules under a short name: `mtpc.transformers.Generator`.
-_MODULES = {"transformers": "mtpc.integrations.transformers"}
+_TRANSFORMERS = "mtpc.integrations.transformers"
 
 __all__ = [
     "AsyncEngine",
@@ -69,8 +68,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
+    if name == "transformers":
+        return import_module(_TRANSFORMERS)
     if name not in _HOMES:
         raise AttributeError(f"module 'mtpc' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

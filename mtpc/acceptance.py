@@ -1,4 +1,4 @@
-"""Synthetic acceptance: shares of drafts to accept, as a user gives them, and public figures.
+"""Synthetic acceptance: the options that set it, and published acceptance lengths.
 
 Names and meanings are vLLM's (`vllm/config/speculative.py`). An acceptance length is the mean
 number of tokens of a step, the target's own token included. A rate is the share of steps that
@@ -40,16 +40,16 @@ commit 5625e803."""
 
 
 def settle(spec_tokens: int, rates: Any, length: Any) -> Rates:
-    """The rates of K positions, from what a user gives; () without synthetic acceptance.
+    """The acceptance rates of K positions, from the options; () without synthetic acceptance.
 
     Args:
         spec_tokens: K.
         rates: the rates themselves; () for none.
-        length: an acceptance length, the name of a golden one, or None. The length becomes the
-            rates of the least variance: all drafts before a position, and a share of it.
+        length: an acceptance length, a name in `GOLDEN_LENGTHS`, or None. The length becomes the
+            rates with the least variance: 1 up to a position, a share there, and 0 after it.
 
     Raises:
-        OptionError: both are given, or there are no such rates for K drafts.
+        OptionError: both are given, or a value does not suit K drafts.
     """
     row = _row(rates)
     if length is None and not row:
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _golden(length: Any, spec_tokens: int) -> float:
-    """A length, looked up if it is a name."""
+    """The acceptance length as a number; a name is looked up in `GOLDEN_LENGTHS`."""
     if not isinstance(length, str):
         if not _is_number(length) or not 1 <= length <= spec_tokens + 1:
             raise OptionError(

@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 
 def compile(model: Any, progress: Listener | None = None, **options: Any) -> SpecModel:
-    """Compile a model with MTP layers into captured propose-and-verify steps.
+    """Compile a model with MTP layers into captured steps that verify and propose drafts.
 
-    Steps that the graph cache holds are loaded, all others are compiled and kept there; see
+    Steps that are in the graph cache are loaded. The others are compiled and added to it; see
     docs/cache.md.
 
     Args:
         model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
             model loaded from one; a model object is shared, not copied, and left as it was.
-        progress: called with a `mtpc.Progress` at each stage of each bucket, and meanwhile where a
-            stage is long. By default the logger `mtpc` gets a line a stage; where it is not on for
-            level INFO, a terminal (stderr) or a notebook shows the stage, a bar and the time left.
+        progress: called with a `mtpc.Progress` at each stage of each bucket, and repeatedly during
+            a long stage. By default the logger `mtpc` gets one line per stage. If it does not show
+            INFO, a terminal (stderr) or a notebook shows the stage, a bar and the time left.
         **options: fields of `mtpc.config.CompileOptions`, or their aliases
             (`num_speculative_tokens` for `spec_tokens`).
 
@@ -73,8 +73,8 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         UnsupportedModelError: the architecture is not supported.
         CapacityError: the page pool is too small for any request.
         BackendError: the backend cannot run here.
-        RankError: with `tensor_parallel_size`, another rank fails or has other inputs.
-        CacheError: another user could have written the cache; or it is frozen, and lacks a step.
+        RankError: with `tensor_parallel_size`, another rank fails or was given other inputs.
+        CacheError: another user can write the cache; or it is frozen, and lacks a step.
     """
     with show_compiling(progress) as listener:
         bind = partial(bind_program, listener=listener)
@@ -93,16 +93,16 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
 
 
 class SpecModel:
-    """A compiled model: generates text, and says how it went.
+    """A compiled model: generates text, and keeps statistics.
 
     Attributes:
         served: vocabulary, end-of-sequence ids, tokenizer.
-        options: what it was compiled with, `max_len` settled.
+        options: what it was compiled with; `max_len` is a number.
         program: the captured steps.
-        loaded: the model behind it; None where all of it came from the cache, which in the end it
-            does wherever a checkpoint's steps can be kept there.
-        engine: the scheduler on top of the program.
-        vision: turns images into what the engine takes; None without `images=True`.
+        loaded: the model's modules. None if every step was loaded from the graph cache, as after
+            any compilation of a checkpoint whose steps the cache could keep.
+        engine: schedules requests on the program.
+        vision: opens and embeds images for the engine; None without `images=True`.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class SpecModel:
         self._end_building: Callable[[], object] = lambda: None
 
     def follow(self) -> None:
-        """In a rank other than 0: run what rank 0 runs, until it calls `close`.
+        """On a rank other than 0: run the steps that rank 0 runs, until it calls `close`.
 
         Raises:
             RankError: rank 0, or another rank, has ended.
-            RequestError: no other rank leads this one.
+            RequestError: this is rank 0, or the only rank.
         """
         if not isinstance(self.program, FollowingProgram):
             raise RequestError("follow() is for ranks other than 0 of tensor_parallel_size > 1")
@@ -144,12 +144,11 @@ class SpecModel:
         )
 
     def close(self) -> None:
-        """End a build in the background; the model goes on with the steps that it has.
+        """End a background build, and write what later processes reuse.
 
-        Pages and snapshots are written to `kv_offload_dir`, if there is one, and the costs of steps
-        to the graph cache, if the engine chooses K.
-
-        Rank 0 of several lets the others return from `follow`. Nothing runs there afterwards.
+        Pages and snapshots go to `kv_offload_dir`, if it is set. If the engine chooses K, the costs
+        of steps go to the graph cache. The model can still generate with the steps that it has. On
+        rank 0 of several, the other ranks return from `follow`, and no step can run afterwards.
         """
         self._end_building()
         self.engine.close()
@@ -160,10 +159,10 @@ class SpecModel:
         """Change how many drafts the next steps accept.
 
         Args:
-            rates: as the option `synthetic_acceptance_rates`, one for each of the most drafts.
+            rates: as the option `synthetic_acceptance_rates`, one for each of the K drafts.
 
         Raises:
-            OptionError: the model was compiled without synthetic acceptance, or these are no rates.
+            OptionError: the model was compiled without synthetic acceptance, or a rate is invalid.
         """
         settled = settle(self.options.spec_tokens, rates, None)
         if not (settled and self.options.synthetic_acceptance_rates):
@@ -191,36 +190,37 @@ class SpecModel:
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         **params: Any,
     ) -> Any:
-        """Continuations, greedy unless told otherwise.
+        """Continue prompts, by greedy decoding unless sampling parameters are given.
 
         Args:
-            prompts: one prompt or several; a prompt is text (where the checkpoint has a
-                tokenizer), token ids, or a list of messages for the checkpoint's chat template. A
-                message's content is text, or a list of parts: {"type": "text", "text": ...} and,
-                with `images=True` of `compile`, {"type": "image", "image": ...}, with a path,
-                bytes or a Pillow image.
+            prompts: one prompt or several. A prompt is text (if the checkpoint has a tokenizer),
+                token ids, or a list of messages for the checkpoint's chat template. A message's
+                content is text, or a list of parts: {"type": "text", "text": ...} and, if the
+                model was compiled with `images=True`, {"type": "image", "image": ...}, with a
+                path, bytes or a Pillow image.
             max_new_tokens: new tokens per prompt.
             stop_ids: ids that end a continuation; None takes the model's end-of-sequence ids.
             ignore_eos: do not stop at the model's end-of-sequence ids.
-            stop: strings that end a text, for text prompts; the text is cut where the one that is
-                complete first begins.
-            sampling: how tokens are chosen, for all prompts or one for each; what is not greedy
-                needs `sampling=True` of `compile`. A seed is used as it is for every prompt.
-            grammar: what the text may be: of one prompt its grammar, of several a list with one,
-                or None, for each. Needs `sampling=True, token_mask=True` of `compile`.
-            **params: fields of `mtpc.SamplingParams`, in place of `sampling`: temperature=0.8.
+            stop: strings that end a text, for text prompts. The string that is complete first
+                counts, and the text ends before it.
+            sampling: how tokens are chosen: one value for all prompts, or one per prompt. Other
+                than greedy decoding needs `sampling=True` of `compile`. All prompts use the same
+                seed.
+            grammar: limits what the text may be: a grammar for one prompt, or a list with a grammar
+                or None for each of several. Needs `sampling=True, token_mask=True` of `compile`.
+            **params: fields of `mtpc.SamplingParams` in place of `sampling`, as temperature=0.8.
 
         Returns:
-            Per prompt, a `mtpc.Completion` for text and messages, which is the new text as a `str`;
-            else a `mtpc.TokenCompletion`, which is a list of the new ids (a stop token included).
-            Both have the token ids, the finish reason, log-probabilities and times. A single prompt
-            gives a single result.
+            One result per prompt; for a single prompt, the result itself. For text and messages it
+            is a `mtpc.Completion`, which is the new text as a `str`. For token ids it is a
+            `mtpc.TokenCompletion`, which is a list of the new ids, a stop token included. Both have
+            the token ids, the finish reason, log-probabilities and times.
 
         Raises:
-            RequestError: a prompt is empty, out of range or too long, or text without tokenizer;
-                an image cannot be opened; `stop` is given for ids; a sampling parameter is out of
-                range or was not compiled for; a grammar cannot be served; or the engine still has
-                requests added by hand. Nothing has run then.
+            RequestError: a prompt is empty, out of range or too long, or is text without a
+                tokenizer; an image cannot be opened; `stop` is given for ids; a sampling parameter
+                is out of range, or the model was compiled without it; a grammar cannot be used; or
+                the engine still has requests that the caller added. Nothing has run.
             CapacityError: a prompt needs more pages than the pool has.
             NumericsError: the model produced non-finite logits.
             GrammarError: a grammar raised, allows no token, or contradicts itself.
@@ -255,10 +255,10 @@ class SpecModel:
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         **params: Any,
     ) -> Iterator[Output]:
-        """Continuations as they come; takes and raises what `generate` does.
+        """Yield continuations as they are decoded; takes and raises what `generate` does.
 
-        What is wrong with the arguments is raised at once; the prompts are queued when the first
-        output is asked for. Closing the iterator aborts what is not finished.
+        Errors in the arguments are raised at once. The prompts are queued when the first output is
+        asked for. Closing the iterator aborts unfinished requests.
 
         Returns:
             An iterator of `mtpc.engine.stream.Output`: which prompt, new ids, new text.
@@ -283,16 +283,16 @@ class SpecModel:
     def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, top: int = 1
     ) -> list[list[TokenLogprobs]]:
-        """Log-probabilities of given tokens, each by what stands before it.
+        """Log-probabilities of given tokens, each given the tokens before it.
 
         Args:
             prompts: token ids, two or more each.
-            starts: for each prompt the first token to score, at least 1; None scores all but the
-                first token, which nothing predicts.
-            top: how many of the most probable tokens to report beside each, up to `max_logprobs`.
+            starts: for each prompt the index of the first token to score, at least 1. None scores
+                all tokens but the first, which has no context.
+            top: how many of the most probable tokens to report with each, up to `max_logprobs`.
 
         Returns:
-            For each prompt an entry for each token from its start on.
+            For each prompt, one entry per scored token.
 
         Raises:
             RequestError: the model was compiled without `sampling=True, token_mask=True`; or a
@@ -306,7 +306,7 @@ class SpecModel:
         return score(self.engine, requests)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
-        """The token ids of one prompt, and its images, which are opened and embedded here."""
+        """Tokenise a prompt, and open and embed its images."""
         if not is_conversation(prompt):
             return encode(self.served, prompt), None
         messages, images = split_images(cast("Messages", prompt))

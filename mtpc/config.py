@@ -18,46 +18,48 @@ from mtpc.option_checks import (
     check_draft_vocab,
     check_int,
     check_names,
-    check_offload,
     check_tiers,
     unknown_option,
 )
 from mtpc.wiring import Rules, check_rules
 
 MAX_SPEC_TOKENS = 16
-"""The largest number of drafts per step. Published measurements accept no draft at such a depth,
+"""The largest number of drafts per step. In published measurements no draft that deep is accepted,
 and every draft costs a full pass of the draft layer."""
 
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
-"""Value of `spec_tokens` for K by load, and the default of `spec_tiers` with it."""
+"""The value of `spec_tokens` with which the engine chooses K, and its default of `spec_tiers`."""
 DEFAULT_MAX_LEN = 4096
 LEAST_ROWS = 8
-"""Rows of a prefill step, at least, where those that are not used cost nothing. One prefill step
-then serves all programs of up to so many requests."""
+"""The least number of rows of a prefill step if kernels skip unused rows. All programs of up to so
+many requests then share one prefill step."""
 SHARING_PROMPTS = 4
 """A prefill step may have this many rows even if fewer requests could decode in it."""
 DEFAULT_PREFILL_CHUNK = 64
-"""Tokens of a prefill step if its time does not depend on how many are used, and prompt tokens of a
-step while other requests wait for their next tokens."""
+"""Tokens of a prefill step if unused tokens cost as much as used ones; and prompt tokens of a
+prefill step that decoding requests join."""
 LARGE_PREFILL_CHUNK = 512
-"""Tokens of a prefill step if its time depends on how many are used. Larger steps gain nothing
-(docs/performance.md). And of one on a GPU, where fewer leave it waiting for weights."""
+"""Tokens of a prefill step if kernels skip unused tokens; larger steps gain nothing
+(docs/performance.md). Also on GPUs, where smaller steps are bound by reading the weights."""
 DEFAULT_SNAPSHOT_BYTES = 1 << 30
 """13 snapshots of Qwen3-Next-80B, whose recurrent state is the largest of the released models."""
 DEFAULT_OFFLOAD_BYTES = 4 << 30
-"""The pages of 340,000 tokens of a 0.5B model, and of 30,000 tokens of an 8B model."""
+"""The pages of 340,000 tokens of a 0.5B model, or of 30,000 tokens of an 8B model."""
 SKIP_IDLE_ROWS = "skip-idle-rows"
-"""The name of a pass that decides `prefill_chunk`. The pass takes it from here: options are read
-without the passes, which import torch."""
+"""The name of the pass on which the default of `prefill_chunk` depends. It is defined here, because
+this module must not import the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
-"""Names of schemes that quantise weights; `mtpc.weights.quantise` says what they are."""
+"""Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-"""Values of `kv_cache_dtype`; `mtpc.models.caches` says what they are."""
+"""Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 
-_NOT_ON_RANKS = ("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir", "images")
-"""Options that several ranks do not know."""
+_ONE_RANK_ONLY = (
+    *("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir", "images"),
+    *("require_sha256", "build_in_background"),
+)
+"""Options that `tensor_parallel_size` > 1 refuses."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
@@ -69,7 +71,7 @@ class CompileOptions:
         spec_tokens: K, the number of drafts per step; 0 is plain decoding. "auto" compiles steps
             for each K in `spec_tiers`. The engine then chooses K as it runs, from the times of the
             steps and the accepted drafts, and this field holds the largest K.
-        spec_tiers: with "auto", the numbers of drafts to choose from; () is 0 to 3.
+        spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.
         batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
             smallest bucket that holds it.
         max_len: longest sequence (prompt and new tokens), in tokens. None is 4096, or the model's
@@ -77,18 +79,18 @@ class CompileOptions:
         page_size: tokens per KV page.
         num_pages: pages in the KV pool. None is enough for the largest bucket at max_len.
         prefill_chunk: tokens of one prefill step: those of one prompt or several, and K + 1 for
-            each request that decodes in it. None is 512 if kernels leave out unused rows (cpu,
-            bfloat16), so that short prompts do not pay for them, and on GPUs; otherwise 64.
+            each request that decodes in it. None is 512 on GPUs, and if kernels skip unused rows
+            (cpu, bfloat16), because short prompts then cost no more; otherwise 64.
         busy_prefill_chunk: the largest number of prompt tokens in a prefill step while other
-            requests decode and wait for it. None is `prefill_chunk`, at most 64 but on GPUs. A
-            smaller number makes these steps shorter if kernels leave out unused rows (cpu,
+            requests decode. None is `prefill_chunk` on GPUs, elsewhere `prefill_chunk` but at most
+            64. A smaller number makes these steps shorter if kernels skip unused rows (cpu,
             bfloat16).
         prefill_rows: requests that may share one prefill step, prompts and decoding requests
             together; a divisor of `prefill_chunk`. With 1, prompts run one by one, and decoding
             waits for each chunk. None chooses a divisor: enough for the largest bucket if each
             request can have K + 1 tokens, but less than twice as many; otherwise fewer, if possible
-            four. Where kernels leave out unused rows, it chooses as for a bucket of 8 at least, so
-            that a larger bucket needs no other prefill step.
+            four. If kernels skip unused rows, it counts the largest bucket as at least 8, so that
+            programs with small buckets share one prefill step.
         prefix_caching: reuse KV pages, and snapshots of state that is not in pages, of prompts and
             outputs that begin with the same tokens; see docs/engine.md.
         snapshot_bytes: the most bytes of snapshots. Only models with state outside of pages take
@@ -102,7 +104,7 @@ class CompileOptions:
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
             gains nothing on a cpu, where the launch does the work itself.
-        batch_invariant: on GPUs, text that depends on no K, batch or chunk; see docs/gpu.md.
+        batch_invariant: on GPUs, text that does not depend on K, batch or chunk; see docs/gpu.md.
         backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cuda for
             a model object on a GPU, else cpu. If no C++ compiler works, it falls back from cpu to
             eager, which the stats show and `strict` forbids.
@@ -113,14 +115,14 @@ class CompileOptions:
             windows, recurrent state and compressed entries keep their dtype. See docs/engine.md.
         quantize: a scheme that quantises the weights of linear layers and experts as they are
             loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
-            quantised stay as they are, and so do embeddings, routers and the joints of MTP layers.
-            See docs/quantised.md.
+            quantised stay as they are, and so do embeddings, routers and the projections that join
+            embedding and features in MTP layers. See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
-            of the KV cache; on the backends "cpu" and "eager". Every rank of a process group of
-            torch.distributed compiles; rank 0 generates, and the others follow
+            of the KV cache; on the backends "cpu" and "eager". Every rank of a torch.distributed
+            process group compiles; rank 0 generates, and the others follow it
             (`SpecModel.follow`). Commands start their ranks themselves. See docs/scale.md.
-        synthetic_acceptance_rates: accept drafts as these shares say, whatever the drafts are, to
-            measure what K is worth at a given acceptance. Entry i is the share of steps that accept
+        synthetic_acceptance_rates: accept drafts at these rates, whatever the drafts are, to
+            measure the speed of K at a given acceptance. Entry i is the share of steps that accept
             draft i and all before it, as in vLLM. The text is then not the model's; the stats say
             "synthetic". () is off. `SpecModel.set_synthetic_acceptance` changes them later.
         synthetic_acceptance_length: the same as a mean number of tokens per step, 1..K + 1, or a
@@ -139,16 +141,16 @@ class CompileOptions:
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
-        draft: checkpoint of a drafter, in the place of MTP layers: an EAGLE-3 head, Gemma 4's
-            assistant, or MTP layers of the target's family. None: the model's own MTP layers. See
-            docs/models.md.
+        draft: checkpoint of a drafter that replaces the model's own MTP layers: an EAGLE-3 head,
+            Gemma 4's assistant, or MTP layers of the target's family. See docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
             `mtpc` in the user's cache directory. See docs/cache.md.
         use_cache: whether to look up steps in the cache and to keep built ones there.
-        build_in_background: start as soon as the steps without drafts are there, or those of the
-            smallest K with "auto", and use each other K when another process has built its steps.
+        build_in_background: start as soon as the steps of one K are ready: K = 0, or with "auto"
+            the smallest K. Another process builds the other steps, and the engine uses each K once
+            its steps are ready.
         frozen: build nothing; a step that is not in the cache is an error.
         require_sha256: digest of the cache entries to load, as `mtpc build` prints it. Others are
             refused before any of their code is opened. Implies `frozen`.
@@ -213,8 +215,11 @@ class CompileOptions:
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)
         check_int("snapshot_distance", self.snapshot_distance, low=1)
         check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)
-        if self.kv_offload_dir is not None:
-            check_offload(self.prefix_caching, self.async_scheduling)
+        if self.kv_offload_dir is not None and (self.async_scheduling or not self.prefix_caching):
+            raise OptionError(
+                "kv_offload_dir needs prefix_caching=True, which finds pages again, and "
+                "async_scheduling=False, because it indexes pages before they are filled"
+            )
         if not isinstance(self.backend, str):
             raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -238,7 +243,7 @@ class CompileOptions:
         self._check_ranks()
 
     def _check_switches(self) -> None:
-        """Anything but True and False is refused: "no" would count as yes."""
+        """Refuse other values than True and False, because a string such as "no" is truthy."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):
@@ -321,13 +326,12 @@ class CompileOptions:
         return rows, tokens // rows
 
     def _check_ranks(self) -> None:
-        """Ranks must not fall back to another backend one by one, so "auto" is settled here."""
-        size, refused = self.tensor_parallel_size, _NOT_ON_RANKS
-        apart = ("require_sha256", "build_in_background")
+        """Several ranks must not each choose a backend, so "auto" becomes "cpu" for them."""
+        size = self.tensor_parallel_size
         check_int("tensor_parallel_size", size, low=1)
         if size > 1 and self.backend == AUTO:
             object.__setattr__(self, "backend", "cpu")
-        others = [name for name in (*refused, *apart) if getattr(self, name)]
+        others = [name for name in _ONE_RANK_ONLY if getattr(self, name)]
         others += ["backend"] if self.backend not in ("cpu", "eager") else []
         others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
@@ -352,10 +356,9 @@ class CompileOptions:
             )
 
     def for_weights(self, dtype: str | None, skips_idle_rows: bool) -> CompileOptions:
-        """These options with the defaults of `prefill_chunk` and `prefill_rows` for weights of a
-        dtype.
+        """These options with the defaults of `prefill_chunk` and `prefill_rows` for a dtype.
 
-        They must be set before a lookup in the cache, because keys contain them.
+        They must be set before a lookup in the graph cache, because its keys contain them.
         """
         skips = skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
         if not skips or (self.dtype or dtype) != "bfloat16":
@@ -367,7 +370,7 @@ class CompileOptions:
     def for_gpu(self) -> CompileOptions:
         """These options with a GPU's defaults of `prefill_chunk` and `busy_prefill_chunk`.
 
-        A step costs there what all its rows cost, so it has as many prompt tokens as fit.
+        There a step costs the same however many of its rows are used, so prompts may fill it.
         """
         chunk = self.prefill_chunk or LARGE_PREFILL_CHUNK
         return replace(
@@ -436,7 +439,7 @@ class CompileOptions:
 
 
 def check_scheme(option: str, value: Any) -> None:
-    """Refuse what is no scheme of `SCHEMES`.
+    """Refuse a value that is not in `SCHEMES`.
 
     Raises:
         OptionError: the message names the nearest scheme.

@@ -1,4 +1,4 @@
-"""Checks of single options: each refuses what is no value by an OptionError that says what is."""
+"""Checks of single options. Each raises an OptionError that says which values are allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpc.errors import MtpcError, OptionError
 
 
 def unknown_option(name: str, known: list[str]) -> str:
-    """The message for a name that is no option; it names the nearest one."""
+    """The message for an unknown option. It suggests the most similar name, or lists all."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
     return f"unknown option {name!r}; {hint}"
@@ -25,7 +25,11 @@ def check_int(
     high: int | None = None,
     refusal: type[MtpcError] = OptionError,
 ) -> None:
-    """An integer of low..high, or from low on; `refusal` is what anything else raises."""
+    """Check for an integer in low..high, without an upper limit if `high` is None.
+
+    Raises:
+        refusal: the value is another.
+    """
     wanted = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise refusal(f"{name} is {value!r} ({type(value).__name__}); expected {wanted}")
@@ -34,7 +38,7 @@ def check_int(
 
 
 def _row(value: Any) -> tuple[Any, ...] | None:
-    """The entries of a value; None if it is text, or has none."""
+    """The entries of an iterable other than text; None for any other value."""
     is_row = isinstance(value, Iterable) and not isinstance(value, str)
     return tuple(value) if is_row else None
 
@@ -57,26 +61,15 @@ def check_directory(name: str, value: Any) -> Path | None:
 
 
 def _is_path(text: str) -> bool:
-    """Whether the system can be asked for this path; a lone surrogate cannot be encoded."""
+    """Whether the operating system accepts this text as a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
 
-def check_offload(prefix_caching: bool, async_scheduling: bool) -> None:
-    """What `kv_offload_dir` needs of other options."""
-    if not prefix_caching:
-        raise OptionError("kv_offload_dir with prefix_caching=False, which finds no page again")
-    if async_scheduling:
-        raise OptionError(
-            "kv_offload_dir with async_scheduling, which knows of pages before the step that "
-            "fills them has ended; leave one out"
-        )
-
-
 def check_buckets(buckets: Any) -> tuple[int, ...]:
-    """Batch sizes in ascending order without repeats; a number is the only one."""
+    """Batch sizes in ascending order without duplicates; a single number is allowed."""
     row = (buckets,) if isinstance(buckets, int) else _row(buckets)
     if row is None:
         raise OptionError(f"batch_buckets is {buckets!r}; expected integers, such as (1, 2, 4)")
@@ -88,7 +81,7 @@ def check_buckets(buckets: Any) -> tuple[int, ...]:
 
 
 def check_tiers(tiers: Any, least: int, highest: int) -> tuple[int, ...]:
-    """At least so many tiers up to the highest, in ascending order without repeats."""
+    """At least `least` tiers, none above `highest`, in ascending order without duplicates."""
     row = _row(tiers)
     for tier in row or ():
         check_int("spec_tiers", tier, low=0, high=highest)

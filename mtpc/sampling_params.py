@@ -1,6 +1,6 @@
-"""Sampling parameters of a request. This module does not import torch, so servers can use it early.
+"""Sampling parameters of a request. This module does not import torch.
 
-docs/sampling.md defines each field and the order in which they act.
+docs/sampling.md defines each field, and the order in which the step applies them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SamplingParams:
             tokens, under the model's own distribution; None reports nothing.
         repetition_penalty: in (0, 10]. Positive logits of tokens in the prompt or the output are
             divided by it, and negative ones multiplied.
-        presence_penalty: is subtracted from the logits of tokens in the output, -2..2.
-        frequency_penalty: is subtracted once for each occurrence of the token in the output, -2..2.
+        presence_penalty: subtracted from the logits of tokens in the output, -2..2.
+        frequency_penalty: subtracted once for each occurrence of the token in the output, -2..2.
         logit_bias: token id -> number that is added to its logit, -100..100; at most
             MAX_LOGIT_BIAS entries.
         allowed_ids: only these tokens may be emitted; None allows all.

@@ -1,4 +1,4 @@
-"""The rules by which MTP designs differ, and the check of rules that a user gives.
+"""The rules in which MTP layers of different models differ, and the check of the option `wiring`.
 
 This module imports no torch, because `mtpc.config` reads it.
 """

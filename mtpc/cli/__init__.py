@@ -1,1 +1,1 @@
-"""The command line, `mtpc COMMAND`. Only a command that runs imports torch."""
+"""The command line, `mtpc COMMAND`. `--help` imports no torch."""

@@ -1,4 +1,4 @@
-"""Facts about a StepGraph that `mtpc inspect` shows in its tables and in its drawing."""
+"""Collects facts about a StepGraph for the tables and the drawing of `mtpc inspect`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def operations(graph: StepGraph) -> Iterator[tuple[str, str]]:
 
 
 def position(graph: StepGraph) -> str:
-    """Where in the pipeline of passes the graph stands."""
+    """The last pass that has run on the graph, as text."""
     return f"after {graph.history[-1].name}" if graph.history else "as traced, before any pass"
 
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of a step that are stored alike.
+    """The weights of a step that are stored in the same way.
 
     Attributes:
         count: number of tensors.
         nbytes: their bytes.
-        dequantised: how many of them are values of weights that the checkpoint has as codes.
+        dequantised: number of tensors that the checkpoint stores quantised.
     """
 
     count: int = 0

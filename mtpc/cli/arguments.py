@@ -71,12 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary, add_arguments in (
         ("run", "generate text with a captured MTP step, and show statistics", _add_run),
-        ("chat", "talk with a checkpoint in the terminal, by its chat template", _add_chat),
+        ("chat", "chat with a checkpoint in the terminal, by its chat template", _add_chat),
         ("build", "compile every step of a checkpoint into the graph cache", _add_build),
         ("serve", "serve OpenAI's API over HTTP, by default to this machine only", _add_serve),
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
-        ("eval", "count right answers of a task, beside transformers and for each K", _add_eval),
+        ("eval", "count right answers of a task, by transformers and by mtpc", _add_eval),
         ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
         ("tune-head", "train the MTP layers of a checkpoint on your texts", _add_tune_head),
         ("quantize", "write a quantised copy of a checkpoint", add_quantize),
@@ -186,25 +186,25 @@ def _add_tune_head(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "directory with config.json and *.safetensors, or an id of the local hub cache"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
-    text = "UTF-8 files to learn from; the last tenth of each is held out"
+    text = "UTF-8 files to train on; the last tenth of each is held out"
     add("texts", nargs="+", type=Path, metavar="TEXT", help=text)
     add("--out", type=Path, required=True, metavar="OUT", help="the new directory")
     text = "a file of held-out text instead; repeatable"
     add("--held-out", action="append", default=[], type=Path, metavar="TEXT", help=text)
-    text = "texts of which the model writes the last three quarters"
+    text = "number of texts whose last three quarters the model writes"
     add_values(
         parser,
-        ("--minutes", above_zero, "M", "train so long (default: 10, if no steps are given)"),
-        ("--steps", positive, "N", "train so many steps at most"),
-        ("--learning-rate", above_zero, "R", "the highest", 1e-3),
-        ("--batch", positive, "N", "texts a step", 12),
+        ("--minutes", above_zero, "M", "train for M minutes (default: 10, without --steps)"),
+        ("--steps", positive, "N", "train for at most N steps"),
+        ("--learning-rate", above_zero, "R", "the highest learning rate", 1e-3),
+        ("--batch", positive, "N", "texts per step", 12),
         ("--length", positive, "N", "tokens of a text", 192),
-        ("--seed", whole, "N", "of the order of texts", 0),
+        ("--seed", whole, "N", "seed of the order of texts", 0),
         ("--continuations", whole, "N", text, 1024),
         ("--prompts", positive, "N", "held-out prompts", 64),
     )
     _add_new_tokens(parser, 64, "held-out prompt")
-    add_switches(parser, ("--resume", "go on with a run that was interrupted"))
+    add_switches(parser, ("--resume", "continue an interrupted run"))
     add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
     add_threads(parser)
     add_compile_options(parser, spec_tokens="3", batch_buckets="8")
@@ -283,14 +283,11 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
             add_threads(action)
             add_compile_options(action)
         elif name == "prune":
-            _add_prune(action)
+            add_switches(action, ("--all", "remove every entry"))
+            text = "also remove entries older than this"
+            add_values(action, ("--older-than", float, "DAYS", text))
+            add_switches(action, ("--dry-run", "remove nothing, and show what would be removed"))
         add_cache_dir(action)
-
-
-def _add_prune(parser: argparse.ArgumentParser) -> None:
-    add_switches(parser, ("--all", "remove every entry"))
-    add_values(parser, ("--older-than", float, "DAYS", "also remove entries older than this"))
-    add_switches(parser, ("--dry-run", "remove nothing, and show what would be removed"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`mtpc bench`: the speed of a checkpoint for several numbers of drafts and several passes."""
+"""`mtpc bench`: compare the speed of a checkpoint for several values of K and with passes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Variant:
     Attributes:
         spec_tokens: drafts per step, or "auto".
         passes: passes to enable in addition to the user's.
-        without: passes of the other variants, which this one leaves out.
+        without: passes that only other variants enable.
     """
 
     spec_tokens: int | str
@@ -105,10 +105,14 @@ def command(args: argparse.Namespace) -> int:
                 samples[variant] += [] if taken is None else [taken]
         if not all(samples.values()):
             return 0  # Rank 0 has measured.
-        # This comes last: the profiler's hooks would slow down later measurements.
-        kernels = {
-            variant: _kernels(checkpoint, _options_of(variant, options)) for variant in variants
-        }
+        # This comes last: the profiler's hooks would slow down later measurements. It compiles the
+        # programs again, from the cache.
+        import torch
+
+        kernels: dict[Variant, int | None] = dict.fromkeys(variants)
+        for variant in variants if torch.cuda.is_available() else ():
+            chosen = _options_of(variant, options)
+            kernels[variant] = count_kernels(mtpc.compile(checkpoint, **chosen))
     is_synthetic = any(name.startswith("synthetic") for name in options)
     (first, *_) = samples.values()
     rows = [_row(v, taken, first[0].results, kernels[v]) for v, taken in samples.items()]
@@ -204,7 +208,7 @@ def _take(
 def count_kernels(model: mtpc.SpecModel) -> int | None:
     """The number of kernels that the graph of the largest decode step launches.
 
-    It replays the graph once with an empty batch. Returns None if the step is not on a GPU.
+    This replays the graph once with an empty batch. Returns None if the step is not on a GPU.
     """
     program = model.program
     decode = [key for key in program.steps if key.phase == "decode"]
@@ -217,17 +221,10 @@ def count_kernels(model: mtpc.SpecModel) -> int | None:
     return kernels_of(program.steps[key].replay).total()
 
 
-def _kernels(checkpoint: Path, options: dict[str, Any]) -> int | None:
-    """Count the kernels of a variant. This compiles the program again, now from the cache."""
-    import torch
-
-    return count_kernels(mtpc.compile(checkpoint, **options)) if torch.cuda.is_available() else None
-
-
 def _row(
     variant: Variant, taken: list[Sample], results: list[Prompt], kernels: int | None
 ) -> dict[str, Any]:
-    """What was measured of a variant: medians of the rounds."""
+    """The measurements of a variant; times are medians of the rounds."""
     return {
         "spec_tokens": variant.spec_tokens,
         "passes": list(variant.passes),

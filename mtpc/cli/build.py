@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mtpc.cli.compile_arguments import compile_options
@@ -32,7 +31,7 @@ def command(args: argparse.Namespace) -> int:
     tiers = given.pop("spec_tokens", (CompileOptions.spec_tokens,))
     for k in tiers:
         options = CompileOptions.parse({**given, "spec_tokens": k})
-    if options.spec_tiers:  # "auto": one program has steps for several K.
+    if options.spec_tiers:  # With "auto" one program has the steps of several K.
         tiers = (options.spec_tokens,)
     if args.target:
         return _for_targets(args, options, tuple(tiers))
@@ -158,12 +157,14 @@ def _as_json(report: BuildReport) -> dict[str, Any]:
 def _print(report: BuildReport) -> None:
     console = output()
     total = sum(step.step.entry.nbytes for step in report.steps if step.step.entry)
-    sums = [sum(column) for column in zip(*(_seconds(b) for b in report.steps), strict=True)]
+    stages = ("trace", "rewrite", "lower")
+    seconds = [[b.step.record.seconds.get(s, 0.0) for s in stages] for b in report.steps]
+    sums = [f"{sum(column):.1f} s" for column in zip(*seconds, strict=True)]
     print_table(
         f"In {report.root}",
-        ("step", "entry", "nodes", "after passes", "trace", "rewrite", "lower", "size", ""),
-        [*_rows(report)],
-        ("", "", "", "total", *(f"{s:.1f} s" for s in sums), format_bytes(total), ""),
+        ("step", "entry", "nodes", "after passes", *stages, "size", ""),
+        map(_row, report.steps, seconds),
+        ("", "", "", "total", *sums, format_bytes(total), ""),
     )
     kernels = report.kernels
     console.print(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
@@ -172,20 +173,15 @@ def _print(report: BuildReport) -> None:
     console.print(f"built in {report.elapsed_s:.1f} s")
 
 
-def _seconds(built: Built) -> list[float]:
-    return [built.step.record.seconds.get(stage, 0.0) for stage in ("trace", "rewrite", "lower")]
-
-
-def _rows(report: BuildReport) -> Iterator[tuple[str, ...]]:
-    for built in report.steps:
-        record, entry = built.step.record, built.step.entry
-        assert entry is not None  # `build` has read each step from the cache.
-        yield (
-            record.name if built.ranks is None else f"{record.name}, rank {built.ranks.rank}",
-            entry.digest[:8],
-            str(record.history[0].nodes_before),
-            str(record.history[-1].nodes_after),
-            *(f"{seconds:.1f} s" for seconds in _seconds(built)),
-            format_bytes(entry.nbytes),
-            "cached" if built.was_there else "built",
-        )
+def _row(built: Built, seconds: list[float]) -> tuple[str, ...]:
+    record, entry = built.step.record, built.step.entry
+    assert entry is not None  # `build` has read each step from the cache.
+    return (
+        record.name if built.ranks is None else f"{record.name}, rank {built.ranks.rank}",
+        entry.digest[:8],
+        str(record.history[0].nodes_before),
+        str(record.history[-1].nodes_after),
+        *(f"{stage:.1f} s" for stage in seconds),
+        format_bytes(entry.nbytes),
+        "cached" if built.was_there else "built",
+    )

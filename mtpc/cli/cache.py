@@ -29,19 +29,19 @@ from mtpc.weights.paired_checkpoint import open_checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("torch.",)
-"""Key fields that differ between processes of one machine. A difference makes no entry stale."""
+"""Prefixes of key fields that may differ between processes. They do not make an entry stale."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One entry of the cache, and its state.
+    """An entry of the cache, and its state.
 
     Attributes:
         digest: the entry's name.
         entry: the entry, or None if it is damaged.
         fields: the entry's key.
         damage: what is wrong with the entry's files, or an empty string.
-        stale: fields of the key that have other values on this machine with this version of mtpc.
+        stale: key fields whose value is another on this machine or with this version of mtpc.
     """
 
     digest: str

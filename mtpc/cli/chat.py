@@ -1,4 +1,4 @@
-"""`mtpc chat`: a conversation in the terminal, or one message a line from a pipe."""
+"""`mtpc chat`: a conversation in the terminal, or with one message per line from a pipe."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Chat:
 
     Args:
         model: a compiled model.
-        template: makes its prompts.
+        template: makes the prompts.
         sampling: how tokens are chosen.
-        max_new_tokens: tokens of an answer; None is what the model's memory leaves.
-        system: the message that begins the conversation, or None.
+        max_new_tokens: the most tokens of an answer; None is what `max_len` and the pool leave.
+        system: the system message, or None.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Chat:
         """Answer each message of the standard input, until it ends.
 
         Raises:
-            MtpcError: a message cannot be answered. In a terminal it is shown instead.
+            MtpcError: a message cannot be answered. In a terminal the error is shown instead.
         """
         for text in _typed() if is_interactive else _piped():
             if not text.strip():
@@ -122,7 +122,7 @@ class Chat:
 
 def _typed() -> Iterator[str]:
     """Lines that a user types. Ctrl-C empties the line."""
-    with suppress(ImportError):  # It gives `input` a history, and keys to edit with.
+    with suppress(ImportError):  # Importing it gives `input` a history and editing keys.
         import_module("readline")
     print(HELP, file=sys.stderr)
     while True:

@@ -1,6 +1,6 @@
-"""`mtpc check`: what is wrong with a checkpoint's MTP layers, and which wiring accepts more drafts.
+"""`mtpc check`: find faults of a checkpoint's MTP layers, and the wiring with the most acceptance.
 
-It checks the tensors first. If nothing is wrong with them, it measures acceptance.
+It checks the tensors first. If they have no fault, it measures acceptance.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
 CLEARLY_MORE = 0.05
-"""Another rule is advised if it gains this many tokens per step."""
+"""Another rule is recommended if it gains this many tokens per step."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one wiring accepts.
+    """The acceptance of one wiring.
 
     Attributes:
-        rules: rules that differ from the checkpoint's family.
+        rules: rules that differ from those of the checkpoint's family.
         tokens_per_step: mean tokens per decode step of one request, the bonus token included.
-        drafts: accepted and verified ones.
+        drafts: counts of accepted and verified drafts.
         results: the continuation of each prompt.
     """
 
@@ -50,11 +50,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong.
+    """The result of the checks.
 
     Attributes:
-        faults: faults of the tensors, or the one that no wiring suits them.
-        better: rules that accept clearly more drafts, as `--wiring` takes them; "" if none do.
+        faults: faults of the tensors, or the single fault that no wiring accepts enough drafts.
+        better: rules that accept clearly more drafts, in the format of `--wiring`; "" if none do.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand. Return 0 if nothing is wrong and no other rule accepts clearly more."""
+    """Run the subcommand. Return 0 without faults and without a rule that accepts clearly more."""
     prompts: list[Prompt] = args.prompts or list(BENCH_PROMPTS)
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = {"batch_buckets": (len(prompts),), "backend": "eager", **compile_options(args)}
@@ -95,7 +95,7 @@ def command(args: argparse.Namespace) -> int:
 def _measure(
     checkpoint: Path, options: mtpc.CompileOptions, prompts: list[Prompt], new: int, tell: Tell
 ) -> Iterator[Sample]:
-    """Decode the prompts with the family's wiring, and with each rule changed by itself."""
+    """Decode the prompts with the given wiring, then with one rule changed at a time."""
     from mtpc.api import SpecModel
     from mtpc.backends import make_backend, settle_prefill
     from mtpc.models.load import load, place
@@ -121,14 +121,17 @@ def _measure(
 
 
 def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
-    """The options' rules with one more rule changed, for each rule that matters here."""
+    """The given rules with one more rule changed, for each rule that makes a difference here."""
     wiring, layers = loaded.family.wiring, loaded.mtp_layers
     ends = {
         "head": loaded.target.get_output_embeddings(),
         "embedding": loaded.target.get_input_embeddings(),
     }
     matters = {
-        role: any(_differs(getattr(layer, role), end) for layer in layers)
+        role: any(  # An embedding or head of the layer's own that is not a copy of the target's.
+            own is not None and own.weight.data_ptr() != end.weight.data_ptr()
+            for own in (getattr(layer, role) for layer in layers)
+        )
         for role, end in ends.items()
     }
     matters |= dict.fromkeys(("hidden_first", "zero_first_embedding", "first_features"), True)
@@ -143,13 +146,8 @@ def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules
                 yield tuple(sorted(changed.items()))
 
 
-def _differs(own: Any, end: Any) -> bool:
-    """Whether an MTP layer has an embedding or head of its own that is no copy of the target's."""
-    return own is not None and own.weight.data_ptr() != end.weight.data_ptr()
-
-
 def _judge(samples: list[Sample], floor: float, has_drafter: bool) -> Verdict:
-    """What the samples say; the first is that of the given rules."""
+    """The verdict on samples, of which the first has the given rules."""
     first, best = samples[0], max(samples, key=lambda sample: sample.tokens_per_step)
     highest = max(sample.drafts.by_position[0] for sample in samples)
     if highest < floor:
@@ -202,7 +200,7 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
 
 
 def _foreign(highest: float, floor: float, has_drafter: bool) -> Fault:
-    """The fault of MTP layers that draft hardly any right token, however they are wired."""
+    """The fault of MTP layers whose drafts are rejected with every wiring."""
     from mtpc.models.mtp_faults import Fault
 
     remedy = (

@@ -20,7 +20,6 @@ from mtpc.cli.parsing import (
     numbers,
     positive,
     speculative,
-    speculative_lists,
     wiring,
 )
 from mtpc.config import KV_CACHE_DTYPES, SCHEMES, CompileOptions
@@ -32,7 +31,7 @@ VLLM_NAMES = {
     "num_pages": "--num-gpu-blocks-override",
     "prefill_chunk": "--max-num-batched-tokens",
 }
-"""vLLM's names of options."""
+"""vLLM's names of these options."""
 
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint, which may be left out."""
+    """Add the checkpoint, an optional argument."""
     text = (
         "directory with config.json and *.safetensors, or an id of the local hub cache "
         "(default: the demo model)"
@@ -88,11 +87,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 _SWITCHES = (
     ("--images", "compile for prompts with images, of models with a vision tower"),
-    ("--batch-invariant", "on a GPU, text depends on no K, batch or chunk, and takes longer"),
+    ("--batch-invariant", "on a GPU, text does not depend on K, batch or chunk; slower"),
     ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
     (
         "--build-in-background",
-        "begin without drafts, and use each K when another process has built its steps",
+        "start without drafts, and use each K once another process has built its steps",
     ),
     ("--verify-passes", "check the graph with fake tensors after every pass"),
 )
@@ -123,14 +122,14 @@ def add_compile_options(
         ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
         ("snapshot_bytes", int, "N", "most bytes of snapshots of state that is not in KV pages"),
         ("snapshot_distance", int, "N", "tokens from one snapshot of a long prompt to the next"),
-        ("kv_offload_dir", Path, "DIR", "keep evicted KV pages there, and all at the end"),
+        ("kv_offload_dir", Path, "DIR", "directory for evicted KV pages, and for all at the end"),
         ("kv_offload_bytes", int, "N", "most bytes of files in --kv-offload-dir"),
         ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
         (
             *("busy_prefill_chunk", int, "N"),
             "prompt tokens per prefill step while others decode (default: up to 64; all on GPUs)",
         ),
-        ("prefill_rows", int, "R", "requests that may share a prefill step (default: a bucket's)"),
+        ("prefill_rows", int, "R", "requests that may share a prefill step (default: by bucket)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
         ("draft", Path, "DIR", "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers"),
@@ -161,10 +160,10 @@ def add_ranks(parser: Any) -> None:
 
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:
-    """vLLM's options that mtpc has in another form."""
+    """Add vLLM's options that mtpc has in another form."""
     add = group.add_argument
-    text = "most requests that decode at once: as --batch-buckets 1,2,4,..,N"
+    text = "most requests that decode at once: the same as --batch-buckets 1,2,4,..,N"
     add("--max-num-seqs", type=buckets_up_to, dest="batch_buckets", metavar="N", help=text)
-    text = 'as --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
-    kind = speculative_lists if several_k else speculative
+    text = 'vLLM\'s form of --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    kind = (lambda text: [speculative(text)]) if several_k else speculative
     add("--speculative-config", type=kind, dest="spec_tokens", metavar="JSON", help=text)

@@ -1,4 +1,4 @@
-"""The small checkpoint that ships with mtpc. Commands use it if no checkpoint is given."""
+"""Finds checkpoints, and the demo model that commands use if no checkpoint is given."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.hub import find_directory, no_checkpoint
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
-"""The prompt of `mtpc run` by default. The demo model is trained on Python's documentation only."""
+"""The default prompt of `mtpc run`. The demo model is trained on Python's documentation only."""
 BENCH_PROMPTS = (
     DEFAULT_PROMPT,
     "The dictionary view objects provide a dynamic view on",
     "If the class defines a method named",
     "The following exceptions are raised when",
 )
-"""The prompts of `mtpc bench` by default."""
+"""The default prompts of `mtpc bench` and `mtpc check`."""
 
 
 def chosen_checkpoint(given: Path | None) -> Path:
     """The directory of the checkpoint that a command was given, or the demo model's.
 
     Raises:
-        CheckpointError: as `find_directory` and `demo_checkpoint`; or nothing is there.
+        CheckpointError: the directory does not exist; or see `find_directory`, `demo_checkpoint`.
     """
     directory = demo_checkpoint() if given is None else find_directory(given)
     if not directory.exists():

@@ -1,7 +1,8 @@
 """The drawing of `mtpc inspect --svg`: a column of boxes, buffers on the left, data on the right.
 
-The boxes stand in execution order. Data for the next box goes down the spine between the two boxes.
-Data for later boxes goes along a lane on the right, with a tap to each box that uses the data.
+The boxes are in execution order. An arrow from a box to the next one shows data for that box. Data
+for later boxes runs along a vertical line on the right (a lane), with an arrow to each of them (a
+tap).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mtpc eval`: the right answers of a checkpoint, by transformers and by mtpc, side by side."""
+"""`mtpc eval`: count right answers of a task, with transformers and with mtpc for each K."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 if TYPE_CHECKING:
-    from mtpc.evaluation.compare import Answering, Outcome
+    from mtpc.evaluation.compare import Outcome
     from mtpc.evaluation.engines import AnsweringEngine
+
+    Answering = Callable[[AnsweringEngine], Outcome]
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 BATCH = (1, 2, 4, 8)
@@ -61,10 +63,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
-    """What runs the task by an engine, and whether engines must score texts for it.
+    """What runs the task on an engine, and whether engines must score texts for it.
 
     Raises:
-        OptionError: there is no such task, its file is not one, or the harness is not installed.
+        OptionError: the task is unknown, its file is invalid, or the harness is not installed.
     """
     if Path(args.task).suffix in (".jsonl", ".json"):
         return _questions(args, checkpoint), False
@@ -79,8 +81,8 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
     return (lambda engine: run_tasks(engine, tasks, args.limit)), True
 
 
-def _questions(args: argparse.Namespace, checkpoint: Path) -> Callable[[AnsweringEngine], Outcome]:
-    """What answers the questions of a file, which are read now."""
+def _questions(args: argparse.Namespace, checkpoint: Path) -> Answering:
+    """Read the questions of a file, and return what answers them on an engine."""
     from mtpc.evaluation.compare import answer_questions
     from mtpc.evaluation.tasks import encode_all, read_task
     from mtpc.server.chat import load_chat_template
@@ -103,7 +105,7 @@ def _engines(
     scores: bool,
     tell: Tell,
 ) -> Iterator[AnsweringEngine]:
-    """Each engine in turn; one is freed before the next is made."""
+    """Yield each engine. An engine is freed before the next one is made."""
     from mtpc.evaluation.engines import MtpcEngine, TransformersEngine
 
     if args.transformers:

@@ -92,7 +92,8 @@ def condense(graph: StepGraph) -> Flow:
         inner = inner_graph(graph, node)
         inside = [node] if inner is None else [n for n in inner.nodes if n.op.startswith("call_")]
         boxes[index].operators.update(map(operator_name, inside))
-        boxes[index].weights |= {str(n.target) for n in node.all_input_nodes if _is_weight(n)}
+        held = {str(n.target) for n in node.all_input_nodes if n.op == "get_attr"}
+        boxes[index].weights |= {name for name in held if not is_buffer_name(name)}
     for access in accesses(graph, effects):
         box = boxes[box_of[access.node]]
         box.reads |= access.reads
@@ -110,10 +111,6 @@ def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> i
     if not boxes or boxes[-1].piece != piece or node.op == "call_module":
         boxes.append(Box(piece))
     return len(boxes) - 1
-
-
-def _is_weight(node: fx.Node) -> bool:
-    return node.op == "get_attr" and not is_buffer_name(str(node.target))
 
 
 def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEdge]:

@@ -31,11 +31,13 @@ def command(args: argparse.Namespace) -> int:
     options = CompileOptions.parse(compile_options(args))
     if args.batch < 1:
         raise OptionError(f"--batch is {args.batch}; expected an integer >= 1")
-    if args.svg is not None:
-        _check_writable(args.svg)
+    if args.svg is not None and not args.svg.parent.is_dir():
+        raise OptionError(f"--svg {args.svg}: there is no directory {args.svg.parent}")
+    if args.svg is not None and args.svg.is_dir():
+        raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
     with show_progress(sys.stderr) as tell:
         graph, layouts, backend = _build(checkpoint, options, args, tell)
-    # Both import torch, as the line of progress has said.
+    # These modules import torch.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
 
@@ -116,14 +118,6 @@ def _last_pass(
     if after:
         return after
     return ([NO_PASS, *running])[running.index(wanted)]
-
-
-def _check_writable(path: Path) -> None:
-    """Check, before the work, that the file can be written after it."""
-    if not path.parent.is_dir():
-        raise OptionError(f"--svg {path}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise OptionError(f"--svg {path} is a directory; expected a file name")
 
 
 def _write(path: Path, text: str) -> None:

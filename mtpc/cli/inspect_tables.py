@@ -36,21 +36,17 @@ def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backen
     if nodes:
         console.print(graph.text(), soft_wrap=True)
         console.print()
-    _print_history(graph)
+    columns = ("pass", "rewrites", "seconds", "nodes before", "after")
+    passes = [
+        (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)
+        for r in graph.history
+    ]
+    print_table("Passes run", columns, passes)
     _print_counts(graph)
     _print_weights(graph)
     _print_buffers(graph, layouts)
     _print_growth(layouts[0])
     _print_effects(graph)
-
-
-def _print_history(graph: StepGraph) -> None:
-    columns = ("pass", "rewrites", "seconds", "nodes before", "after")
-    rows = [
-        (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)
-        for r in graph.history
-    ]
-    print_table("Passes run", columns, rows)
 
 
 def _print_counts(graph: StepGraph) -> None:

@@ -25,7 +25,7 @@ EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 def run() -> NoReturn:
     """Run this process's command line, and end the process."""
     code = main()
-    gc.freeze()  # Or Python looks for cycles in all that is left: after a build, for a second.
+    gc.freeze()  # Skips a last garbage collection, which takes a second after a build.
     sys.exit(code)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from mtpc.config import AUTO
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
-"""What to say in place of the type's name in Python, which argparse's own message has."""
+"""Python's type names in argparse's messages -> words for the user."""
 
 
 class SuggestingParser(argparse.ArgumentParser):
@@ -69,18 +69,16 @@ def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
 
 
+def whole(text: str, low: int = 0) -> int:
+    """Parse an integer that is `low` or more."""
+    if not text.isdecimal() or int(text) < low:
+        raise invalid(text, f"an integer >= {low}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """Parse an integer that is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise invalid(text, "an integer >= 1")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """Parse an integer that is 0 or more."""
-    if not text.isdecimal():
-        raise invalid(text, "an integer >= 0")
-    return int(text)
+    return whole(text, low=1)
 
 
 def above_zero(text: str) -> float:
@@ -143,11 +141,6 @@ def speculative(text: str) -> int:
     if isinstance(count, bool) or not isinstance(count, int):
         raise invalid(count, "an integer")
     return count
-
-
-def speculative_lists(text: str) -> list[int]:
-    """`speculative`, for an option that takes several numbers of drafts."""
-    return [speculative(text)]
 
 
 def acceptance_length(text: str) -> float | str:

@@ -14,9 +14,9 @@ from mtpc.models.from_config import load_shapes
 from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
 
 _PAPER = (
-    "This is a model on paper, which has not been held against hardware: bytes over published "
-    "bandwidths and collectives one after another, no arithmetic, no overlap. mtpc itself runs on "
-    "one device; docs/scale.md says what runs on several."
+    "These times are computed, and have not been compared with hardware: bytes over published "
+    "bandwidths, and one collective after another, without arithmetic and overlap. docs/scale.md "
+    "says what mtpc itself runs on several devices."
 )
 
 
@@ -50,7 +50,10 @@ def command(args: argparse.Namespace) -> int:
     ]
     console = output()
     console.print(f"device: {device.title}", soft_wrap=True)
-    console.print(_source(shapes.has_headers, scheme), soft_wrap=True)
+    alone = "config.json alone, without weight files"
+    origin = "headers of its files" if shapes.has_headers else alone
+    counted = f"; counted in the scheme {scheme}" if scheme else ""
+    console.print(f"weights: from {origin}{counted}", soft_wrap=True)
     return _print(models, device, args)
 
 
@@ -72,7 +75,12 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
         )
         console.print("break-even: tokens a request must emit in a step to be as fast as K = 0")
     else:
-        console.print(_missing(largest, device), soft_wrap=True)
+        needed = format_bytes(largest.weight_bytes + ALLOWANCE)
+        console.print(
+            f"the weights do not fit: a rank needs {needed} and has {format_bytes(device.memory)}; "
+            "let more devices share a replica, or use --quantize",
+            soft_wrap=True,
+        )
     console.print(_PAPER, soft_wrap=True)
     return 0 if fits else 1
 
@@ -85,18 +93,13 @@ def _device(args: argparse.Namespace) -> Device:
     return replace(device, title=title, **changes)
 
 
-def _source(has_headers: bool, scheme: str | None) -> str:
-    said = "headers of its files" if has_headers else "config.json alone, without weight files"
-    return f"weights: from {said}" + (f"; counted in the scheme {scheme}" if scheme else "")
-
-
 def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
-    """Rows of what a rank holds, and of what is left."""
+    """Rows of the table of memory."""
     for (part, kind), nbytes in sorted(model.by_kind().items(), reverse=True):
         yield f"weights of the {'MTP layers' if part == 'mtp' else part}, {kind}", \
             format_bytes(nbytes)  # fmt: skip
     yield "weights in all", format_bytes(model.weight_bytes)
-    yield "allowance for what no graph tells", format_bytes(ALLOWANCE)
+    yield "allowance for activations and workspaces", format_bytes(ALLOWANCE)
     yield "left for requests", format_bytes(max(0, model.free(device.memory)))
     yield "KV a token", format_bytes(int(model.token_bytes))
     yield "state a request", format_bytes(model.request_bytes)
@@ -105,18 +108,10 @@ def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
     yield "tokens of one request that fit", str(model.largest_context(device.memory))
 
 
-def _missing(model: RankModel, device: Device) -> str:
-    return (
-        f"the weights do not fit: a rank needs {format_bytes(model.weight_bytes + ALLOWANCE)} and "
-        f"has {format_bytes(device.memory)}; let more devices share a "
-        "replica, or use --quantize"
-    )
-
-
 def _times(
     models: Sequence[RankModel], device: Device, batches: Sequence[int], latency: float
 ) -> Iterator[tuple[str, ...]]:
-    """Rows of the terms of a step. The others are compared with the model without drafts."""
+    """Rows of the table of step times. `break-even` compares with the model without drafts."""
     plain = next((m for m in models if m.options.spec_tokens == 0), None)
     for batch in batches:
         base = plain.step_time(device, batch, latency).total if plain else None

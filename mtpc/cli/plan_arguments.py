@@ -48,7 +48,7 @@ def microseconds(text: str) -> float:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
-    text = "directory with config.json, of which headers are read where there are *.safetensors"
+    text = "directory with config.json, and perhaps *.safetensors, whose headers are read"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     shared = "devices that share one replica of the model (default: all)"
     add_values(
@@ -57,8 +57,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--tensor-parallel-size", positive, "N", shared),
         ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
         ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
-        ("--link-bandwidth", size, "RATE", "what it sends to others, one way (likewise)"),
-        ("--collective-latency", microseconds, "US", "microseconds a collective, assumed", 10.0),
+        ("--link-bandwidth", size, "RATE", "its bandwidth to others, one way (default: likewise)"),
+        ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
         ("--spec-tokens", counts(0), "K,K", "drafts per step", "0,1,2,3"),
         ("--page-size", positive, "N", "tokens per KV page", CompileOptions.page_size),
@@ -66,10 +66,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     text = f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)"
     parser.add_argument("--max-len", "--max-model-len", type=positive, metavar="N", help=text)
     for flag, names, text in (
-        ("--device", DEVICE_NAMES, "whose published figures to take (default: h200)"),
+        ("--device", DEVICE_NAMES, "device with published figures (default: h200)"),
         ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),
         ("--quantize", SCHEMES, "plan with weights of this scheme"),
-        ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with pages of K and V of this form"),
+        ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with a KV cache of this dtype"),
     ):
         parser.add_argument(flag, choices=tuple(names), help=text)
     text = "give each device whole experts, by transformers' expert plan"

@@ -3,8 +3,8 @@
     rank 0: mtpc run .. --tensor-parallel-size 2       | torchrun --nproc-per-node 2 -m mtpc run ..
     rank 1: a child of rank 0 with the same arguments  | both are torchrun's, which watches them
 
-Other ranks than 0 run the same command. They print nothing, and follow rank 0 where it generates.
-A child whose parent ends in any way is ended by the system.
+The other ranks run the same command. They print nothing, and run the steps that rank 0 runs. If a
+parent ends, for whatever reason, the system ends its children.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 SHARING = ("run", "serve", "bench")
 """Commands whose ranks run together; `mtpc build` builds the parts of all ranks by itself."""
 STEP_TIMEOUT = timedelta(seconds=30)
-"""How long a rank waits for another one within a step: one that does not answer has stopped. One
-that ends closes its connections, which the others notice at once."""
+"""How long a rank waits for another one within a step, before it assumes that the other hangs. The
+end of a rank is noticed at once, because its connections close."""
 _POLL_S, _GRACE_S, _END_S = 0.1, 1.0, 5.0
-"""Seconds between two looks at the children; that rank 0 has to notice by itself that one has
-ended; that a process has to end after SIGTERM."""
+"""Seconds between two checks of the children; until rank 0 must have noticed the end of a child by
+itself; and until a process must have ended after SIGTERM."""
 _HOST = "127.0.0.1"
 
 
 @contextmanager
 def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
-    """Within the block, this process is one of the command's ranks, if it has several.
+    """If the command has several ranks, make this process one of them within the block.
 
     Args:
-        args: the command line; `tensor_parallel_size` becomes torchrun's number of processes, if
-            torchrun started this one.
-        argv: the same, as the user wrote it.
+        args: the parsed command line. Under torchrun, `tensor_parallel_size` becomes the number of
+            its processes.
+        argv: the command line as the user wrote it.
 
     Raises:
         RankError: another rank has ended.
@@ -66,7 +66,7 @@ def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
         if launched > 1:
             stack.enter_context(_silent_losses(rank))
             dist.init_process_group("gloo", timeout=STEP_TIMEOUT)
-        elif not dist.is_initialized():  # A child has met the others already.
+        elif not dist.is_initialized():  # A child has joined the process group already.
             stack.enter_context(_children(size, argv))
         stack.callback(dist.destroy_process_group)
         if dist.get_rank():
@@ -78,7 +78,7 @@ def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _silent_losses(rank: int) -> Iterator[None]:
-    """End without a message where another rank fails: that one and rank 0 report the failure."""
+    """End without a message if another rank fails, because that one and rank 0 report it."""
     try:
         yield
     except RankError:
@@ -113,7 +113,7 @@ def follow(model: mtpc.SpecModel) -> bool:
 
 @dataclass
 class _Child:
-    """A process of another rank, and what it says on stderr."""
+    """A process of another rank, and the file with its stderr."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -132,10 +132,10 @@ class _Child:
 
 @dataclass
 class _Watch:
-    """Ends this process, rank 0, in time when a child has ended before its work was done.
+    """Ends this process, rank 0, if a child has ended before its work was done.
 
-    As a rule rank 0 notices by itself, in the next step. Where it waits for something else, it gets
-    SIGTERM; where that does not help, the process ends here and now.
+    Usually rank 0 notices that itself, in its next step. If it does not, because it waits for
+    something else, it gets SIGTERM. If that does not end it either, this class ends the process.
     """
 
     children: list[_Child]
@@ -158,13 +158,13 @@ class _Watch:
                 os._exit(2)
 
     def reason(self) -> str:
-        """Which rank was lost, and how; "" if none was."""
+        """A message with the rank that was lost, and how; "" if none was."""
         until = time.monotonic() + _GRACE_S
         while not (ended := [child for child in self.children if child.is_lost]):
             if time.monotonic() > until:
                 return ""
             time.sleep(_POLL_S)
-        # The first to end may be one that only lost another.
+        # The rank that ended first may have ended because of another, so killed ranks come first.
         first = min(ended, key=lambda child: (child.process.returncode > 0, child.rank))
         status, line = first.process.returncode, first.last_line()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "has ended"
@@ -174,7 +174,7 @@ class _Watch:
 
 @contextmanager
 def _children(size: int, argv: Sequence[str]) -> Iterator[None]:
-    """Start the other ranks, and meet them; this process is rank 0."""
+    """Start the other ranks, and form a process group with them; this process is rank 0."""
     import torch.distributed as dist
 
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -199,7 +199,7 @@ def _children(size: int, argv: Sequence[str]) -> Iterator[None]:
             time.sleep(_POLL_S)
         _join(store, 0, size)
         yield
-        if watch.is_lost:  # A server has ended in peace, because it was told to.
+        if watch.is_lost:  # A server ends without an error after the SIGTERM.
             raise LostRankError("another rank has ended")
         _wait(children)
     except BaseException as error:
@@ -228,7 +228,7 @@ def _wait(children: list[_Child]) -> None:
 
 
 def _ready(rank: int) -> str:
-    """Where a rank says that it is there; those that meet wait for each other for seconds only."""
+    """The store's key that a rank sets when it is ready, because joining waits only for seconds."""
     return f"mtpc/{rank}"
 
 

@@ -26,7 +26,8 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
-    options = {"batch_buckets": (bucket_of(len(prompts)),), **compile_options(args)}
+    # A power of two, as the buckets of `mtpc.compile` are.
+    options = {"batch_buckets": (1 << (len(prompts) - 1).bit_length(),), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
     options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
@@ -49,15 +50,10 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def bucket_of(count: int) -> int:
-    """The batch bucket for a number of prompts: a power of two, as those of `mtpc.compile` are."""
-    return 1 << (count - 1).bit_length()
-
-
 def compile_model(
     checkpoint: Path, options: dict[str, Any], args: argparse.Namespace, tell: Tell
 ) -> mtpc.SpecModel:
-    """Compile a checkpoint on the threads that a command was given, and tell of each stage."""
+    """Compile a checkpoint with the command's number of threads, and report each stage."""
     compile_checkpoint = mtpc.compile  # This imports torch.
     set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
     tell(f"load {checkpoint}")
@@ -80,7 +76,7 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
 
 
 def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
-    """Check for the tokenizer that text prompts need, before a compilation that takes minutes.
+    """Check that text prompts have a tokenizer, before a compilation that takes minutes.
 
     Raises:
         RequestError: a prompt is text, and the checkpoint has no tokenizer.
@@ -100,7 +96,7 @@ def _as_json(prompt: Prompt, result: Any) -> dict[str, Any]:
 
 
 def _stats(model: mtpc.SpecModel) -> dict[str, Any]:
-    """What the table of statistics says; acceptance is None where nothing was drafted."""
+    """The statistics for `--json`; acceptance is None if nothing was drafted."""
     stats, is_drafted = model.stats, bool(sum(model.stats.drafted))
     return {
         "new_tokens": stats.emitted_tokens,
@@ -129,15 +125,15 @@ def _print_results(
         console.print(f"[{number}] {_as_text(prompt)}", style="dim", soft_wrap=True)
         console.print(_as_text(result), soft_wrap=True)
         console.print()
-    rows = [*_speed(model), *_acceptance(model), *_replays(model)]
-    print_table("Statistics", ("", ""), rows)
+    print_table("Statistics", ("", ""), [*_statistics(model)])
 
 
 def _as_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
 
 
-def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
+def _statistics(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
+    """The rows of the table."""
     stats = model.stats
     decoded = stats.decode_counts().tokens
     shared = f", {stats.joined.tokens} in shared prefill steps" if stats.joined.tokens else ""
@@ -147,28 +143,17 @@ def _speed(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
     if stats.decode_steps:
         mean_ms = 1e3 * stats.decode_s / stats.decode_steps
         yield "decode step", f"{mean_ms:.2f} ms, mean of {stats.decode_steps}"
+    if drafted := sum(stats.drafted):
+        yield "acceptance length", f"{stats.acceptance_length:.2f} tokens per step, bonus included"
+        accepted = f"{sum(stats.accepted)} of {drafted} drafts"
+        yield "acceptance rate", f"{stats.acceptance_rate:.1%}: {accepted}"
+        by_position = "  ".join(f"{rate:.1%}" for rate in stats.acceptance_by_position)
+        yield "acceptance by position", by_position
+    for key, step in sorted(model.program.steps.items()):
+        yield f"replays of {key}", f"{stats.replays[key]}, ready in {step.build_s:.2f} s"
+    fallbacks = ", ".join(f"{why} ({count})" for why, count in stats.fallbacks.items())
+    yield "fallbacks", fallbacks or "none"
 
 
 def _rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.1f} tokens/s" if seconds else "no steps"
-
-
-def _acceptance(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
-    stats = model.stats
-    if not sum(stats.drafted):
-        return
-    yield "acceptance length", f"{stats.acceptance_length:.2f} tokens per step, bonus included"
-    yield (
-        "acceptance rate",
-        f"{stats.acceptance_rate:.1%}: {sum(stats.accepted)} of {sum(stats.drafted)} drafts",
-    )
-    by_position = "  ".join(f"{rate:.1%}" for rate in stats.acceptance_by_position)
-    yield "acceptance by position", by_position
-
-
-def _replays(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
-    replays = model.stats.replays
-    for key, step in sorted(model.program.steps.items()):
-        yield f"replays of {key}", f"{replays[key]}, ready in {step.build_s:.2f} s"
-    fallbacks = model.stats.fallbacks.items()
-    yield "fallbacks", ", ".join(f"{why} ({count})" for why, count in fallbacks) or "none"

@@ -44,7 +44,7 @@ def command(args: argparse.Namespace) -> int:
             tell("import torch")
             from mtpc.server.run import bind, run_server
 
-            # A port that is in use gives an error now, before a compilation that takes minutes.
+            # Raises now if the port is in use, before a compilation that takes minutes.
             listener = None if is_other() else stack.enter_context(closing(bind(server)))
             model = compile_model(checkpoint, {**adaptive(options), **options}, args, tell)
             if follow(model):
@@ -58,10 +58,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def adaptive(given: dict[str, Any]) -> dict[str, Any]:
-    """The default of K: the server adapts it to load, and its steps are built while it serves.
+    """The server's default of K: adapted to load, with steps built while the server runs.
 
-    With several ranks K is fixed. It is also fixed where no other process can build steps: on other
-    backends than cpu, without a cache, or with a cache that may only be read.
+    K is fixed with several ranks, and if no other process can build steps: on other backends than
+    cpu, without a cache, or with a cache that is only read.
     """
     from mtpc.backends import first_choice
 

@@ -70,13 +70,13 @@ def _add_formats(add: Callable[..., Any]) -> None:
     text = "origins whose web pages may read answers (CORS), separated by commas; * allows any"
     add("--allowed-origins", type=_origins, metavar="ORIGINS", help=f"{text} (default: none)")
     for name, known, what in (
-        ("tool-call-parser", PARSERS, "calls of tools"),
+        ("tool-call-parser", PARSERS, "tool calls"),
         ("reasoning-parser", REASONING, "its reasoning"),
     ):
         text = f"how the model writes {what}: {', '.join(known)}"
         shown = _default(name.replace("-", "_"))
         add(f"--{name}", choices=known, metavar="NAME", help=f"{text} {shown}")
-    text = "accepted, as vLLM's users give it: tools are on where the format of calls is known"
+    text = "ignored, for vLLM's users: tools are on if the format of tool calls is known"
     add("--enable-auto-tool-choice", action="store_true", help=text)
 
 
@@ -87,7 +87,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--no-sampling", dest="sampling", help=text)
     text = "compile no token masks; the server refuses JSON formats and required tools"
     add("--no-structured-outputs", dest="token_mask", help=text)
-    text = "most probable tokens that a request may ask to report (default: 5)"
+    text = "the most probable tokens that a request may ask for (default: 5)"
     add_values(sampling, ("--max-logprobs", int, "N", text))
 
 

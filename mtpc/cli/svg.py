@@ -107,20 +107,12 @@ class Canvas:
         name = f"arrow-{colour.removeprefix('#')}"
         if name not in self._arrowheads:
             self._arrowheads.add(name)
-            marker = ElementTree.SubElement(
-                self._definitions,
-                "marker",
-                {
-                    "id": name,
-                    "viewBox": "0 0 10 10",
-                    "refX": "9",
-                    "refY": "5",
-                    "markerWidth": "6",
-                    "markerHeight": "6",
-                    "orient": "auto-start-reverse",
-                },
+            marker = ElementTree.fromstring(
+                f'<marker id="{name}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" '
+                'markerHeight="6" orient="auto-start-reverse">'
+                f'<path d="M 0 1 L 10 5 L 0 9 z" fill="{colour}"/></marker>'
             )
-            ElementTree.SubElement(marker, "path", d="M 0 1 L 10 5 L 0 9 z", fill=colour)
+            self._definitions.append(marker)
         return name
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 240
-"""The output's width in columns if it is not a terminal. It is so wide that no cell wraps."""
+"""The width in columns of output that is not a terminal, so wide that no cell wraps."""
 
 
 def output() -> Console:

@@ -1,1 +1,1 @@
-"""Whether a checkpoint's answers are right: one task by several engines, side by side."""
+"""Runs a task on several engines, and compares their answers."""

@@ -1,11 +1,11 @@
-"""What several engines made of one task, side by side."""
+"""Compares the answers of several engines to one task."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,17 +17,17 @@ from mtpc.evaluation.tasks import Question
 
 @dataclass
 class Outcome:
-    """What one engine made of a task.
+    """The answers of one engine to a task.
 
     Attributes:
-        engine: its name.
-        spec_tokens: K; None: not mtpc.
-        texts: one for each question.
-        scores: of each question, 1 where it is right.
-        seconds: of answering, compilation left out.
+        engine: the engine's name.
+        spec_tokens: K; None for transformers.
+        texts: the answer to each question.
+        scores: the score of each question; for a task of a file, 1 for a right answer and 0 else.
+        seconds: time for all answers, without compilation.
         accepted: accepted drafts by position.
         drafted: verified drafts by position.
-        more: what a harness says beyond this.
+        more: the harness's own results by task.
     """
 
     engine: str
@@ -42,7 +42,7 @@ class Outcome:
 
 @contextmanager
 def measured(engine: AnsweringEngine) -> Iterator[Outcome]:
-    """An outcome to fill in; its time and drafts are those of the block."""
+    """Measure time and drafts of the block, in an outcome that the block fills in."""
     outcome = Outcome(engine.name, engine.spec_tokens)
     model = engine.model if isinstance(engine, MtpcEngine) else None
     before = model.stats.drafts if model is not None else DraftCounts([], [])
@@ -60,7 +60,7 @@ def answer_questions(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> Outcome:
-    """Answer a task of a file."""
+    """Answer the questions of a file."""
     with measured(engine) as outcome:
         stops = [question.stop for question in questions]
         outcome.texts = engine.answer(prompts, [max_new_tokens] * len(prompts), stops)
@@ -71,21 +71,22 @@ def answer_questions(
 
 @dataclass(frozen=True)
 class Row:
-    """An outcome beside the first one.
+    """An outcome, compared with the first one.
 
     Attributes:
-        engine: its name.
-        spec_tokens: K; None: not mtpc.
-        questions: how many.
-        score: mean score, which for a task of a file is the share of exact matches.
-        gained: questions with a higher score than in the first row.
-        lost: questions with a lower one.
-        difference: of mean scores from the first row.
-        difference_error: its standard error, from the questions' own differences.
-        texts_changed: texts that differ from the first row's.
-        texts_changed_from_plain: from those of K = 0 of the same engine; None: there is no such.
+        engine: the engine's name.
+        spec_tokens: K; None for transformers.
+        questions: number of questions.
+        score: mean score; for a task of a file, the share of right answers.
+        gained: number of questions with a higher score than in the first row.
+        lost: number of questions with a lower score.
+        difference: mean score minus that of the first row.
+        difference_error: standard error of `difference`, from the differences by question.
+        texts_changed: number of texts that differ from the first row's.
+        texts_changed_from_plain: number of texts that differ from those of the same engine at
+            K = 0; None if that was not run.
         acceptance_by_position: accepted drafts divided by verified ones.
-        seconds: of answering, compilation left out.
+        seconds: time for all answers, without compilation.
     """
 
     engine: str
@@ -103,7 +104,7 @@ class Row:
 
 
 def compare(outcomes: Sequence[Outcome]) -> list[Row]:
-    """The outcomes beside the first, which all others' differences are from."""
+    """Compare each outcome with the first."""
     return [_row(outcome, outcomes) for outcome in outcomes]
 
 
@@ -144,7 +145,7 @@ NOTES = (
 
 
 def cells(row: Row, is_first: bool) -> list[str]:
-    """A row of the table that `COLUMNS` heads."""
+    """The cells of a row, one for each of `COLUMNS`."""
     drafts = [f"{rate:.1%}" for rate in row.acceptance_by_position]
     plain = row.texts_changed_from_plain
     return [
@@ -161,10 +162,6 @@ def cells(row: Row, is_first: bool) -> list[str]:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Rows, and the outcomes they are made of."""
+    """Rows and outcomes."""
     rows = [asdict(row) for row in compare(outcomes)]
     return {"rows": rows, "outcomes": [asdict(outcome) for outcome in outcomes]}
-
-
-Answering = Callable[[AnsweringEngine], Outcome]
-"""Runs a task by an engine."""

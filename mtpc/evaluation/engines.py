@@ -1,4 +1,4 @@
-"""What answers a task: transformers, or mtpc with one backend and K. Each decodes greedily."""
+"""The engines that answer a task: transformers, and mtpc with a backend and K. All are greedy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class MtpcEngine:
 
     Args:
         checkpoint: its directory.
-        scores: whether it is compiled for `prompt_logprobs`, too.
-        listener: hears of compilation.
-        **options: of `mtpc.compile`; `backend` and `spec_tokens` among them.
+        scores: whether to compile for `prompt_logprobs`, too.
+        listener: receives the progress of compilation.
+        **options: options of `mtpc.compile`, with `backend` and `spec_tokens`.
 
     Attributes:
-        name: of the engine, and its backend.
-        spec_tokens: K; None where drafts are not its own.
+        name: "mtpc" and the backend.
+        spec_tokens: K; None for transformers.
         served: tokenizer and end-of-sequence ids.
         max_len: the most tokens of a prompt and its text.
     """
@@ -47,12 +47,12 @@ class MtpcEngine:
     def answer(
         self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
     ) -> list[str]:
-        """The text that follows each prompt; the engine batches the prompts as it can.
+        """Continue each prompt. The engine batches the prompts.
 
         Args:
             prompts: token ids.
-            limits: the most new tokens of each.
-            stops: strings that end each text, which is cut before them.
+            limits: the most new tokens of each text.
+            stops: for each text, strings that end it; the text ends before the string.
         """
         engine, served = self.model.engine, self.served
         requests = [
@@ -69,19 +69,19 @@ class MtpcEngine:
     def prompt_logprobs(
         self, prompts: Sequence[list[int]], starts: Sequence[int]
     ) -> list[list[TokenLogprobs]]:
-        """As `mtpc.SpecModel.prompt_logprobs`, with one most probable token."""
+        """See `mtpc.SpecModel.prompt_logprobs`; `top` is 1."""
         return self.model.prompt_logprobs(prompts, starts)
 
 
 class TransformersEngine:
-    """transformers' eager code on the values of a checkpoint's weights, one prompt at a time.
+    """transformers' eager code on dequantised weights, one prompt at a time.
 
     It has the attributes of `MtpcEngine`.
 
     Args:
         checkpoint: its directory.
-        dtype: of the weights, by name; None keeps the checkpoint's.
-        max_len: the most tokens of a prompt and its text; None as `mtpc.compile` has it.
+        dtype: name of the weights' dtype; None keeps the checkpoint's.
+        max_len: the most tokens of a prompt and its text; None is the default of `mtpc.compile`.
     """
 
     name: str = "transformers, eager"
@@ -138,7 +138,7 @@ AnsweringEngine: TypeAlias = MtpcEngine | TransformersEngine
 
 
 class _AtString(StoppingCriteria):
-    """Ends transformers' loop once the new text holds a stop string."""
+    """Ends transformers' loop when the new text contains a stop string."""
 
     def __init__(self, served: ServedModel, start: int, strings: tuple[str, ...]):
         self._served, self._start, self._strings = served, start, strings

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: its tasks, by any of our engines. Needs the extra `eval`."""
+"""Runs tasks of lm-evaluation-harness on an engine. Needs the extra `eval`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtpc.evaluation.compare import Outcome, measured
 from mtpc.evaluation.engines import AnsweringEngine
 
 DEFAULT_NEW_TOKENS = 256
-"""As the harness's own model classes have it."""
+"""The default of the harness's own model classes."""
 
 
 class HarnessModel(TemplateLM):
@@ -32,18 +32,18 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context; a model without ends has its first token."""
+        """The token in front of a text without context: the first end-of-sequence id, else 0."""
         return next(iter(self._engine.served.stop_ids), 0)
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's caches."""
+        """The name of the tokenizer in the harness's caches."""
         return self._engine.served.name
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; special tokens around a text unless told otherwise."""
+        """Token ids, with the tokenizer's special tokens unless `add_special_tokens` is False."""
         return self._engine.served.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
@@ -51,7 +51,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether greedy decoding gives it.
 
-        What is too long for the model loses tokens at its left, as in the harness's own classes.
+        A row that is too long for the model loses its first tokens, as in the harness's classes.
         """
         rows = [
             (context + following)[-self._engine.max_len :] for _, context, following in requests
@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows of the model's length."""
+        """The log-probability of each whole text, scored in windows of the model's length."""
         totals = []
         for (text,) in (request.args for request in requests):
             pairs = get_rolling_token_windows(
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts, cut before the strings that end them.
+        """Greedy texts, each ended by the task's stop strings.
 
         Raises:
             OptionError: a task asks for sampled text.
@@ -103,7 +103,7 @@ class HarnessModel(TemplateLM):
 
 
 def find_tasks(name: str) -> list[Any]:
-    """What the harness's `simple_evaluate` takes for a task's name, or for a file that has one.
+    """Look up tasks by name, or the task in a .yaml file, for the harness's `simple_evaluate`.
 
     Raises:
         OptionError: the harness knows no such task.
@@ -134,10 +134,10 @@ def run_tasks(engine: AnsweringEngine, tasks: Sequence[Any], limit: int | None) 
             )
     except MtpcError:
         raise
-    except Exception as error:  # As a rule a data set cannot be had.
+    except Exception as error:  # Usually a data set cannot be downloaded.
         raise OptionError(
             f"lm-evaluation-harness cannot run {', '.join(map(str, tasks))}: "
-            f"{type(error).__name__}: {error}; tasks of a file (--task FILE.jsonl) need no network"
+            f"{type(error).__name__}: {error}; a task file (--task FILE.jsonl) needs no network"
         ) from error
     for name, samples in found["samples"].items():
         filters = {sample["filter"]: None for sample in samples}
@@ -150,7 +150,7 @@ def run_tasks(engine: AnsweringEngine, tasks: Sequence[Any], limit: int | None) 
 
 
 def _text(responses: Any) -> str:
-    """What an engine said to a question: its text or, of several that it scored, the likeliest."""
+    """The answer to a question: a text, or the number of the choice with the highest score."""
     if isinstance(responses[0], str):
         return responses[0]
     scores = [r[0] if isinstance(r, (tuple, list)) else r for r in responses]
@@ -158,5 +158,5 @@ def _text(responses: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    """A question's metric; a perplexity's is a log-probability and the number of its parts."""
+    """The metric of a question. Perplexity tasks give a log-probability and a number of words."""
     return value[0] / value[1] if isinstance(value, tuple) else float(value)

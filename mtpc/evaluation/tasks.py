@@ -1,7 +1,7 @@
-"""Tasks in files: a question with its answer in each line of JSON.
+"""Tasks in files: each line is a JSON object with a question and its answer.
 
-A line is an object with `prompt` (text) or `messages` (a conversation), and `answer`: a text, or
-several that are all right. `stop` may hold strings that end the text, and `id` is ignored.
+The object has `prompt` (text) or `messages` (a conversation), and `answer`: a right answer, or a
+list of them. `stop` may hold strings that end the text, and `id` is ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Question:
     """One line of a task.
 
     Attributes:
-        prompt: text, or a conversation's messages.
-        answers: each of them is right.
+        prompt: text, or the messages of a conversation.
+        answers: the right answers.
         stop: strings that end the text.
     """
 
@@ -33,16 +33,16 @@ class Question:
     stop: tuple[str, ...] = ()
 
     def is_right(self, text: str) -> bool:
-        """Exact match: the text is one of the answers. Space at both ends does not count."""
+        """Whether the text equals one of the answers, apart from space at both ends."""
         return text.strip() in [answer.strip() for answer in self.answers]
 
 
 def read_task(path: Path, limit: int | None = None) -> list[Question]:
-    """The questions of a file.
+    """Read the questions of a file.
 
     Args:
-        path: of the file.
-        limit: take only so many, from the first on.
+        path: the file.
+        limit: read only the first `limit` questions.
 
     Raises:
         OptionError: the file cannot be read or has no question, or a line (named by its number) is
@@ -106,7 +106,7 @@ def _texts(value: Any, name: str) -> tuple[str, ...]:
 def encode_all(
     questions: list[Question], served: ServedModel, template: ChatTemplate | None
 ) -> list[list[int]]:
-    """The token ids of each question's prompt, the same for every engine.
+    """The token ids of each question's prompt. All engines get the same ids.
 
     Raises:
         RequestError: the checkpoint has no tokenizer.

@@ -1,1 +1,1 @@
-"""mtpc inside other engines and libraries: shared modules, and one package for each host."""
+"""mtpc inside other engines and libraries: shared modules, and one package per host."""

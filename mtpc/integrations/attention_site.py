@@ -1,4 +1,4 @@
-"""Attention by the host: the places in a traced draft that call the host's own modules.
+"""Attention sites: the places in a traced draft where the host's attention modules are called.
 
 While a draft is traced, its model calls `mtpc::host_attention` once at each site. Afterwards, the
 module that the host makes for the site replaces this call in the graph.
@@ -39,11 +39,11 @@ class AttentionSite:
         scale: factor of the scores.
         sliding_window: number of last positions that a row attends to, including its own; 0 is all.
         softcap: soft limit of the scores; 0 is none.
-        sinks: logits [N] that take part in the softmax without a value, or None. This is the
-            draft's own parameter, which gets its weights later.
+        sinks: logits [N] that take part in the softmax without a value, or None. It is the draft's
+            own parameter, which is loaded later.
         expansion: maps latents [.., rank] to [.., N * (D - D_rope + D_v)]: for each head the
-            unrotated part of its key, then its value. None for "multi_head". This is the draft's
-            own module, or the host's layer, which gets its weights later.
+            unrotated part of its key, then its value. None for "multi_head". It is the draft's own
+            module or the host's layer; its weights are loaded later.
         latent_rank: width of a latent; 0 for "multi_head".
         rope_head_dim: D_rope; 0 for "multi_head".
     """
@@ -157,7 +157,7 @@ class _Found:
 
 
 class _SiteLayer:
-    """One layer's cache during tracing. It passes what is written to the next call of `attend`."""
+    """One layer's cache during tracing: hands keys and values from `write` to `attend`."""
 
     def __init__(self, found: list[_Found]):
         self._found = found
@@ -170,7 +170,7 @@ class _SiteLayer:
     def attend(
         self, module: Any, query: Tensor, scale: float, context: SiteRecorder, **options: Any
     ) -> Tensor:
-        """Record a site, and call `host_attention` in its place.
+        """Record a site, and call `host_attention` instead of attention.
 
         `query` is [1, N, T, D], and the result [1, T, N, D_v]. `options` are transformers' further
         arguments: sliding_window, softcap, s_aux (the sinks).
@@ -183,26 +183,19 @@ class _SiteLayer:
         first, second = self._written
         self._written = None
         is_latent = hasattr(module, "kv_b_proj")
-        if is_latent:
-            first, second = first.squeeze(1), second.squeeze(1)
-            numbers = dict(
-                kind="latent",
-                num_kv_heads=query.shape[1],
-                v_head_dim=module.v_head_dim,
-                latent_rank=first.shape[-1],
-                rope_head_dim=second.shape[-1],
-            )
-        else:
-            numbers = dict(
-                kind="multi_head", num_kv_heads=first.shape[1], v_head_dim=second.shape[2]
-            )
-        numbers |= dict(
+        numbers = dict(
+            kind="latent" if is_latent else "multi_head",
             num_heads=query.shape[1],
+            num_kv_heads=query.shape[1] if is_latent else first.shape[1],
             head_dim=query.shape[3],
+            v_head_dim=module.v_head_dim if is_latent else second.shape[2],
             scale=float(scale),
             sliding_window=options.get("sliding_window") or 0,
             softcap=options.get("softcap") or 0.0,
         )
+        if is_latent:
+            first, second = first.squeeze(1), second.squeeze(1)
+            numbers |= dict(latent_rank=first.shape[-1], rope_head_dim=second.shape[-1])
         index = len(self._found)
         self._found.append(_Found(module, numbers, _parameter_name(module, options.get("s_aux"))))
         q, width = query[0].transpose(0, 1), numbers["v_head_dim"]
@@ -211,7 +204,7 @@ class _SiteLayer:
 
 
 def _parameter_name(module: nn.Module, tensor: Tensor | None) -> str | None:
-    """The name of a module's own parameter. Tracing replaces parameters but keeps their names."""
+    """The name of a module's parameter, because tracing replaces parameters but keeps names."""
     if tensor is None:
         return None
     for name, parameter in module.named_parameters(recurse=False):

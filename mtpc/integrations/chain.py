@@ -1,10 +1,9 @@
 """The draft chain as one graph over page pools that the host owns.
 
-A host that runs verify, acceptance and the pass over the verified rows itself leaves one part of
-the draft phase in pieces: the single-row steps that chain drafts, with attention metadata between
-them. Here they are one step graph: all steps, their metadata and their choices, rewritten by the
-same passes as mtpc's own steps, lowered and captured by the same backends, once a bucket of
-requests. It knows no host.
+The host runs verify, acceptance and the first draft (the pass over the verified rows). The other
+drafts of the chain are one step graph here: K - 1 single-row draft steps, with their attention
+metadata and token choices. The same passes rewrite it as mtpc's own steps, and the same backends
+lower and capture it, once per bucket of requests. This module depends on no particular host.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ class HostPools:
 
     Attributes:
         tensors: "k" and "v" [pages, page size, H_kv, D], or "latent" [pages, page size, rank +
-            rope]; views of the host's memory, which must stay where it is. Page 0 is read and
-            written for no request.
-        num_blocks: columns of a block table: the longest request's pages.
+            rope]; views of the host's memory, which must not move. No request uses page 0.
+        num_blocks: columns of a block table: the most pages of a request.
     """
 
     tensors: Mapping[str, Tensor]
@@ -50,18 +48,18 @@ class HostPools:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return next(iter(self.tensors.values())).shape[1]
 
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """What chains to make.
+    """Sizes of the graphs to capture.
 
     Attributes:
-        steps: drafts a chain adds to the first one.
-        buckets: numbers of requests, each a graph of its own.
-        vocab_size: rows of the head that are tokens; hosts pad them.
+        steps: drafts after the first one.
+        buckets: numbers of requests; each has its own graph.
+        vocab_size: rows of the head that are tokens. Hosts pad heads with more rows.
     """
 
     steps: int
@@ -70,17 +68,17 @@ class ChainPlan:
 
 
 class DraftChain:
-    """`steps` chained drafts of each request, as one replay.
+    """The drafts of a chain after the first one, for each request of a batch, as one replay.
 
     Args:
-        draft: whose layer is chained; its embedding must have been set, its weights be loaded.
-        head: [V or more, H].
-        pools: of the draft's one attention layer.
-        plan: sizes.
-        backend: lowers and captures.
+        draft: the traced draft, with its embedding set and its weights loaded.
+        head: the output head, [V or more, H].
+        pools: the host's cache of the draft's one attention layer.
+        plan: sizes of the graphs.
+        backend: lowers and captures the graphs.
 
     Raises:
-        UnsupportedModelError: a draft with more than one attention, or none.
+        UnsupportedModelError: the draft has not exactly one attention layer.
     """
 
     def __init__(
@@ -88,8 +86,8 @@ class DraftChain:
     ):
         if len(draft.sites) != 1:
             raise UnsupportedModelError(
-                f"{draft.family.name}: its MTP layer attends {len(draft.sites)} times; a chain "
-                "over a host's pools has one attention"
+                f"{draft.family.name}: its MTP layer has {len(draft.sites)} attention layers; a "
+                "chain over a host's pools supports one"
             )
         self.plan, self.pools = plan, pools
         layer = _ChainedLayer(draft, pools)
@@ -108,17 +106,19 @@ class DraftChain:
     def propose(
         self, first_ids: Tensor, features: Tensor, context_lens: Tensor, block_table: Tensor
     ) -> Tensor:
-        """Chain drafts; the pools' rows at positions context_lens .. + steps - 1 are written.
+        """Draft the tokens after the first draft.
+
+        This writes the pools' rows at positions context_lens to context_lens + steps - 1.
 
         Args:
             first_ids: int64 [R], the first draft of each request.
-            features: [R, H], what the draft returned in the row that proposed it.
-            context_lens: int [R], the position of the first draft's row: tokens whose rows in
-                the pool are final.
-            block_table: int [R, columns], pages of each request, as many as it may have.
+            features: [R, H], what the draft returned in the row that proposed `first_ids`.
+            context_lens: int [R], the position of the first draft, which is the number of tokens
+                whose rows in the pool are final.
+            block_table: int [R, columns], the pages of each request.
 
         Returns:
-            int64 [R, steps], the drafts after the first one. It is overwritten by the next call.
+            int64 [R, steps], the drafts after the first one. The next call overwrites it.
 
         Raises:
             CapacityError: more requests than the largest bucket holds, or wider block tables.
@@ -266,7 +266,7 @@ class _Chain(nn.Module):
 
 
 def _weights(layer: nn.Module, head: nn.Module, buffers: Mapping[int, str]) -> dict[str, Tensor]:
-    """Every tensor that is not the host's pool, by a name of its own."""
+    """All tensors of layer and head except the host's pools, by name."""
     named = {}
     for prefix, module in (("draft", layer), ("draft_head", head)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -278,7 +278,7 @@ def _weights(layer: nn.Module, head: nn.Module, buffers: Mapping[int, str]) -> d
 def _export(
     layer: _ChainedLayer, head: _Head, pools: HostPools
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Layer and head with symbolic numbers of rows and requests, traced once for all buckets."""
+    """Trace layer and head with symbolic numbers of rows and requests, once for all buckets."""
     weight = head.weight
     rows = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=weight.device)
     requests = torch.zeros(TRACE_REQS, dtype=torch.int32, device=weight.device)

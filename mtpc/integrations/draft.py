@@ -47,8 +47,7 @@ class DraftOptions:
         device: device of the weights.
         architecture: see `draft_config`.
         zero_first_embedding: whether the embedding at position 0 is zeroed; None follows the
-            model's authors. A host may differ from them. This changes the drafts, but not the
-            emitted tokens.
+            model's authors, from whom a host may differ. It changes drafts, but no emitted token.
         returns: "after_final_norm" returns the head's input. "before_final_norm" returns the hidden
             state before the norm; the host then calls `TracedDraft.final_norm` before its head.
             None returns what the model's wiring feeds to the next draft.
@@ -84,8 +83,8 @@ class TracedDraft(nn.Module):
         graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H].
         sites: the attention sites. `graph.sites` has the host's modules in the same order.
         hosted: the layers that the host computes, by the names of their modules in the layer.
-        own: the embedding and the head [V, H] that are stored with the layer and differ from the
-            target's, by role. The graph uses neither; see `check_ends`.
+        own: the layer's stored embedding and head [V, H], by role, if they differ from the
+            target's. The graph uses neither; see `check_ends`.
 
     Raises:
         UnsupportedModelError: see `draft_config` and `mark_layers`; or the config has no MTP layer
@@ -178,8 +177,8 @@ class TracedDraft(nn.Module):
             embedding and head, which are not loaded, because the host has these.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected, of a wrong shape, of 8 bits where the
-                draft computes itself, or not finite. The message lists them.
+            CheckpointError: tensors are missing, unexpected, of a wrong shape or not finite, or
+                have 8 bits in a layer that the draft computes itself. The message lists them.
         """
         loader = self.loader()
         for name, tensor in weights:
@@ -187,14 +186,14 @@ class TracedDraft(nn.Module):
         return loader.finish()
 
     def loader(self) -> LayerWeights:
-        """What loads this layer's weights, for hosts that give one tensor to several drafts."""
+        """A loader of this layer's weights, for hosts that offer each tensor to several drafts."""
         return LayerWeights(self, self.hosted, self._layers)
 
     def check_ends(self) -> None:
-        """For hosts that give the draft the target's embedding and head.
+        """Check that the layer can use the target's embedding and head.
 
         Raises:
-            UnsupportedModelError: the layer has others of its own.
+            UnsupportedModelError: the layer's own embedding or head differs from the target's.
         """
         if self.own:
             raise UnsupportedModelError(
@@ -223,7 +222,7 @@ def _build(
 ) -> tuple[_Rows, Marks]:
     """Build the layer from transformers' classes, with uninitialised weights.
 
-    Layers that a host computes for a number of ranks are marked; None: there are none.
+    With `ranks`, the layers that the host computes are replaced by marks; see `mark_layers`.
     """
     text = config.get_text_config(decoder=True)
     count = family.num_mtp_layers(text)
@@ -274,15 +273,15 @@ def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
     traced = export_piece(rows, example)
     # This also drops the model's own expansion of latents, which sites use unexpanded.
     drop_identities(traced.graph)
-    # Hosts call eval(), which export's module refuses, so this makes a plain one. It holds the
-    # traced module itself instead of a copy, so that each tensor has one owner.
+    # Hosts call eval(), which export's module refuses, so this is a plain fx.GraphModule. It
+    # contains the traced module instead of a copy, so that each tensor has one owner.
     plain = fx.GraphModule(traced, traced.graph)
     plain.add_module("inner", rows)
     return plain
 
 
 def _host_layers(traced: fx.GraphModule, marks: Marks, host: HostLayers) -> dict[str, Hosted]:
-    """Replace the calls of marks with calls of the host's layers; returns these by mark."""
+    """Replace calls of marks with calls of the host's layers, which are returned by module name."""
     mark = torch.ops.mtpc.host_experts.default
     calls = {node.args[-1]: node for node in traced.graph.nodes if node.target is mark}
     hosted = {

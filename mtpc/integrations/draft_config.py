@@ -13,7 +13,11 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models import ModelFamily
 from mtpc.models.load import find_family
 
-_OF_THE_CHECKPOINT = ("model_type", "quantization_config", "transformers_version", "_name_or_path")
+_DROPPED = (
+    *("model_type", "quantization_config", "transformers_version", "_name_or_path"),
+    "architectures",
+)
+"""Entries of config.json that describe the checkpoint, not the model."""
 
 
 def draft_config(
@@ -26,15 +30,15 @@ def draft_config(
             entries, or a checkpoint: a directory, or a name in the local hub cache.
         architecture: the target's architecture, as in `architectures` of config.json. It is needed
             if `source` has the name of a host's draft class there.
-        host_loads: whether the host loads linear layers and experts, which may be quantised.
+        host_loads: whether the host loads linear layers and experts. Then they may be quantised.
 
     Returns:
         The family and the config, which nothing else refers to.
 
     Raises:
         CheckpointError: the checkpoint has no config.json.
-        UnsupportedModelError: the architecture is unknown, its MTP layers keep state that a host's
-            attention cannot hold, or the checkpoint is quantised and the draft is to load it.
+        UnsupportedModelError: the architecture is unknown; its MTP layers keep state that a host's
+            attention cannot hold; or the checkpoint is quantised, and the draft loads its weights.
     """
     fields = _entries(source)
     names = [architecture] if architecture else list(fields.get("architectures") or [])
@@ -49,8 +53,7 @@ def draft_config(
     config_class = getattr(transformers, family.hf_config_class)
     if "text_config" not in getattr(config_class, "sub_configs", {}):
         fields = dict(fields.get("text_config") or fields)
-    drop = (*_OF_THE_CHECKPOINT, "architectures")
-    config = config_class(**{k: v for k, v in fields.items() if k not in drop})
+    config = config_class(**{k: v for k, v in fields.items() if k not in _DROPPED})
     _check_state(family, config.get_text_config(decoder=True))
     return family, config
 

@@ -1,10 +1,9 @@
-"""Linear layers and experts by the host: which layers of a traced draft the host computes itself.
+"""Linear and expert sites: the layers of a traced draft that the host computes itself.
 
-A host with tensor parallelism or quantised weights has layers of its own: they know which part of a
-weight a rank holds, how it is stored, and which sums or copies between ranks follow. Before the
-draft is traced, `mark_layers` puts a mark in the place of each linear layer and of each mixture's
-experts. A mark calls `mtpc::host_linear` or `mtpc::host_experts`, which give tensors of one rank's
-sizes. Afterwards, the modules that the host makes for these sites replace the calls.
+A host's own layers implement tensor parallelism and quantisation. Before the draft is traced,
+`mark_layers` replaces each linear layer and each mixture's experts by a mark. A mark calls
+`mtpc::host_linear` or `mtpc::host_experts`, whose results have one rank's sizes. Afterwards, the
+modules that the host makes for these sites replace the calls.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ LinearStyle = Literal["replicated", "column", "row"]
 _STYLES: Mapping[str, LinearStyle] = {
     "colwise": "column",
     "rowwise": "row",
-    # What every rank gets whole, every rank computes.
+    # Every rank gets the whole result, so every rank computes it.
     "colwise_gather_output": "replicated",
     "colwise_rep": "replicated",
     "rowwise_split_input": "replicated",
 }
-"""By transformers' names; others that `STYLES` does not cut are "replicated", too."""
+"""By transformers' names. Other styles that cut nothing (`STYLES`) are "replicated", too."""
 _LATENT: Mapping[str, LinearStyle] = {
     "q_proj": "column",
     "q_b_proj": "column",
@@ -65,8 +64,7 @@ class LinearSite:
         parts: number of equal parts that the output ("column") or the input ("row") is cut into.
             If there are fewer parts than ranks, as of few key/value heads, consecutive ranks share
             one. 1 for "replicated".
-        is_joint: whether the layer belongs to the joint of embedding and features, not to the
-            decoder block.
+        is_joint: whether the layer joins embedding and features in front of the decoder block.
     """
 
     index: int
@@ -113,7 +111,7 @@ class ExpertsSite:
     projections: tuple[str, str, str]
 
     def lacking(self, loaded: set[str]) -> tuple[set[str], set[str]]:
-        """What is missing and what is unexpected among names of tensors below `name`."""
+        """The missing and the unexpected names, given the loaded tensors' names below `name`."""
         leaves = {name.split(".", 2)[-1] for name in loaded} or {"weight"}
         parts = [part for part in self.projections if part]
         expected = {
@@ -146,18 +144,18 @@ class HostLayers(Protocol):
         Args:
             module: what `linear` or `experts` made.
             name: the tensor's name below the site's, such as "weight" or "3.up_proj.weight".
-            tensor: of all ranks together.
+            tensor: the whole tensor, of all ranks together.
 
         Returns:
-            The names of parameters that got values. A rank without the expert has none.
+            The names of the parameters that were set. It is empty on a rank without the expert.
 
         Raises:
-            LookupError: the module has no parameter for it.
+            LookupError: the module has no parameter for the tensor.
             CheckpointError: the tensor does not fit.
         """
 
     def parameters(self, module: nn.Module) -> set[str]:
-        """The names of the parameters that the checkpoint must give values to."""
+        """The names of the parameters that must be loaded from the checkpoint."""
 
 
 @torch.library.custom_op("mtpc::host_linear", mutates_args=())
@@ -195,7 +193,7 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, site: int) -> Tensor:
 
 
 class LinearMark(nn.Module):
-    """In the place of a linear layer while the draft is traced."""
+    """Replaces a linear layer while the draft is traced."""
 
     def __init__(self, site: LinearSite):
         super().__init__()
@@ -209,7 +207,7 @@ class LinearMark(nn.Module):
 
 
 class ExpertsMark(nn.Module):
-    """In the place of transformers' experts while the draft is traced."""
+    """Replaces transformers' experts while the draft is traced."""
 
     def __init__(self, site: ExpertsSite):
         super().__init__()
@@ -233,7 +231,7 @@ def mark_layers(
     layer: MTPLayer, target: Any, ranks: int, checkpoint_name: Callable[[str], str],
     projections: tuple[str, str, str],
 ) -> Marks:  # fmt: skip
-    """Put marks in the places of all linear layers and experts of an MTP layer, in place.
+    """Replace all linear layers and experts of an MTP layer by marks, in place.
 
     Args:
         layer: built on the meta device; the marks have no weights.
@@ -243,8 +241,8 @@ def mark_layers(
         projections: see `ExpertsSite`.
 
     Raises:
-        UnsupportedModelError: the plan has a style that hosts' layers do not have, or cuts a
-            parameter that the draft keeps; or experts clamp their inputs.
+        UnsupportedModelError: the plan has a style that hosts' layers lack, or cuts a parameter
+            that the draft keeps; or experts clamp their activations.
         OptionError: heads or features do not divide among the ranks.
     """
     planner = _Planner(target, ranks)
@@ -298,7 +296,7 @@ class _Planner:
         return style, self.ranks
 
     def check_kept(self, names: list[str]) -> None:
-        """Refuse parameters of the draft's own that the plan cuts."""
+        """Refuse a plan that cuts one of the draft's own parameters."""
         modules = {name: name.rpartition(".")[0] for name in names if self.ranks > 1}
         cut = [n for n, m in modules.items() if {self._style(n), self._style(m)} != {"replicated"}]
         if cut:
@@ -338,8 +336,8 @@ def _experts_site(
     """A site whose `top_k` is not known yet."""
     if getattr(module, "limit", None) is not None:
         raise UnsupportedModelError(
-            f"{name} are experts that clamp their activations; hosts' experts are not asked for "
-            "that: use the host's own draft"
+            f"{name} are experts that clamp their activations, which mtpc does not ask of hosts' "
+            "experts: use the host's own draft"
         )
     count, hidden, width = module.down_proj.shape
     config = module.config

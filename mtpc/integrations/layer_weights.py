@@ -31,8 +31,8 @@ class Hosted:
     """A layer that the host computes.
 
     Attributes:
-        site: what it is.
-        module: the host's.
+        site: the layer's description.
+        module: the host's module.
     """
 
     site: LinearSite | ExpertsSite
@@ -41,19 +41,19 @@ class Hosted:
 
 @dataclass
 class _Given:
-    """What has been given for one hosted layer: names below the site's, and parameters set."""
+    """What one hosted layer has received: tensor names below the site's, and set parameters."""
 
     names: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
 
 
 class LayerWeights:
-    """Takes tensors of a checkpoint in any order; `finish` checks that the layer is whole.
+    """Takes tensors of a checkpoint in any order; `finish` checks that the layer is complete.
 
     Args:
-        draft: whose layer gets them.
+        draft: the draft whose layer is loaded.
         hosted: the host's layers, by the names of their modules within `MTPLayer`.
-        host: what loads them; None if there are none.
+        host: loads the host's layers; None if there are none.
     """
 
     def __init__(self, draft: TracedDraft, hosted: Mapping[str, Hosted], host: HostLayers | None):
@@ -67,23 +67,19 @@ class LayerWeights:
         self._unknown: list[str] = []
         self._not_finite: list[str] = []
 
-    def _takes(self, name: str) -> bool:
-        """Whether `take` looks at a tensor: the layer's, and the target's two ends."""
-        is_end = name.endswith(tuple(_ENDS.values())) and ".layers." not in name
-        return name.startswith(self._draft.prefix) or is_end
-
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor by its name in the checkpoint; those of other layers are ignored.
+        """Take a tensor by its name in the checkpoint.
+
+        It is ignored unless it belongs to the layer, or is the target's embedding or head.
 
         Raises:
-            CheckpointError: the host finds that it does not fit.
+            CheckpointError: the host refuses the tensor.
         """
-        if not self._takes(name):
-            return
         family, prefix = self._draft.family, self._draft.prefix
         if not name.startswith(prefix):
-            role = next(role for role, ending in _ENDS.items() if name.endswith(ending))
-            self._targets[role] = tensor
+            for role, ending in _ENDS.items():
+                if name.endswith(ending) and ".layers." not in name:
+                    self._targets[role] = tensor
             return
         self._names.add(name)
         name = name.removeprefix(prefix)
@@ -97,7 +93,7 @@ class LayerWeights:
             self._load(*place, tensor)
 
     def finish(self) -> set[str]:
-        """Copy the draft's own parameters, and say which ends of its own the layer has.
+        """Check all tensors, copy the draft's own parameters, and set `TracedDraft.own`.
 
         Returns:
             The layer's names in the checkpoint.
@@ -151,7 +147,7 @@ class LayerWeights:
             if isinstance(site, ExpertsSite):
                 lacking, more = site.lacking(given.names)
                 unknown += [f"{site.name}.{name}" for name in more]
-                # Without one of its experts, a host's parameter is set in part.
+                # A parameter that holds all experts counts as set after its first expert.
                 absent = lacking or absent
             missing += [f"{site.name}.{name}" for name in absent]
         if missing or unknown:
@@ -163,7 +159,7 @@ class LayerWeights:
             )
 
     def _own_ends(self) -> dict[str, Tensor]:
-        """What is stored with the layer, by role, and is not equal to the target's."""
+        """The layer's stored embedding and head, by role, that differ from the target's."""
         theirs = dict(self._targets)
         if "embedding" in theirs:
             theirs.setdefault("head", theirs["embedding"])  # They are tied.

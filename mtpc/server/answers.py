@@ -1,4 +1,4 @@
-"""Answers as OpenAI's JSON: as one body, and as the chunks of a stream.
+"""Encodes answers as OpenAI's JSON: one body, or the chunks of a stream.
 
 The constant parts of a chunk are encoded once per choice. Each chunk then encodes only its text,
 its log-probabilities and its finish reason.
@@ -37,7 +37,7 @@ class Piece:
         logprobs: one entry per new token, if the client asked for log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
         reasoning: new text of the reasoning.
-        calls: new parts of calls of tools.
+        calls: new parts of tool calls.
     """
 
     text: str
@@ -56,12 +56,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Usage:
-    """Numbers of tokens of a request.
+    """The token counts of a request.
 
     Attributes:
         prompt_tokens: tokens of its prompts.
-        completion_tokens: tokens of its whole answer.
-        cached_tokens: tokens of its prompts that were reused and not computed.
+        completion_tokens: tokens of its answer.
+        cached_tokens: tokens of its prompts that the prefix cache had.
     """
 
     prompt_tokens: int
@@ -146,8 +146,15 @@ class Answer:
             OpenAI's `logprobs` object, and the offset after these tokens (0 for a chat).
         """
         if self.is_chat:
-            scored = [entry for entry in entries if isinstance(entry, TokenLogprobs)]
-            return {"content": [self._chat_entry(entry) for entry in scored], "refusal": None}, 0
+            content = [
+                {
+                    **self._chat_token(entry.token_id, entry.logprob),
+                    "top_logprobs": [self._chat_token(*pair) for pair in entry.top],
+                }
+                for entry in entries
+                if isinstance(entry, TokenLogprobs)
+            ]
+            return {"content": content, "refusal": None}, 0
         tokens = [self.decode([entry.token_id]) for entry in entries]
         offsets = []
         for token in tokens:
@@ -165,18 +172,13 @@ class Answer:
     def _top(self, entry: TokenLogprobs | Unscored) -> dict[str, float] | None:
         if isinstance(entry, Unscored):
             return None
-        # The likeliest comes last: of several ids with the same text, the dict keeps that one.
+        # The most probable token comes last, so that the dict keeps it if ids share a text.
         pairs = [(entry.token_id, entry.logprob), *reversed(entry.top)]
         return {self.decode([i]): logprob for i, logprob in pairs}
 
-    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top}
-
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """A token's entry. `bytes` is null if the token is part of a character, as OpenAI allows.
-
-        The text of such a token does not show its bytes.
+        """A token's entry. `bytes` is null if the token is a part of a character, as OpenAI allows,
+        because the decoded text does not show its bytes.
         """
         text = self.decode([token_id])
         parts = None if _HALF in text else list(text.encode())
@@ -224,9 +226,8 @@ class Chunks:
         self._before = self._start + opening
         self._between = "}" if answer.is_chat else ""
         self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
-        self._role = f'data: {frame}, "choices":[{{"index":{index},"delta":' + (
-            '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' + self._after
-        )
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        self._role = self._start + role + self._after
 
     def encode(self, piece: Piece) -> bytes:
         """Encode a piece as an event. In a chat, an event with the role precedes the first one."""

@@ -78,7 +78,7 @@ class Endpoints:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Continue one or several prompts."""
+        """Continue one prompt or several."""
         return await self._generate(request, is_chat=False)
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -141,7 +141,7 @@ class Endpoints:
         service.check_ready()
         fields, length = await self._fields("chat" if is_chat else "completions", request)
         count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
-        # From here until the end of the reply, shutdown waits for this request.
+        # Shutdown waits for this request from here to the end of the reply.
         with ExitStack() as admission:
             admission.enter_context(service.admitted(count))
             make = partial(self._prepare, fields, is_chat)
@@ -304,20 +304,16 @@ class Gate:
             app = self._app
             if error is not None:
                 app = Response(error.body(), error.status, error.headers)
-            await self._for_pages(app)(scope, receive, counted)
+            if self._origins:  # Web pages of these origins may read the answer.
+                headers, methods = ("authorization", "content-type"), ("GET", "POST")
+                app = CORSMiddleware(app, self._origins, methods, headers)
+            await app(scope, receive, counted)
         finally:
             if connection is not None:
                 connection.end()
 
-    def _for_pages(self, app: ASGIApp) -> ASGIApp:
-        """The application with answers that web pages of the allowed origins may read."""
-        if not self._origins:
-            return app
-        headers, methods = ("authorization", "content-type"), ("GET", "POST")
-        return CORSMiddleware(app, self._origins, methods, headers)
-
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """The error for a request that goes no further, or None."""
+        """The error for a request that must not reach the application, or None."""
         path, headers = scope["path"], scope["headers"]
         fault = head_fault(scope)
         if fault is not None:
@@ -328,9 +324,9 @@ class Gate:
                 "or start it with --allowed-hosts"
             )
             return ApiError(403, message, code="unknown_host")
-        # Before a page sends the key, the browser asks, without the key, whether it may.
-        asks = bool(self._origins) and scope["method"] == "OPTIONS"
-        if not asks and not self._may_pass(path, headers):
+        # A browser's CORS preflight request has no key.
+        is_preflight = bool(self._origins) and scope["method"] == "OPTIONS"
+        if not is_preflight and not self._may_pass(path, headers):
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
             return ApiError(401, message, code="invalid_api_key")
         return None
@@ -340,6 +336,6 @@ class Gate:
             return True
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        # The time of this comparison does not depend on where the keys differ.
+        # Constant time: it does not depend on where the keys differ.
         is_key = hmac.compare_digest(key.strip(), self._key)
         return is_key and scheme.lower() == b"bearer"

@@ -1,5 +1,4 @@
-"""The server as an ASGI application, for programs that listen by themselves (uvicorn, Ray
-Serve)."""
+"""The server as an ASGI application, for programs with their own listener (uvicorn, Ray Serve)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from mtpc.server.service import Service
 
 
 def make_service(model: SpecModel, options: ServerOptions) -> Service:
-    """The state of a server of one model. Its engine has not been started.
+    """Make the state of a server of one model. Its engine has not been started.
 
     Raises:
         RequestError: the checkpoint has no tokenizer.

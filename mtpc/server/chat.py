@@ -1,4 +1,4 @@
-"""Turns messages into a prompt with the checkpoint's own Jinja template, run in a sandbox.
+"""Turns messages into a prompt with the checkpoint's Jinja template, which runs in a sandbox.
 
 The variables, filters and options are those of transformers' `apply_chat_template`, for which
 templates are written (huggingface.co/docs/transformers, "Chat templates"). This module reads the

@@ -1,4 +1,4 @@
-"""Splits what a model writes into reasoning, content and calls of tools, as the text arrives."""
+"""Splits a model's text into reasoning, content and tool calls, as the text arrives."""
 
 from __future__ import annotations
 
@@ -43,18 +43,14 @@ class Delta:
 class ChatParser:
     """The parser of one choice.
 
-    How the text is cut into pieces changes only the number of parts, and nothing else of the
-    result.
+    The result does not depend on how the text is cut into pieces, except for the number of parts.
 
     Args:
-        form: how the model writes calls; None leaves them in the content.
+        form: how the model writes tool calls; None leaves them in the content.
         schemas: the schema of each function's arguments.
-        thinks: whether reasoning is separated from the content.
-        is_thinking: whether the prompt has opened that section.
-        is_single: whether calls after the first are dropped.
-
-    Attributes:
-        has_calls: whether there has been a call.
+        thinks: whether to separate reasoning from the content.
+        is_thinking: whether the prompt has opened the reasoning section.
+        is_single: whether to drop calls after the first.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class ChatParser:
         self._held = ""
         self._call: _OpenCall | None = None
         self._num_calls = 0
-        self._is_empty = is_thinking  # Space at the beginning of a section is dropped.
+        self._is_empty = is_thinking  # While true, leading space is dropped.
 
     @property
     def has_calls(self) -> bool:
@@ -96,7 +92,7 @@ class ChatParser:
         return delta
 
     def _start(self, delta: Delta, last: bool) -> bool:
-        """Find out whether the model itself opens a section of reasoning."""
+        """Find out whether the model itself opens a reasoning section."""
         begun = self._held.lstrip()
         if begun.startswith(THINK):
             self._held, self._state, self._is_empty = begun[len(THINK) :], "reasoning", True
@@ -152,7 +148,7 @@ class ChatParser:
         return mark is not None
 
     def _until(self, marks: tuple[str, ...], last: bool) -> tuple[str, str | None]:
-        """Take the text up to the first mark; without a mark, all that cannot be a part of one."""
+        """Take the text up to the first mark; without one, all text that cannot begin a mark."""
         found = [(self._held.find(mark), mark) for mark in marks if mark in self._held]
         if found:
             place, mark = min(found)
@@ -164,7 +160,7 @@ class ChatParser:
         return text, None
 
     def _trimmed(self, text: str, ends: bool) -> str:
-        """A section's text without space at its beginning and, if a mark ends it, at its end."""
+        """A section's text without leading space and, if the section ends here, trailing space."""
         text = self._drop_leading(text)
         space = _SPACE.search(text)
         cut = space.start() if space else len(text)
@@ -188,7 +184,7 @@ class _OpenCall:
         self._start = 0
 
     def parts(self, index: int, schemas: Mapping[str, Schema], ends: bool) -> list[CallPart]:
-        """What is new since the last time."""
+        """The new parts of the call since the last time."""
         found: list[CallPart] = []
         head = self._form.head.match(self.text) if self._form.head else None
         if self.name is None and head is not None and head.end() < len(self.text):

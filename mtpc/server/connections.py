@@ -1,4 +1,4 @@
-"""Limits of a connection: the time for a request's head, the time to read an answer, and memory.
+"""Limits of a connection: time for a request's head, time to read an answer, and memory.
 
 uvicorn's protocols have no such limits. A `GuardedProtocol` stands between the transport and one of
 uvicorn's protocols, and forwards all calls. The application notifies it when a request begins and
@@ -18,7 +18,7 @@ from mtpc.server.options import ServerOptions
 MAX_HEAD_BYTES = 2**16
 """The largest request line with headers, in bytes."""
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""An interim response, which clients skip. One that has closed its socket answers with a reset."""
+"""An interim response, which clients skip. A closed socket answers it with a reset."""
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0
 """Seconds between two probes: at first, and after some doublings."""
 Ends = tuple[tuple[str, int], tuple[str, int]]
@@ -76,7 +76,8 @@ class GuardedProtocol:
         # Bytes that arrived since the last head, or the body after it, was complete.
         self._head_bytes, self._is_body_read = 0, True
         # The client has closed its sending side. It may still read, or it may be gone.
-        self._is_half_closed = self._has_written = False
+        self._is_half_closed = False
+        self.has_written = False  # Whether uvicorn has written an answer to the last request.
         self._can_probe, self._probe_s = False, _FIRST_PROBE_S
         self._unsent: float = math.inf
         self._head_timer = _Timer(self._options.header_seconds, self._give_up)
@@ -105,10 +106,9 @@ class GuardedProtocol:
         assert self._ends is not None
         if self._all.by_ends.get(self._ends) is self:  # A new connection may have the same port.
             del self._all.by_ends[self._ends]
-        self._head_timer.stop()
-        self._write_timer.stop()
-        self._linger_timer.stop()
-        self._probe_timer.stop()
+        timers = (self._head_timer, self._write_timer, self._linger_timer, self._probe_timer)
+        for timer in timers:
+            timer.stop()
         self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
@@ -163,7 +163,7 @@ class GuardedProtocol:
 
     def _probe(self) -> None:
         """Find out whether a client that has closed its sending side is still there."""
-        if self._has_written or self._transport.is_closing():
+        if self.has_written or self._transport.is_closing():
             return  # The next write finds it out.
         if not self._can_probe or not self._is_body_read:
             # The head or body is incomplete, or the version is HTTP/1.0, without interim responses.
@@ -172,10 +172,6 @@ class GuardedProtocol:
         self._transport.write(_PROBE)
         self._probe_s = min(2 * self._probe_s, _LAST_PROBE_S)
         self._probe_timer.start(self._probe_s)
-
-    def note_write(self) -> None:
-        """Record that uvicorn writes an answer."""
-        self._has_written = True
 
     @property
     def is_closing(self) -> bool:
@@ -217,7 +213,7 @@ class GuardedProtocol:
     def begin(self, http_version: str) -> None:
         """Record that a request's head is complete and the application has received it."""
         self._num_requests += 1
-        self._can_probe, self._has_written = http_version == "1.1", False
+        self._can_probe, self.has_written = http_version == "1.1", False
         self._head_bytes, self._is_body_read = 0, False
         self._head_timer.stop()
         if not self._is_paused:
@@ -275,7 +271,7 @@ class _ClosedByGuard:
     def write(self, data: bytes) -> None:
         # If it closes, uvicorn has answered already. More data after `write_eof` would be an error.
         if not self._guard.is_closing:
-            self._guard.note_write()
+            self._guard.has_written = True
             self._transport.write(data)
 
     def writelines(self, data: Iterable[bytes]) -> None:

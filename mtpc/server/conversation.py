@@ -1,6 +1,6 @@
-"""What a chat request becomes: a prompt, a grammar and a parser of the answer.
+"""Turns a chat request into a prompt, a grammar and a parser of the answer.
 
-The checkpoint's chat template decides how calls of tools and reasoning are written.
+The checkpoint's chat template shows how the model writes tool calls and reasoning.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Conversations:
             fields: what `check_fields` returned.
 
         Raises:
-            ApiError: tools are given, and the template's format of calls is not known; or images
-                are refused.
+            ApiError: tools are given, and the format of tool calls is unknown; or images are
+                refused.
             RequestError: the template refuses the messages.
         """
         tools: list[dict[str, Any]] = fields.get("tools") or []
@@ -112,7 +112,9 @@ class Conversations:
 
         writer = _Writer(Lark(self._served.own_tokens), form, schemas, is_single)
         body, param = writer.body(choice, fields.get("response_format"))
-        think = f"({'' if is_thinking else writer.lark.text(THINK)} {writer.thinking()})"
+        # Reasoning up to its end, and the line breaks after it.
+        thinking = f'{writer.lark.until(END_THINK)} ("\\n" "\\n"?)?'
+        think = f"({'' if is_thinking else writer.lark.text(THINK)} {thinking})"
         start = f"{think}{'' if is_thinking else '?'} {body}" if may_think else body
         return Conversation(
             prompt,
@@ -149,7 +151,7 @@ class Conversations:
             raise ApiError(400, str(error), "messages", "invalid_image") from None
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as the template takes it, with arguments of calls as text or as an object."""
+        """The message with arguments of tool calls in the template's form: text or an object."""
         if "tool_calls" not in message or (self._form and self._form.takes_text):
             return message
         calls = [
@@ -179,7 +181,7 @@ class _Writer:
     def body(
         self, choice: str | dict[str, Any], wanted: Mapping[str, Any] | None
     ) -> tuple[str | None, str]:
-        """The answer after the reasoning, and the field that asks for it; None if it is free."""
+        """The grammar of the answer after the reasoning (None if it is free), and its field."""
         if isinstance(choice, dict):
             return self._calls([choice["function"]["name"]]), "tool_choice"
         if choice == "required":
@@ -192,12 +194,8 @@ class _Writer:
             found = f"({found} | {self._calls([*self.schemas])})"
         return found, "response_format"
 
-    def thinking(self) -> str:
-        """Reasoning up to its end, and the line breaks after it."""
-        return f'{self.lark.until(END_THINK)} ("\\n" "\\n"?)?'
-
     def _calls(self, names: list[str]) -> str:
-        """One call or several of these functions."""
+        """A grammar of one or more calls of these functions."""
         form, lark = self.form, self.lark
         assert form is not None
         calls = " | ".join(f"({form.grammar(lark, name, self.schemas[name])})" for name in names)

@@ -79,7 +79,6 @@ class ServerCounters:
             ({"path": path, "status": status}, count)
             for (path, status), count in sorted(self.responses.items())
         ]
-
         left, lines = float(self.disconnects), list[str]()
         for metric in (
             ("gauge", "server_ready", "1 while the server accepts requests.", float(is_ready)),

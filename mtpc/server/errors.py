@@ -85,7 +85,7 @@ def no_token_masks(what: str, param: str) -> ApiError:
     """The error for a request that needs token masks, of a model that has none.
 
     Args:
-        what: needs them.
+        what: what needs token masks.
         param: the request's field.
     """
     message = (
@@ -113,7 +113,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _refused(message: str) -> ApiError:
-    """The response for a request that the engine refuses, with the API's names of fields."""
+    """The response for a request that the engine refuses, with the API's field names."""
     if message.startswith("prompt of "):
         return ApiError(400, message.replace("max_new_tokens", "max_tokens"), code=_TOO_LONG)
     names = re.match(r"(max_new_tokens|[a-z]+_[a-z_]+|temperature|seed|stop|logprobs)\b", message)

@@ -1,9 +1,9 @@
 """The fields of a request, and the checks of their values.
 
-`USED` holds OpenAI's fields that the server uses, and vLLM's, which are marked. `NO_OPS` holds
-fields that change no answer by OpenAI's own definition; the server accepts and ignores them.
-`ONE_VALUE` holds fields that the server accepts only with a value that has no effect. The server
-refuses any other field by name. A field with the value null counts as absent.
+`USED` has the fields of OpenAI and vLLM (marked) that the server uses. `NO_OPS` has fields that
+change no answer by OpenAI's own definition; the server accepts and ignores them. `ONE_VALUE` has
+fields that the server accepts only with a value that has no effect. The server refuses any other
+field by name. A field with the value null counts as absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TOKENS = 2**31 - 1
 MAX_CHOICES = 128
 """The largest `n`, which is OpenAI's limit."""
 _TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
-"""Fields of a message that are text."""
+"""Fields of a message with text."""
 MAX_STOPS = 16
 """The most stop strings. OpenAI allows 4, vLLM any number."""
 
@@ -174,7 +174,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
 
 
 def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """Calls that the assistant has made in an earlier message."""
+    """The tool calls of an earlier message of the assistant."""
     if not isinstance(value, list):
         raise _refuse(name, value, "a list of calls")
     for i, call in enumerate(value):
@@ -360,7 +360,7 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
 
 
 def _check_tools(fields: Mapping[str, Any]) -> None:
-    """Check that the choice of a tool names one that is given."""
+    """Check that tools have different names, and that `tool_choice` names one of them."""
     names = [tool["function"]["name"] for tool in fields.get("tools", ())]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

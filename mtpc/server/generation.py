@@ -25,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat may use all tokens that are left."""
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
-"""Fields of a request that are those of `SamplingParams`; `logprobs` of a chat is another."""
+"""Fields of a request that `SamplingParams` has, too. `logprobs` has another meaning in a chat."""
 Sink = Callable[[int, Piece], Awaitable[None]]
 """Receives a choice's index and its next piece."""
 
@@ -34,14 +34,14 @@ Sink = Callable[[int, Piece], Awaitable[None]]
 class Choice:
     """One text to generate. It becomes one request of the engine.
 
-    With `echo` and log-probabilities a request that scores the prompt comes before it.
+    With `echo` and log-probabilities, another request scores the prompt first.
 
     Attributes:
-        index: among the choices of the answer.
+        index: the choice's index in the answer.
         prompt_ids: token ids of the prompt.
         max_tokens: the most new tokens; 0 only with `echo`.
         sampling: how tokens are chosen.
-        grammar: what the text may be, or None.
+        grammar: limits what the text may be, or None.
         echo: the prompt's text, if the answer begins with it, else None.
         images: the prompt's images, or None.
     """
@@ -92,11 +92,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a request's prompts have become.
+    """A request's prompts, tokenised, with grammars and a parser.
 
     Attributes:
         prompts: token ids of each prompt.
-        matchers: the grammar of each text; () if the texts are free.
+        matchers: the grammar of each text; () without grammars.
         parser: makes the parser of a text, or None.
         texts: texts of special tokens that the parser needs.
         images: the images of the only prompt, or None.
@@ -269,7 +269,7 @@ async def _echo(engine: AsyncEngine, choice: Choice) -> Piece:
 def _piece(
     parser: ChatParser | None, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None
 ) -> Piece:
-    """New text as a piece, which is content alone or what a parser makes of it."""
+    """New text as a piece; a parser, if there is one, splits it."""
     if parser is None:
         return Piece(text, logprobs, reason)
     delta = parser.push(text, last=reason is not None)

@@ -1,4 +1,4 @@
-"""Grammars of requests, by the library llguidance, as the engine's token masks take them."""
+"""Compiles grammars of requests with the library llguidance, for the engine's token masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's head must be: one that no proxy can read in another way than this server."""
+"""Checks a request's head: a proxy must not read it in another way than this server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _VERSIONS = ("1.0", "1.1")
 def head_fault(scope: Scope) -> ApiError | None:
     """The error for a head that could hide a second request from a proxy, or None.
 
-    uvicorn's two parsers accept different heads. The rules here are those of RFC 9112, sections 3.2
-    and 6.1, and hold for both. Each refusal closes the connection, so that what follows the head is
-    no request.
+    uvicorn's two parsers accept different heads. These rules of RFC 9112, sections 3.2 and 6.1,
+    apply to both. Each refusal closes the connection, so that the bytes after the head are not read
+    as a request.
 
     Args:
         scope: the ASGI scope of the request.

@@ -1,7 +1,7 @@
 """The names that a request may have in its Host header.
 
-A page on the internet can make its own name resolve to 127.0.0.1 and then read what a server on the
-reader's machine answers (DNS rebinding). The browser still sends the page's name as Host.
+A web page can make its own host name resolve to 127.0.0.1, and then read the answers of a server on
+the user's machine (DNS rebinding). The browser still sends the page's name as Host.
 """
 
 from __future__ import annotations

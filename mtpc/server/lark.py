@@ -17,13 +17,13 @@ _ANY = r"/(.|\n)*/"
 
 
 class Lark:
-    """A grammar in the making.
+    """Collects the rules of one grammar.
 
     Args:
         tokens: text -> token id, for texts that are one token.
 
     Attributes:
-        rules: the rules so far, one a line.
+        rules: the rules so far.
     """
 
     def __init__(self, tokens: Mapping[str, int]):
@@ -46,7 +46,7 @@ class Lark:
         match = self._pattern.search(end) if self._pattern else None
         if match is None:
             return self._rule(_ANY, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
-        # The token ends free text. What stands before it in `end` is free text, too.
+        # The special token ends the free text; what precedes it in `end` counts as free text.
         return f"{self._rule(_ANY)} {self.text(end[match.start() :])}"
 
     def json(self, schema: Mapping[str, Any]) -> str:

@@ -52,9 +52,8 @@ class ServerOptions:
             key, else any.
         allowed_origins: origins whose web pages may read answers (CORS), such as
             "https://app.example"; "*" allows any, () none.
-        tool_call_parser: how the model writes calls of tools, one of
-            `mtpc.server.tool_formats.PARSERS`; "auto" takes the format that the chat template
-            writes.
+        tool_call_parser: how the model writes tool calls, one of
+            `mtpc.server.tool_formats.PARSERS`; "auto" finds the format in the chat template.
         reasoning_parser: how the model writes its reasoning, one of REASONING.
 
     Raises:
@@ -87,7 +86,11 @@ class ServerOptions:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.endswith("_seconds"):
-                _check_seconds(entry.name, value)
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not is_number or not 0 < value < math.inf:
+                    raise OptionError(
+                        f"{entry.name} is {value!r}; expected a positive number of seconds"
+                    )
             elif entry.name.startswith("max_") and value is not None:
                 check_int(entry.name, value, 0 if entry.name == "max_queue" else 1)
         check_int("port", self.port, 0, 65535)
@@ -97,9 +100,16 @@ class ServerOptions:
             raise OptionError(
                 "the API key has characters that no HTTP header can carry; expected printable ASCII"
             )
-        if self.allowed_hosts is not None:
-            _check_hosts(self.allowed_hosts)
-        _check_origins(self.allowed_origins)
+        if self.allowed_hosts is not None and not _all_match(self.allowed_hosts, r"[^\s/@]+", 1):
+            raise OptionError(
+                f"allowed_hosts is {self.allowed_hosts!r}; expected host names without ports, such "
+                "as ('api.example',)"
+            )
+        if not _all_match(self.allowed_origins, r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+"):
+            raise OptionError(
+                f"allowed_origins is {self.allowed_origins!r}; expected origins without paths, "
+                "such as ('https://app.example',), or ('*',)"
+            )
         for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING)):
             if getattr(self, name) not in known:
                 raise OptionError(
@@ -125,8 +135,8 @@ def require_packages(
     """Check that packages of an extra are installed, before a compilation takes minutes.
 
     Args:
-        user: names what needs them in the message.
-        names: the modules to import.
+        user: what needs them, for the message.
+        names: the modules to look for.
         extra: the extra of mtpc that installs them.
 
     Raises:
@@ -139,26 +149,8 @@ def require_packages(
         )
 
 
-def _check_hosts(names: Any) -> None:
-    is_row = isinstance(names, tuple) and bool(names)
-    if not is_row or not all(isinstance(n, str) and re.fullmatch(r"[^\s/@]+", n) for n in names):
-        raise OptionError(
-            f"allowed_hosts is {names!r}; expected host names without ports, such as "
-            "('api.example',)"
-        )
-
-
-def _check_origins(origins: Any) -> None:
-    known = r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+"
-    is_row = isinstance(origins, tuple)
-    if not is_row or not all(isinstance(o, str) and re.fullmatch(known, o) for o in origins):
-        raise OptionError(
-            f"allowed_origins is {origins!r}; expected origins without paths, such as "
-            "('https://app.example',), or ('*',)"
-        )
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise OptionError(f"{name} is {value!r}; expected a positive number of seconds")
+def _all_match(texts: Any, pattern: str, least: int = 0) -> bool:
+    """Whether a value is a tuple of at least `least` texts that match a pattern."""
+    if not isinstance(texts, tuple) or len(texts) < least:
+        return False
+    return all(isinstance(text, str) and re.fullmatch(pattern, text) for text in texts)

@@ -1,4 +1,4 @@
-"""A chat template in a process of its own (`mtpc.server.sandbox`), as its callers see it."""
+"""Renders a chat template in another process, which runs `mtpc.server.sandbox`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Renderer:
         source: the Jinja template.
 
     Raises:
-        CheckpointError: `source` is no template, or cannot be compiled within the limits.
+        CheckpointError: `source` is not a template, or cannot be compiled within the limits.
         ServingError: the process cannot be started.
     """
 
@@ -70,7 +70,7 @@ class Renderer:
 
 
 class _Child:
-    """A process of `mtpc.server.sandbox`, which imports hardly more than Jinja."""
+    """A process that runs `mtpc.server.sandbox`, which imports little more than Jinja."""
 
     def __init__(self) -> None:
         self._process, self._pipe = start_python("mtpc.server.sandbox")
@@ -81,7 +81,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, data: bytes) -> tuple[str | None, str]:
-        """The answer to a message: its text, or None and why there is none."""
+        """Send a message. Returns the answer's text, or None and the reason of the failure."""
         try:
             self._pipe.send_bytes(data)
             answer = self._pipe.recv_bytes()

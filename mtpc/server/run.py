@@ -13,7 +13,8 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.importer import import_from_string
 
 from mtpc.api import SpecModel
 from mtpc.engine.async_engine import AsyncEngine
@@ -150,7 +151,8 @@ async def _serve(
                 stop()
         yield
 
-    connections = Connections(service.options, _parser(service.options.http))
+    parser = import_from_string(HTTP_PROTOCOLS[service.options.http])
+    connections = Connections(service.options, parser)
     app = make_app(service, connections, lifespan)
     server = uvicorn.Server(_config(app, service.options, connections))
     async with service.engine:
@@ -158,8 +160,7 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if not serving.done() and not faults:
-            host, port = listener.getsockname()[:2]
-            ready(Running(host, port, service, loop, stop_from_any_thread))
+            ready(Running(*listener.getsockname()[:2], service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
         lost = asyncio.create_task(_lost_rank(service.engine))
         await asyncio.wait({stopped, lost, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -200,16 +201,3 @@ def _config(app: Any, options: ServerOptions, connections: Connections) -> uvico
         timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-
-
-def _parser(name: str) -> Callable[..., asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 protocol class for one of HTTP_PARSERS."""
-    if name == "h11":
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-
-        return H11Protocol
-    if name == "httptools":
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-        return HttpToolsProtocol
-    return AutoHTTPProtocol

@@ -1,8 +1,8 @@
 """The process that renders a chat template: Jinja's sandbox within limits of time and memory.
 
-A checkpoint's template comes from a stranger. Jinja's sandbox keeps it away from Python's
-internals, but any filter or method may take unlimited time or memory. So a template runs in a
-process of its own. The system ends that process, or refuses it memory, beyond its limits.
+A checkpoint's template is not trusted. Jinja's sandbox hides Python's internals from it, but a
+filter or method may take unlimited time or memory. So a template runs in its own process. If it
+exceeds its limits, the system ends that process or refuses it memory.
 
     caller: the template, then variables as JSON ->  | child: `serve`
     <- b"+" and the prompt, or b"-" and a reason     | each message: one answer, or it ends

@@ -41,10 +41,10 @@ class Service:
         in_flight: number of choices that wait or run.
         counters: the counts of HTTP responses and their times.
         created: Unix time at which the service was made, in seconds.
-        tokenisers: threads that turn long texts into tokens, and do nothing else, so that other
-            requests' work in the event loop's own threads does not wait for them.
-        renderers: the same for conversations. These threads wait for the process that renders the
-            chat template.
+        tokenisers: threads that only tokenise long texts, so that other work in the event loop's
+            own threads does not wait for them.
+        renderers: threads that only prepare conversations. They wait for the process that renders
+            the chat template.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Service:
         """The grammars of `count` texts of a conversation that has one.
 
         Raises:
-            ApiError: 400, the model was compiled without masks, or the grammar is not possible.
+            ApiError: 400, the model was compiled without masks, or the grammar is invalid.
         """
         param = conversation.param
         if not self.engine.engine.options.token_mask:

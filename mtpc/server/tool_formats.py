@@ -1,6 +1,6 @@
-"""How models write calls of tools: one format for each family of chat templates.
+"""How models write tool calls: one format for each family of chat templates.
 
-A checkpoint's chat template shows its format, so `find_format` looks in it for each format's marks.
+`find_format` finds a checkpoint's format by looking for each format's marks in the chat template.
 The names are those of vLLM's `--tool-call-parser`.
 """
 
@@ -36,20 +36,20 @@ class ToolFormat:
 
     Attributes:
         name: vLLM's name of the format.
-        marks: texts that a chat template of this format has, all of them.
+        marks: texts that every chat template of this format contains.
         begin: what a call begins with.
         end: what a call ends with.
         parse: (text between `begin` and `end`, schema of each function) -> the call, or None.
         grammar: (Lark, function's name, schema) -> lark text of what is between `begin` and `end`.
-        opening: what all calls together begin with, or "".
-        closing: what they end with, or "".
-        between: what stands between two calls.
-        head: matches what comes before the arguments; its group is the function's name. The
-            arguments then follow as JSON up to `tail`, and stream. If it is None, the arguments
-            come when the call is complete.
-        tail: matches what follows the arguments.
-        takes_text: whether the template takes the arguments of earlier calls as JSON text. If not,
-            it takes an object.
+        opening: text before the first call, or "".
+        closing: text after the last call, or "".
+        between: text between two calls.
+        head: matches the text before the arguments; its group is the function's name. The
+            arguments follow as JSON up to `tail` and are streamed. None: the arguments are sent
+            when the call is complete.
+        tail: matches the text after the arguments.
+        takes_text: whether the template takes the arguments of earlier calls as JSON text instead
+            of an object.
     """
 
     name: str
@@ -95,7 +95,7 @@ def _parse_hermes(text: str, schemas: Mapping[str, Schema]) -> Call | None:
 
 
 def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[..., Call | None]:
-    """A parser of a name and JSON arguments between what two patterns match."""
+    """A parser of a name (the group of `head`) and the JSON arguments between two patterns."""
 
     def parse(text: str, schemas: Mapping[str, Schema]) -> Call | None:
         match = head.match(text)
@@ -106,7 +106,7 @@ def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[...,
 
 
 def _headed_grammar(start: str, end: str = "") -> Callable[[Lark, str, Schema], str]:
-    """A grammar of JSON arguments between two texts; `start` has NAME in the function's place."""
+    """A grammar of JSON arguments between two texts. In `start`, NAME stands for the function."""
 
     def grammar(lark: Lark, name: str, schema: Schema) -> str:
         head = lark.text(start.replace("NAME", name))
@@ -159,7 +159,7 @@ def _parse_glm(text: str, schemas: Mapping[str, Schema]) -> Call | None:
 
 
 def _each_argument(lark: Lark, schema: Schema, before: str, after: str) -> str:
-    """lark of the arguments in the order of the schema; `before` has the key in place of KEY."""
+    """A grammar of the arguments in the schema's order. In `before`, KEY stands for the key."""
     required = schema.get("required") or []
     parts = []
     for key, kind in _properties(schema).items():
@@ -229,14 +229,13 @@ FORMATS: tuple[ToolFormat, ...] = (
         **_CALL,
     ),
 )
-"""The first format whose marks are all in a template counts, because later ones have fewer
-marks."""
+"""The first format whose marks are all in the template counts: later formats have fewer marks."""
 PARSERS = ("auto", "none", *(form.name for form in FORMATS))
 """Values of `--tool-call-parser`."""
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
-    """The format of a name, or with "auto" the one that a chat template writes.
+    """The format of this name, or with "auto" the format of a chat template.
 
     Args:
         name: one of `PARSERS`.

@@ -1,9 +1,9 @@
-"""All drafts of whole texts at once, with gradients.
+"""The drafts of every position of whole texts in one forward, with gradients.
 
-The layers are wired by the modules that a step runs; only the caches and the experts differ, for
-the operators of a step have no gradients. Draft d of row t rests on the text's tokens up to
-t + d + 1, as in a step that accepts all drafts before it. A draft after a rejected one is never
-used, so these are all drafts that count.
+The MTP layers are the modules that a step runs. Only caches and experts differ, because a step's
+operators have no gradients. Draft d of row t depends on the text's tokens up to t + d + 1, as in a
+step that accepts all drafts before it. A draft after a rejected one is never used, so training
+needs no other drafts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from mtpc.wiring import Rules
 
 
 class DraftRows:
-    """Keys and values that one MTP layer makes, a block a draft, in the place of its cache.
+    """Replaces the cache of one MTP layer: keeps its keys and values, one block per draft.
 
-    The first block is of all rows. Each later one is of the drafts that are chained to them: row t
-    of block j stands at position t + j, and is seen by row t of later blocks only.
+    The first block holds all rows of the texts. Each later block holds the rows of one more draft
+    of the chain: row t of block j is at position t + j, and only row t of later blocks attends to
+    it.
 
     Args:
-        texts: B; the layer's rows are those of B texts, one after the other.
+        texts: B. The layer's rows are those of B texts, one text after the other.
     """
 
     def __init__(self, texts: int):
@@ -47,15 +48,15 @@ class DraftRows:
         self._blocks: list[tuple[Tensor, Tensor]] = []
 
     def write(self, first: Tensor, second: Tensor, metadata: Any) -> None:
-        """Take K (`first`) and V (`second`) of a new block, each [1, H_kv, B * L, D]."""
+        """Add a block with keys (`first`) and values (`second`), each [1, H_kv, B * L, D]."""
         self._blocks.append((self._by_text(first), self._by_text(second)))
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Any, **options: Any
     ) -> Tensor:
-        """Attention of the newest block's query [1, N, B * L, D]; returns [1, B * L, N, D_v].
+        """Attend with the queries of the newest block, [1, N, B * L, D].
 
-        As `mtpc::paged_attention`, with the same options.
+        The options are those of `mtpc::paged_attention`. Returns [1, B * L, N, D_v].
         """
         query = self._by_text(query)
         pairs = [self._heads(module, pair, query.shape[1]) for pair in self._blocks]
@@ -99,7 +100,7 @@ class DraftRows:
 
 
 class DraftLatentRows(DraftRows):
-    """The same for multi-head latent attention, whose cache takes latents and rotated keys."""
+    """The same for multi-head latent attention: blocks of latents and rotated keys."""
 
     def _heads(self, module: Any, pair: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
         latent, rope = pair
@@ -113,12 +114,12 @@ CACHES = {
     frozenset({"ring_k", "ring_v"}): DraftRows,
     frozenset({"latent"}): DraftLatentRows,
 }
-"""Roles of a layer's state -> what stands in its place."""
+"""Roles of a layer's cache buffers -> the class that replaces the cache."""
 
 
 @dataclass
 class _Context:
-    """In the place of transformers' cache; see `run_mtp_layer`."""
+    """Replaces transformers' cache; see `run_mtp_layer`."""
 
     positions: Tensor
     layers: dict[int, DraftRows]
@@ -140,20 +141,20 @@ class TrainedModel:
     Args:
         checkpoint: holds the tensors.
         spec_tokens: K.
-        dtype: name of the dtype to load it in; None keeps the checkpoint's. Tensors with gradients
-            are float32 at least.
+        dtype: name of the dtype to load the weights in; None keeps the checkpoint's. Trained
+            tensors are at least float32.
         wiring: rules that replace those of the family.
-        device: where it is trained.
+        device: the device to train on.
 
     Attributes:
-        loaded: target and MTP layers, on transformers' own experts.
+        loaded: target and MTP layers, with transformers' own experts.
         count: K.
-        trained: tensors with gradients by name, "LAYER.NAME within `MTPLayer`". Embeddings and
-            heads that are copies of the target's are not among them.
+        trained: the trained tensors by name: the layer's index, a dot, and the name in `MTPLayer`.
+            Embeddings and heads that are copies of the target's are not trained.
 
     Raises:
-        UnsupportedModelError: there is no gradient through this family's layers.
-        CheckpointError: as `mtpc.models.load.load`.
+        UnsupportedModelError: the family's layers have no gradient here.
+        CheckpointError: see `mtpc.models.load.load`.
     """
 
     def __init__(
@@ -178,24 +179,26 @@ class TrainedModel:
         self._model.to(device)
         self.count, self._device = spec_tokens, torch.device(device)
         self._cache = self._cache_kind()
+        target = self.loaded.target
+        ends = (target.get_input_embeddings(), target.get_output_embeddings())
+        copies = {end.weight.data_ptr() for end in ends}
         self.trained = {
             f"{index}.{name}": parameter
             for index, layer in enumerate(self.loaded.mtp_layers)
             for name, parameter in layer.named_parameters()
-            if not self._is_copy(parameter)
+            if parameter.data_ptr() not in copies
         }
         for parameter in self.trained.values():
             parameter.data = _wide(parameter.data)
             parameter.requires_grad_(True)
-        self._rotaries = [self._rotary(index) for index in range(len(self.loaded.mtp_layers))]
+        family, rotary = self.loaded.family, target.get_decoder().rotary_emb
+        self._rotaries = [
+            TextRotary(rotary, family.position_grids, family.rotary_type(self.loaded.config, index))
+            for index in range(len(self.loaded.mtp_layers))
+        ]
         decoder = self._model.get_decoder()
         self._decoder = stepped_decoder(decoder, self.loaded.family.wiring)
         self._head = target_head(self._model, self.loaded.family.wiring)
-
-    def _is_copy(self, parameter: Tensor) -> bool:
-        target = self.loaded.target
-        ends = (target.get_input_embeddings(), target.get_output_embeddings())
-        return any(parameter.data_ptr() == end.weight.data_ptr() for end in ends)
 
     def _cache_kind(self) -> type[DraftRows]:
         loaded = self.loaded
@@ -206,19 +209,14 @@ class TrainedModel:
             raise _no_gradient(loaded.family.name, "its MTP layer attends by an indexer")
         return CACHES[roles]
 
-    def _rotary(self, index: int) -> TextRotary:
-        family, decoder = self.loaded.family, self.loaded.target.get_decoder()
-        kind = family.rotary_type(self.loaded.config, index)
-        return TextRotary(decoder.rotary_emb, family.position_grids, kind)
-
     def mixed(self) -> Any:
-        """The context of a forward: matrices multiply in the target's dtype."""
+        """An autocast context: matrix products in the target's dtype, if that has 16 bits."""
         half = self.loaded.dtype.itemsize == 2
         return torch.autocast(self._device.type, self.loaded.dtype if half else None, half)
 
     @torch.no_grad()
     def features(self, ids: Tensor) -> Tensor:
-        """What the target feeds to the MTP layers: token ids [B, L] -> [B, L, H]."""
+        """The target's features, which the MTP layers are fed: token ids [B, L] -> [B, L, H]."""
         out = self._decoder(input_ids=ids.to(self._device), use_cache=False)
         return out.last_hidden_state
 
@@ -228,7 +226,7 @@ class TrainedModel:
         return self._head(features)
 
     def draft_states(self, ids: Tensor, features: Tensor) -> Iterator[Tensor]:
-        """Features of each of the K drafts in turn.
+        """The features of the K drafts, one draft after the other.
 
         Args:
             ids: int64 [B, L].
@@ -250,7 +248,7 @@ class TrainedModel:
             yield fed
 
     def _run(self, index: int, ids: Tensor, fed: Tensor, chained: int, cache: DraftRows) -> Tensor:
-        """One MTP layer over rows [B, L] that stand `chained` positions after their number."""
+        """Run one MTP layer over rows [B, L]; row t is at position t + `chained`."""
         layer, decoder = self.loaded.mtp_layers[index], self.loaded.target.get_decoder()
         positions = torch.arange(ids.shape[1], device=ids.device) + chained
         number = self.loaded.config.num_hidden_layers + index
@@ -264,7 +262,7 @@ class TrainedModel:
         return hidden.unflatten(0, ids.shape)
 
     def draft_logits(self, depth: int, states: Tensor) -> Tensor:
-        """Logits of draft `depth` of its features, [..., H] -> [..., V]."""
+        """Logits of draft `depth` from its features, [..., H] -> [..., V]."""
         layer = self.loaded.mtp_layers[min(depth, len(self.loaded.mtp_layers) - 1)]
         return draft_head(self.loaded.target, layer)(states)
 

@@ -1,7 +1,8 @@
-"""A whole run: texts, acceptance before, training, the new checkpoint, acceptance after.
+"""A whole run of `mtpc tune-head`.
 
-What a run has done so far lies in a directory beside the new checkpoint, from which `resume` goes
-on. Each file there is written whole or not at all.
+A run reads texts, measures acceptance, trains, writes the new checkpoint and measures acceptance
+again. It keeps its state in a directory next to the new checkpoint, from which `resume` continues.
+Files there are replaced atomically.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do.
+    """The settings of a run.
 
     Attributes:
-        schedule: of the training.
-        length: tokens of a text that is learned from.
-        continuations: texts, at most, of which the target writes the rest after the first quarter.
-        prompts: held-out prompts, at most.
-        new_tokens: decoded after each of them.
+        schedule: the schedule of the training.
+        length: tokens of a training text.
+        continuations: the most training texts whose last three quarters the target writes.
+        prompts: the most held-out prompts.
+        new_tokens: tokens to decode after each held-out prompt.
     """
 
     schedule: Schedule
@@ -54,14 +55,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A checkpoint that was written.
+    """The result of a run.
 
     Attributes:
         before: drafts of the old checkpoint on held-out text.
-        after: those of the new one.
-        texts: number of texts that were learned from, and of tokens in each.
-        progress: of the training.
-        tensors: names of the tensors that were replaced.
+        after: drafts of the new checkpoint on the same text.
+        texts: number of training texts, and of tokens in each.
+        progress: steps and times of the training.
+        tensors: names of the replaced tensors.
     """
 
     before: DraftCounts
@@ -72,7 +73,7 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """Accepted drafts a step, relative to those before, less 1."""
+        """Relative gain in accepted drafts per step: 0.1 is ten per cent more."""
         return self.after.per_step / self.before.per_step - 1 if self.before.per_step else 0.0
 
 
@@ -80,13 +81,13 @@ class Tuning:
     """One run.
 
     Args:
-        checkpoint: the directory; its target stays as it is.
-        texts: UTF-8 files to learn from.
+        checkpoint: the directory; its target is not trained.
+        texts: UTF-8 files to train on.
         held_out: files of held-out text; () holds out the end of each text.
-        out: the new directory; it appears when it is whole.
-        plan: what to do.
-        options: of `mtpc.compile`, for decoding; `spec_tokens` is K.
-        tell: hears of progress.
+        out: the new directory; it appears when it is complete.
+        plan: the run's settings.
+        options: options of `mtpc.compile`, for decoding; `spec_tokens` is K.
+        tell: receives lines that report progress.
 
     Raises:
         OptionError: `out` exists.
@@ -114,12 +115,12 @@ class Tuning:
         _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
 
     def run(self, resume: bool = False) -> Tuned:
-        """Do the whole run, or the rest of an interrupted one.
+        """Run from the start, or continue an interrupted run.
 
         Raises:
-            OptionError: there is a run to resume and `resume` is not set; or `resume` is set and
+            OptionError: an interrupted run exists and `resume` is not set; or `resume` is set, and
                 there is no run, or one with other settings.
-            RequestError: as `read_texts`.
+            RequestError: see `read_texts`.
             CheckpointError: the new checkpoint cannot be written.
         """
         texts, before = self._prepare(resume)
@@ -131,27 +132,26 @@ class Tuning:
             self._parsed.wiring,
             _device(self._parsed.backend),
         )
-        self._places(model)  # Refuses now what could not be written in the end.
+        self._stored(model)  # Raises now if the trained tensors could not be written.
         state = self.directory / _STATE
         training = Training(model, texts.rows, self._plan.schedule, state)
         progress = training.run(self._tell)
         self._tell(f"write {self._out}")
-        tensors = self._places(model)
+        tensors = self._stored(model)
         copy_replacing(self._checkpoint, tensors, self._out)
         del model, training
         shutil.rmtree(self.directory)
         self._tell("decode held-out text with the new MTP layers")
-        after = self._measure(mtpc.compile(self._out, self._quiet, **self._options), texts)
+        after = self._measure(mtpc.compile(self._out, self._tell_stage, **self._options), texts)
         count, length = texts.rows.shape
         return Tuned(before, after, (count, length), progress, tuple(tensors))
 
     def _prepare(self, resume: bool) -> tuple[Texts, DraftCounts]:
-        """Texts and acceptance before, from an interrupted run or made now."""
+        """The texts and the acceptance before training, from an interrupted run or made now."""
         here = self.directory
         if here.exists() and not resume:
             raise OptionError(
-                f"{here} is of a run that has not ended; give --resume to go on with it, or remove "
-                "it"
+                f"{here} is of a run that has not ended; give --resume to continue it, or remove it"
             )
         if resume and not here.exists():
             raise OptionError(f"there is no {here} to resume; expected that of an interrupted run")
@@ -159,20 +159,20 @@ class Tuning:
         if (here / _PREPARED).is_file():
             return _read_prepared(here / _PREPARED, settings)
         self._tell("read the texts")
-        model = mtpc.compile(self._checkpoint.directory, self._quiet, **self._options)
+        model = mtpc.compile(self._checkpoint.directory, self._tell_stage, **self._options)
         lengths = (self._plan.length, self._plan.prompts)
         texts = read_texts(self._paths, self._held_out, model.served, *lengths)
         self._tell(f"decode {len(texts.prompts)} held-out prompts")
         before = self._measure(model, texts)
         count = min(self._plan.continuations, len(texts.rows))
-        self._tell(f"let the target go on with {count} of {len(texts.rows)} texts")
+        self._tell(f"let the target continue {count} of {len(texts.rows)} texts")
         texts = Texts(continue_rows(model, texts.rows, count), texts.prompts)
         here.mkdir(exist_ok=True)
         _write_prepared(here / _PREPARED, texts, before, settings)
         return texts, before
 
     def _settings(self) -> dict[str, Any]:
-        """What must not change when a run is resumed."""
+        """The settings that must be the same when a run is resumed."""
         digests = {
             str(path): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in [*self._paths, *self._held_out]
@@ -192,15 +192,15 @@ class Tuning:
     def _measure(self, model: mtpc.SpecModel, texts: Texts) -> DraftCounts:
         return measure_drafts(model, texts.prompts, self._plan.new_tokens)
 
-    def _quiet(self, progress: mtpc.Progress) -> None:
+    def _tell_stage(self, progress: mtpc.Progress) -> None:
         if progress.stage:
             self._tell(progress.stage)
 
-    def _places(self, model: TrainedModel) -> dict[str, Tensor]:
-        """The trained tensors by their names in the files.
+    def _stored(self, model: TrainedModel) -> dict[str, Tensor]:
+        """The trained tensors by their names in the checkpoint's files.
 
         Raises:
-            CheckpointError: some are stored in a form of their own.
+            CheckpointError: a stored tensor corresponds to no tensor of an MTP layer.
         """
         stored, family = MTPTensors.of(self._checkpoint), model.loaded.family
         found: dict[str, Tensor] = {}
@@ -222,7 +222,7 @@ class Tuning:
 
 
 def _one_number(options: mtpc.CompileOptions, plan: Plan) -> int:
-    """K, checked against the length of a text."""
+    """K, as a single number that suits the length of a text."""
     count = max(options.tiers)
     if len(options.tiers) > 1 or not 1 <= count < plan.length - 1:
         raise OptionError(
@@ -258,7 +258,7 @@ def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> N
 
 
 def _device(backend: str) -> str:
-    """Where to train: on the device that decodes."""
+    """The device to train on, which is the one that decodes."""
     has_gpu = torch.cuda.is_available() and backend in ("auto", "cuda")
     return "cuda" if has_gpu else "cpu"
 
@@ -278,10 +278,10 @@ def _write_prepared(
 
 
 def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCounts]:
-    """What `_write_prepared` wrote.
+    """Read what `_write_prepared` wrote.
 
     Raises:
-        OptionError: with other settings.
+        OptionError: the run had other settings.
     """
     with safe_open(path, framework="pt") as file:
         begun = json.loads(file.metadata()[_SETTINGS])
@@ -290,8 +290,8 @@ def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCo
         if begun[name] != value:
             raise OptionError(
                 f"the run in {path.parent} was begun with {name} {begun[name]!r}, and now it is "
-                f"{value!r}; expected the same: give what it was begun with, or remove the "
-                "directory to begin anew"
+                f"{value!r}; expected the same value: give that, or remove the directory to start "
+                "again"
             )
     texts = Texts(found["rows"], found["prompts"])
     return texts, DraftCounts(found["accepted"].tolist(), found["drafted"].tolist())

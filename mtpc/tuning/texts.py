@@ -1,4 +1,4 @@
-"""The texts that MTP layers learn from, and those on which their drafts are counted."""
+"""The texts that MTP layers are trained on, and the held-out prompts that measure acceptance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mtpc.api import SpecModel
 
 HELD_OUT = 10
-"""Where no held-out text is given, the last of so many parts of each text is held out."""
+"""If no held-out text is given, the last 1/HELD_OUT of each text is held out."""
 PROMPT_TOKENS = 64
 """Tokens of a held-out prompt."""
 KNOWN_SHARE = 4
-"""Where the target continues a text, it keeps the first of so many parts."""
+"""If the target continues a text, it keeps the first 1/KNOWN_SHARE of it."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Texts:
     """Token ids of a run.
 
     Attributes:
-        rows: int64 [N, L], to learn from.
-        prompts: int64 [M, P], from held-out text.
+        rows: int64 [N, L], training texts.
+        prompts: int64 [M, P], beginnings of held-out text.
     """
 
     rows: Tensor
@@ -48,11 +48,11 @@ def read_texts(
     """Read texts and cut them into rows.
 
     Args:
-        paths: UTF-8 files to learn from.
+        paths: UTF-8 files to train on.
         held_out: files of held-out text; () holds out the end of each of `paths`.
         served: has the tokenizer.
         length: L.
-        prompts: M at most; they are spread evenly over the held-out text.
+        prompts: the largest M. The prompts are spread evenly over the held-out text.
 
     Raises:
         RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.
@@ -81,7 +81,7 @@ def _encode(path: Path, served: ServedModel) -> list[int]:
 
 
 def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
-    """The texts, one after the other, in rows [N, length]; a rest at the end is left out."""
+    """The concatenated texts as rows [N, length]; a rest at the end is dropped."""
     ids = [token for text in texts for token in text]
     count = len(ids) // length
     if count == 0:
@@ -92,15 +92,14 @@ def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
 
 
 def continue_rows(model: SpecModel, rows: Tensor, count: int) -> Tensor:
-    """The rows; the target itself continues some of them, greedily, after their beginnings.
+    """Let the target write the rest of some rows, greedily, after the beginning of each.
 
-    Decoding needs drafts for text that the target writes, which may be unlike the user's text.
+    In decoding, drafts follow text that the target has written, which may differ from the user's.
 
     Args:
         model: decodes with the target.
         rows: [N, L].
-        count: of rows to change, spread evenly; all if there are fewer. They keep the first of
-            `KNOWN_SHARE` parts.
+        count: number of rows to change, spread evenly; at most N.
 
     Returns:
         int64 [N, L].

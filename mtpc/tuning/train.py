@@ -1,4 +1,4 @@
-"""The training of MTP layers: the loss of all K drafts, its schedule, and what a run remembers."""
+"""Trains MTP layers: the loss of all K drafts, the schedule, and the state that a run saves."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mtpc.errors import CheckpointError
 from mtpc.tuning.chain import TrainedModel
 
 DEPTH_DECAY = 0.8
-"""Weight of a draft's loss, relative to the draft before it: EAGLE-3's (arXiv:2503.01840)."""
+"""Weight of a draft's loss relative to the draft before it, as in EAGLE-3 (arXiv:2503.01840)."""
 WARM_UP, LAST_RATE = 0.03, 0.02
-"""Share of a run in which the learning rate grows, and its last value, relative to the highest."""
+"""Share of a run in which the learning rate grows; and its last value, relative to the highest."""
 CLIP = 1.0
 FEATURE_BYTES = 2 << 30
-"""The target's features that are kept, at most; others are computed again when they are drawn."""
+"""The most bytes of the target's features to keep; others are computed again for each use."""
 LOGIT_VALUES = 1 << 26
-"""Logits of drafts that are held at once: 256 MiB in float32. A step takes fewer texts at a time
-where theirs are more."""
+"""The most logits of drafts in memory at once: 256 MiB in float32. A step with more splits its
+batch."""
 TELL_SECONDS, SAVE_SECONDS = 5.0, 60.0
 
 Tell = Callable[[str], None]
@@ -35,14 +35,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and what a step takes.
+    """The length of a run, its batches and its learning rate.
 
     Attributes:
-        steps: of the optimiser; None: `minutes` ends the run.
-        minutes: of wall time, without what precedes the first step; None: `steps` ends the run.
-        batch: texts a step.
-        learning_rate: the highest.
-        seed: of the order of texts.
+        steps: the most steps; None: only `minutes` ends the run.
+        minutes: the most wall time of the steps; None: only `steps` ends the run.
+        batch: texts per step.
+        learning_rate: the highest learning rate.
+        seed: seed of the order of texts.
     """
 
     steps: int | None
@@ -52,7 +52,7 @@ class Schedule:
     seed: int
 
     def progress(self, step: int, seconds: float) -> float:
-        """The share of the run that is behind, 0..1."""
+        """The share of the run that is done, 0..1."""
         shares = [0.0]
         if self.steps is not None:
             shares.append(step / self.steps)
@@ -70,7 +70,7 @@ class Schedule:
         )
 
     def drawn(self, step: int, count: int) -> Tensor:
-        """The texts of a step, of `count`; each epoch has an order of its own."""
+        """The indices of a step's texts, below `count`; each epoch has its own random order."""
         places = torch.arange(step * self.batch, (step + 1) * self.batch)
         epochs = {int(epoch) for epoch in places // count}
         order = {epoch: self._order(epoch, count) for epoch in epochs}
@@ -83,13 +83,13 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Where a run is.
+    """The progress of a run.
 
     Attributes:
-        step: steps that are done.
-        seconds: of wall time, of training only.
-        processor_seconds: the same, of this process's threads together.
-        curve: now and then, a step with its mean loss and the share of right drafts by position.
+        step: number of finished steps.
+        seconds: wall time of these steps.
+        processor_seconds: CPU time of these steps, of all threads.
+        curve: entries every few seconds: step, mean loss, and share of right drafts by position.
     """
 
     step: int = 0
@@ -99,12 +99,12 @@ class Progress:
 
 
 class FeatureCache:
-    """The target's features of texts, kept as far as a limit allows.
+    """The target's features of texts, kept up to a limit.
 
     Args:
         model: has the target.
         texts: token ids, [N, L].
-        limit: bytes.
+        limit: the most bytes to keep.
     """
 
     def __init__(self, model: TrainedModel, texts: Tensor, limit: int = FEATURE_BYTES):
@@ -118,7 +118,7 @@ class FeatureCache:
     def _one(self, place: int) -> Tensor:
         if place in self._kept:
             return self._kept[place]
-        # By itself, so that its rounding does not depend on what else is drawn, or was kept.
+        # One text at a time, so that rounding does not depend on the other texts of a batch.
         features = self._model.features(self._texts[place : place + 1])[0]
         if features.nbytes <= self._left:
             self._kept[place] = features
@@ -130,7 +130,7 @@ def draft_losses(model: TrainedModel, ids: Tensor, features: Tensor) -> tuple[Te
     """The weighted loss of all drafts of texts [B, L], and the share of right drafts [K].
 
     The loss of a draft is its cross-entropy to the target's distribution, not to the text's next
-    token: a draft is accepted where it is the target's choice, whatever the text goes on with.
+    token, because a draft is accepted if it is the target's choice.
     """
     truth = model.target_logits(features[:, 1:]).float()
     best, wanted = truth.argmax(-1), truth.softmax(-1)
@@ -146,13 +146,13 @@ def draft_losses(model: TrainedModel, ids: Tensor, features: Tensor) -> tuple[Te
 
 
 class Training:
-    """A run over texts, which can stop after any step and go on.
+    """The training on texts. It can stop after any step and continue.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         texts: token ids, int64 [N, L].
-        schedule: how.
-        state: the file that remembers the run.
+        schedule: the schedule.
+        state: the file of the saved state; if it exists, the training continues from it.
     """
 
     def __init__(self, model: TrainedModel, texts: Tensor, schedule: Schedule, state: Path):
@@ -168,7 +168,7 @@ class Training:
             self._restore()
 
     def run(self, tell: Tell) -> Progress:
-        """Train to the end of the schedule. The state is saved now and then, and at the end."""
+        """Train to the end of the schedule. Saves the state every minute and at the end."""
         at, saved, found = self.progress, time.monotonic(), list[tuple[float, list[float]]]()
         told = saved
         while self._share() < 1:
@@ -181,7 +181,11 @@ class Training:
             if now - told > TELL_SECONDS or is_over:
                 point = {"step": at.step, "seconds": round(at.seconds, 1), **_means(found)}
                 at.curve.append(point)
-                tell(self._line())
+                right = " ".join(f"{share:.1%}" for share in point["right"])
+                tell(
+                    f"{self._share():.0%}: step {at.step}, loss {point['loss']:.3f}, "
+                    f"right drafts {right}"
+                )
                 told, found = now, []
             if now - saved >= SAVE_SECONDS or is_over:
                 self.save()
@@ -208,16 +212,8 @@ class Training:
         self._optimizer.step()
         return loss, right.tolist()
 
-    def _line(self) -> str:
-        last = self.progress.curve[-1]
-        right = " ".join(f"{share:.1%}" for share in last["right"])
-        return (
-            f"{self._share():.0%}: step {last['step']}, loss {last['loss']:.3f}, right drafts "
-            f"{right}"
-        )
-
     def save(self) -> None:
-        """Write the state; a reader finds the old one or the new one, whole."""
+        """Save the state; the file is replaced atomically."""
         scratch = self._state.with_suffix(".new")
         value = {
             "progress": asdict(self.progress),
@@ -245,7 +241,7 @@ class Training:
 
 
 def _means(found: list[tuple[float, list[float]]]) -> dict[str, Any]:
-    """The means of steps' losses, and of their shares of right drafts by position."""
+    """The mean loss of several steps, and the mean shares of right drafts by position."""
     losses, shares = zip(*found, strict=True)
     right = [round(fmean(column), 4) for column in zip(*shares, strict=True)]
     return {"loss": round(fmean(losses), 4), "right": right}

@@ -42,7 +42,7 @@ def test_a_config_is_enough(config: Callable[..., str], capsys: pytest.CaptureFi
         "A rank of 8, 1 replica(s)",
         "memory as given",
         "does not fit",
-        "has not been held against hardware",
+        "have not been compared with hardware",
     ):
         assert expected in said
 

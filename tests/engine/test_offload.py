@@ -290,8 +290,8 @@ def test_other_weights_are_another_model(
 
 def test_options_that_do_not_go_together(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     for options, found in (
-        ({"prefix_caching": False}, "with prefix_caching=False"),
-        ({"async_scheduling": True}, "with async_scheduling"),
+        ({"prefix_caching": False}, "needs prefix_caching=True"),
+        ({"async_scheduling": True}, "async_scheduling=False"),
         ({"tensor_parallel_size": 2}, "with tensor_parallel_size 2"),
         ({"kv_offload_bytes": 0}, "kv_offload_bytes"),
         ({"kv_offload_dir": 7}, "kv_offload_dir is 7"),

@@ -191,5 +191,5 @@ def test_too_many_requests_are_refused() -> None:
 
 def test_more_than_one_attention_is_refused() -> None:
     draft: Any = SimpleNamespace(sites=[None, None], family=SimpleNamespace(name="odd"))
-    with pytest.raises(UnsupportedModelError, match="attends 2 times"):
+    with pytest.raises(UnsupportedModelError, match="has 2 attention layers"):
         DraftChain(draft, torch.zeros(4, 4), HostPools({}, 1), ChainPlan(1, (1,), 4), Any)  # type: ignore[arg-type]

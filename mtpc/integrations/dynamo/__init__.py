@@ -1,8 +1,8 @@
 """mtpc as a backend of torch.compile: `torch.compile(module, backend="mtpc")`.
 
-Dynamo captures a graph. mtpc's passes put its CPU kernels in the place of linear layers and of what
-stands between them, and Inductor compiles the rest. A graph that mtpc does not rewrite is
-Inductor's as a whole; a `Report` says so and why. See docs/embedding.md.
+mtpc's passes rewrite the graph that Dynamo captures: mtpc's CPU kernels replace linear layers and
+the operators between them, and Inductor compiles the rest. If mtpc rewrites nothing, Inductor
+compiles the whole graph, and a `Report` says why. See docs/embedding.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FALLBACKS = ("inductor", "error")
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(..., options={...})` may say to this backend.
+    """The options of this backend: `torch.compile(..., options={...})`.
 
     Attributes:
-        quantize: a scheme for the weights of linear layers, "int4-g32" for example; the outputs
-            then differ from the module's. None rounds nothing.
-        fallback: what becomes of a graph in which mtpc finds nothing to do: "inductor" leaves it to
+        quantize: a scheme that quantises the weights of linear layers, such as "int4-g32"; the
+            outputs then differ from the module's. None rounds nothing.
+        fallback: what to do with a graph that mtpc cannot rewrite: "inductor" compiles it with
             Inductor and warns; "error" raises.
     """
 
@@ -49,10 +49,10 @@ class Options:
 
     @classmethod
     def of(cls, mode: str | None, given: Mapping[str, Any] | None) -> Options:
-        """From the arguments of torch.compile.
+        """Parse the arguments of torch.compile.
 
         Raises:
-            OptionError: an unknown option or value, or a mode, which is Inductor's.
+            OptionError: an option or value is unknown, or a mode is given.
         """
         if mode is not None:
             raise OptionError(
@@ -67,14 +67,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """Which parts of one of Dynamo's graphs mtpc and Inductor compute.
+    """Which operators of one of Dynamo's graphs mtpc and Inductor compute.
 
     Attributes:
-        operators: of the graph, before the passes.
-        kernels: mtpc's kernels -> calls; empty if Inductor computes the whole graph.
-        left: operators that Inductor computes -> calls.
-        rewrites: passes -> rewrites.
-        reason: why Inductor computes the whole graph; None if mtpc computes a part.
+        operators: number of the graph's operators before the passes.
+        kernels: calls by mtpc kernel; empty if Inductor computes the whole graph.
+        left: calls by operator that Inductor computes.
+        rewrites: rewrites by pass.
+        reason: why Inductor computes the whole graph; None if mtpc computes a part of it.
     """
 
     operators: int
@@ -101,15 +101,15 @@ def _counts(calls: Mapping[str, int]) -> str:
 class Backend:
     """A backend of torch.compile.
 
-    The entry point's is `backend`. A host that wants reports of its own makes another one and gives
-    it to torch.compile in the place of the name.
+    The name "mtpc" stands for the object `backend`. A host that wants separate reports makes an
+    object of its own and passes it to torch.compile instead of the name.
 
     Args:
-        rest: compiles graphs, with mtpc's kernels in them or without; takes the graph and an
-            example of each input, and returns what takes the inputs. By default Inductor.
+        rest: compiles a graph after the passes, from the graph and an example of each input;
+            Inductor by default.
 
     Attributes:
-        reports: of each graph since the last `torch.compiler.reset()`, in order.
+        reports: one report per graph since the last `torch.compiler.reset()`, in order.
     """
 
     def __init__(self, rest: Compiler = compile_fx) -> None:
@@ -124,20 +124,20 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Sequence[Any]]:
-        """Compile a graph of Dynamo's; torch.compile calls this.
+        """Compile one of Dynamo's graphs; torch.compile calls this.
 
         Args:
             module: the graph.
             example_inputs: one for each placeholder.
-            mode: of torch.compile; must be None.
-            options: of torch.compile; see `Options`.
+            mode: torch.compile's argument; must be None.
+            options: torch.compile's argument; see `Options`.
 
         Returns:
-            Takes what the graph takes, and returns what it returns.
+            A function with the graph's inputs and outputs.
 
         Raises:
-            OptionError: an option that this backend does not have.
-            BackendError: mtpc takes no part of the graph, and `fallback` is "error".
+            OptionError: see `Options.of`.
+            BackendError: mtpc can rewrite no part of the graph, and `fallback` is "error".
         """
         chosen = Options.of(mode, options)
         found = why_not(module, example_inputs) or rewrite(module, example_inputs, chosen.quantize)
@@ -146,11 +146,12 @@ class Backend:
             return self._compile(found)
         if chosen.fallback == "error":
             raise BackendError(f"mtpc takes no part of a graph: {found}")
-        self._add(Report(_count_calls(module), reason=found), logging.WARNING)
+        count = sum(node.op.startswith("call_") for node in module.graph.nodes)
+        self._add(Report(count, reason=found), logging.WARNING)
         return self._rest(module, example_inputs)
 
     def reset(self) -> None:
-        """Forget all graphs and weights; torch.compiler.reset() calls this."""
+        """Drop all reports and packed weights; torch.compiler.reset() calls this."""
         self.reports, self._store = [], WeightStore()
 
     def _add(self, report: Report, level: int) -> None:
@@ -167,11 +168,7 @@ class Backend:
         return run
 
 
-def _count_calls(module: fx.GraphModule) -> int:
-    return sum(node.op.startswith("call_") for node in module.graph.nodes)
-
-
 backend = Backend()
-"""The backend of the name "mtpc"."""
+"""The backend named "mtpc"."""
 
 __all__ = ["Backend", "Options", "Report", "backend"]

@@ -1,8 +1,8 @@
-"""From a graph of Dynamo's to one with mtpc's kernels.
+"""Rewrites one of Dynamo's graphs to call mtpc's kernels.
 
-Passes read flat graphs of ATen operators whose weights are attributes. So the graph is traced once
-more, without decompositions, and its parameters become attributes for the time of the passes. After
-them parameters are inputs again, and the weights that passes derive are inputs, too.
+mtpc's passes need a flat graph of ATen operators whose weights are attributes. So the graph is
+traced once more, without decompositions, and its parameters become attributes while the passes run.
+Afterwards parameters are inputs again, and so are the weights that passes have derived.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SWITCHES: Mapping[Any, int] = {
     torch._C._set_grad_enabled: 0,
     torch.amp.autocast_mode._enter_autocast: 2,
 }
-"""Calls that change how operators after them run -> which argument says whether to switch on."""
+"""Calls that change a mode of the operators after them -> the index of their on/off argument."""
 _FUSED = {
     *(aten.linear, aten.mul, aten.add, aten.silu, aten.pow, aten.mean, aten.rsqrt, aten.neg),
     *(aten.to, aten._to_copy, aten.type_as, aten.max, aten.argmax),
 }
-"""Operators that passes replace, of which each reads what its replacement will read."""
+"""Operators that passes fuse. The fused operator reads their inputs, perhaps at another place."""
 _SIZED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _LEAVE = torch.amp.autocast_mode._exit_autocast
 
@@ -60,12 +60,12 @@ class Rewritten:
     """A graph for Inductor that calls mtpc's kernels.
 
     Attributes:
-        module: takes the inputs that are kept, and then the derived weights.
-        inputs: of both, tensors fake.
-        kept: which inputs of Dynamo's graph are kept.
-        recipes: of the derived weights, by name, over names of parameters.
-        positions: of these parameters among the inputs of Dynamo's graph.
-        counts: what `Report` says of the graph.
+        module: its inputs are those of Dynamo's graph that are kept, then the derived weights.
+        inputs: an example of each input; tensors are fake.
+        kept: indices of the kept inputs of Dynamo's graph.
+        recipes: recipes of the derived weights, by name; they refer to parameters by name.
+        positions: indices of these parameters among the inputs of Dynamo's graph.
+        counts: the fields of the graph's `Report`.
     """
 
     module: fx.GraphModule
@@ -77,7 +77,7 @@ class Rewritten:
 
 
 def passes(quantize: str | None) -> tuple[Pass, ...]:
-    """Those that need one forward of a model and no more: no step, pages or drafts."""
+    """The passes that apply to a plain forward, without a step's buffers, pages or drafts."""
     return (
         Canonicalise(),
         PackGroups(quantize),
@@ -90,7 +90,7 @@ def passes(quantize: str | None) -> tuple[Pass, ...]:
 
 
 def why_not(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    """Why a graph of Dynamo's is left to Inductor, as far as one sees before it is traced."""
+    """Why Inductor must compile the whole graph, as far as is known before it is traced again."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return (
@@ -112,15 +112,15 @@ def why_not(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None) -> Rewritten | str:
-    """Run the passes on a graph of Dynamo's.
+    """Run the passes on one of Dynamo's graphs.
 
     Args:
-        module: does not change.
+        module: the graph, which is not changed.
         inputs: one for each placeholder.
-        quantize: scheme for the weights of linear layers.
+        quantize: scheme that quantises the weights of linear layers, or None.
 
     Returns:
-        The graph, or why none of mtpc's kernels is in it.
+        The rewritten graph, or the reason why no kernel of mtpc's can be used.
     """
     try:
         load_kernels()
@@ -132,7 +132,9 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
     if (write := _late_write(traced.graph)) is not None:
         return f"it changes a tensor in place that it has read before: {write.format_node()}"
     targets = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
-    step, held = _with_weights(traced, [*map(_parameter_name, targets)], inputs)
+    # `L_self_modules_lm_head_parameters_weight_` is "L_self.lm_head.weight".
+    titles = [".".join(_SEPARATORS.split(target.rstrip("_"))) for target in targets]
+    step, held = _with_weights(traced, titles, inputs)
     before = _calls(step.graph)
     for node in step.graph.nodes:
         node.meta["piece"] = "graph"
@@ -152,10 +154,10 @@ def rewrite(module: fx.GraphModule, inputs: Sequence[Any], quantize: str | None)
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | str:
-    """The graph over ATen operators, or why there is none.
+    """Trace the graph to ATen operators; returns a reason if that fails.
 
-    Operators stay as the module calls them: linear layers stay linear layers, and writes in place
-    stay in place. Inductor functionalises and decomposes the rest.
+    There is no decomposition and no functionalisation, which Inductor does later: a linear layer
+    stays one node, and an in-place operator stays in place.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     mode: Any = detect_fake_mode()  # Dynamo's, whose sizes have its symbols.
@@ -167,7 +169,7 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | st
     try:
         with mode, enable_python_dispatcher():
             traced = make_fx(run, pre_dispatch=True)(*fakes)
-    except Exception as error:  # Whatever operators of a host's do when they are traced.
+    except Exception as error:  # A host's custom operators may raise anything.
         return f"it cannot be traced again: {type(error).__name__}: {error}"
     for name, value in [*traced.named_parameters(), *traced.named_buffers()]:
         if isinstance(value, FakeTensor):
@@ -184,12 +186,12 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | st
 
 
 class _Calls(fx.Interpreter):
-    """Runs a graph of Dynamo's so that all its calls can be traced."""
+    """Runs one of Dynamo's graphs under `make_fx`."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call `detach` for `.data`, which is the same where no gradient is asked for.
+        """Replace `.data` by `detach`, which is the same without gradients.
 
-        Tracing does not see `.data`: its result would be a constant without a value.
+        make_fx does not trace `.data`: its result would be a constant without a value.
         """
         if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
             return args[0].detach()
@@ -197,10 +199,10 @@ class _Calls(fx.Interpreter):
 
 
 def _late_write(graph: fx.Graph) -> fx.Node | None:
-    """The first write of memory that a pass might read at another place than the graph does.
+    """The first in-place write to a value that a pass may read earlier or later than the graph.
 
-    Passes move reads of floating-point values within what they fuse, and a norm up to the sum that
-    it reads. A step writes no temporaries, so they need not look for writes in between.
+    Passes move reads of floating-point values to the fused operator, and a norm up to the sum that
+    it reads. They do not look for writes in between, because a step's graph has none.
     """
     effects, read = analyse(graph), set[Root]()
     for node in graph.nodes:
@@ -221,11 +223,11 @@ def _is_floating(node: Any) -> bool:
 def _with_weights(
     traced: fx.GraphModule, titles: Sequence[str], inputs: Sequence[Any]
 ) -> tuple[StepGraph, dict[str, fx.Node]]:
-    """The graph with parameters as attributes, and the placeholder of each by its name.
+    """Turn parameters into attributes; returns the graph, and their placeholders by name.
 
     Args:
-        traced: changes in place.
-        titles: the module's name of each input.
+        traced: the graph, which is changed in place.
+        titles: the name of each input in the module.
         inputs: one for each placeholder.
     """
     graph, effects = traced.graph, analyse(traced.graph)
@@ -249,7 +251,7 @@ def _with_weights(
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether an input is a parameter in plain memory whose changes its version counter shows."""
+    """Whether an input is a strided parameter with a version counter, which shows changes."""
     return (
         isinstance(value, nn.Parameter)
         and value.layout == torch.strided
@@ -258,21 +260,16 @@ def _is_weight(value: Any) -> bool:
     )
 
 
-def _parameter_name(target: str) -> str:
-    """`L_self_modules_lm_head_parameters_weight_` is "L_self.lm_head.weight"."""
-    return ".".join(_SEPARATORS.split(target.rstrip("_")))
-
-
 def _with_inputs(
     step: StepGraph, held: Mapping[str, fx.Node], given: Sequence[Any], counts: Mapping[str, Any]
 ) -> Rewritten:
-    """The graph with parameters and derived weights as inputs.
+    """Turn parameters and derived weights back into inputs.
 
     Args:
-        step: after the passes.
-        held: placeholder by the name of a parameter.
-        given: inputs of Dynamo's graph. Objects that are neither tensors nor sizes stay themselves.
-        counts: for the result.
+        step: the graph after the passes.
+        held: placeholders of parameters by name.
+        given: inputs of Dynamo's graph.
+        counts: see `Rewritten`.
     """
     graph = step.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -310,5 +307,5 @@ def _with_inputs(
 
 
 def _calls(graph: fx.Graph) -> Counter[str]:
-    """Calls of operators, by their names."""
+    """The number of calls of each operator, by name."""
     return Counter(str(node.target) for node in graph.nodes if isinstance(node.target, OpOverload))

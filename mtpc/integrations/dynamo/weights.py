@@ -1,8 +1,8 @@
-"""Packed weights of a module that its owner may change at any time.
+"""Packed copies of a module's parameters, which may change between two calls.
 
-A graph of Dynamo's takes parameters as inputs, so a call may bring other parameters than the one
-before: Dynamo compiles equal submodules once. And a parameter may be updated in place. So each call
-looks up the packed weights of its own parameters, by identity, version counter and address.
+Parameters are inputs of Dynamo's graphs. Two calls may pass different ones, because Dynamo compiles
+equal submodules once; and a parameter may be updated in place. So each call looks up packed weights
+by the identity, version counter and address of the parameters that it passes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, substitute
 
 State: TypeAlias = tuple[int, int]
-"""A parameter's version counter, which every update in place raises, and its address."""
+"""A parameter's version counter, which in-place updates increment, and its address."""
 WeightStore: TypeAlias = weakref.WeakValueDictionary[Recipe, Tensor]
-"""Packed weights that some graph holds, by their recipes over parameters and their states."""
+"""The packed weights of all graphs, by recipe, with parameters named by identity and state."""
 
 
 def state_of(parameter: Tensor) -> State:
@@ -32,7 +32,13 @@ def state_of(parameter: Tensor) -> State:
 
 @dataclass(frozen=True)
 class _Packed:
-    """The derived weights of some parameters, what these were then, and watches of their ends."""
+    """The derived weights of one set of parameters.
+
+    Attributes:
+        states: the parameters' states when they were packed.
+        tensors: the derived weights.
+        watches: weak references that drop this entry when a parameter is freed.
+    """
 
     states: list[State]
     tensors: list[Tensor]
@@ -43,9 +49,9 @@ class CallWeights:
     """The derived weights of a graph, for the parameters of each call.
 
     Args:
-        recipes: of the derived weights, over names of parameters.
-        positions: of these parameters among a call's arguments.
-        store: what other graphs have packed of the same parameters.
+        recipes: recipes of the derived weights; they refer to parameters by name.
+        positions: indices of these parameters among a call's arguments.
+        store: packed weights that graphs of the same parameters share.
     """
 
     def __init__(
@@ -57,25 +63,21 @@ class CallWeights:
         self._packed: dict[tuple[int, ...], _Packed] = {}
 
     def of(self, args: Sequence[Any]) -> list[Tensor]:
-        """The derived weights in order, of what the parameters of a call hold now."""
+        """The derived weights, in order, of the present values of a call's parameters."""
         parameters = [args[i] for i in self._positions]
-        # A parameter that is freed takes its entries with it, so no id here is that of another.
-        packed = self._packed.get(tuple(map(id, parameters)))
-        if packed is None or packed.states != [*map(state_of, parameters)]:
-            packed = self._pack(parameters)
+        # When a parameter is freed its entries are dropped, so an id here is never a reused one.
+        key, states = tuple(map(id, parameters)), [*map(state_of, parameters)]
+        packed = self._packed.get(key)
+        if packed is None or packed.states != states:
+            self._packed.pop(key, None)
+            tensors = self._make_all(dict(zip(self._names, parameters, strict=True)))
+            forget = partial(_forget, weakref.ref(self), key)
+            watches = [weakref.ref(parameter, forget) for parameter in parameters]
+            packed = self._packed.setdefault(key, _Packed(states, tensors, watches))
         return packed.tensors
 
-    def _pack(self, parameters: list[Tensor]) -> _Packed:
-        key = tuple(map(id, parameters))
-        states = [*map(state_of, parameters)]
-        self._packed.pop(key, None)
-        tensors = self._make_all(dict(zip(self._names, parameters, strict=True)))
-        forget = partial(_forget, weakref.ref(self), key)
-        watches = [weakref.ref(parameter, forget) for parameter in parameters]
-        return self._packed.setdefault(key, _Packed(states, tensors, watches))
-
     def _make_all(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        """The derived weights; those that a graph has packed before are shared."""
+        """Make the derived weights, or take them from the store."""
 
         def identity(name: str) -> str:
             return f"{id(parameters[name])} {state_of(parameters[name])}"
@@ -85,7 +87,7 @@ class CallWeights:
 
         maker = GroupedMaker(lambda name, spec: quantised_rows(values(name), spec), fill_packed)
         tensors: list[Tensor] = []
-        # Calls in inference mode would leave tensors that no other call could take.
+        # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for recipe in self._recipes:
                 same = substitute(recipe, identity)
@@ -100,7 +102,7 @@ class CallWeights:
 
 
 def _forget(weights: Callable[[], CallWeights | None], key: tuple[int, ...], _: Any) -> None:
-    """Drop what was packed of parameters of which one has been freed."""
+    """Drop the packed weights of a set of parameters, because one of them has been freed."""
     held = weights()
     if held is not None:
         held._packed.pop(key, None)

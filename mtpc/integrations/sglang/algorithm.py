@@ -42,16 +42,13 @@ class MTPCAlgorithm(CustomSpecAlgo):
 
 
 def check_arguments(server_args: Any) -> None:
-    """Refuse options that one graph of a chain does not support.
+    """Refuse options that `DraftChain` does not support.
 
     Raises:
-        OptionError: the drafts are not a chain, their number is not fixed, or another option is on
-            that the chain does not support.
+        OptionError: the drafts are not a chain of fixed length, or an unsupported option is on.
     """
-    steps, drafts = (
-        server_args.speculative_num_steps,
-        server_args.speculative_num_draft_tokens,
-    )
+    steps = server_args.speculative_num_steps
+    drafts = server_args.speculative_num_draft_tokens
     wrong = None
     if steps is None or server_args.speculative_eagle_topk != 1:
         wrong = f"steps {steps}, topk {server_args.speculative_eagle_topk}"

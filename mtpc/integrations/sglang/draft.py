@@ -24,7 +24,7 @@ _WIDTHS = {
 
 
 def check_served(name: str, config: Any, quant_config: Any) -> None:
-    """Raise an error unless a draft can be served.
+    """Check that a traced draft supports SGLang's configuration.
 
     Args:
         name: name of the draft class.
@@ -36,19 +36,18 @@ def check_served(name: str, config: Any, quant_config: Any) -> None:
             has a sparse attention index.
     """
     parallel = get_parallel()
-    wide = [
+    found = [
         f"{kind} over {getattr(parallel, width)} ranks"
         for width, kind in _WIDTHS.items()
         if getattr(parallel, width) > 1
     ]
-    found = wide[0] if wide else None
-    if found is None and quant_config is not None:
-        found = f"weights quantised by {quant_config.get_name()!r}"
-    if found is None and getattr(config, "index_topk", None):
-        found = "a sparse attention index (index_topk)"
-    if found is not None:
+    if quant_config is not None:
+        found.append(f"weights quantised by {quant_config.get_name()!r}")
+    if getattr(config, "index_topk", None):
+        found.append("a sparse attention index (index_topk)")
+    if found:
         raise UnsupportedModelError(
-            f"mtpc's {name} in SGLang: found {found}; a traced draft runs on one rank with the "
+            f"mtpc's {name} in SGLang: found {found[0]}; a traced draft runs on one rank with the "
             "checkpoint's own weights and full attention. Start SGLang without "
             "SGLANG_EXTERNAL_MODEL_PACKAGE to use its own draft"
         )
@@ -115,7 +114,7 @@ class HostedDraft(nn.Module):
         """
         features = forward_batch.spec_info.hidden_states
         if forward_batch.forward_mode.is_idle():
-            # There are no rows, and no other rank waits for a collective operation of this one.
+            # There are no rows, and on one rank no other rank waits for a collective.
             hidden = features[:0]
         else:
             self.run.forward_batch = forward_batch

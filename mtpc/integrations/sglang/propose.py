@@ -1,4 +1,4 @@
-"""SGLang's draft phase as one replay. The runner replaces SGLang's own draft graph runner."""
+"""Runs SGLang's draft phase as one replay, in place of SGLang's own draft graph runner."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _logger = logging.getLogger(__name__)
 class ProposeRunner:
     """Chains drafts for SGLang's `EagleDraftWorker`, instead of one forward per draft.
 
-    SGLang calls `can_run_graph` and `execute` of the object in its `cuda_graph_runner`. It then
-    prepares no attention metadata. SGLang computes the first draft in its forward over the verified
-    rows.
+    SGLang calls `can_run_graph` and `execute` of its worker's `cuda_graph_runner`, and prepares no
+    attention metadata. It computes the first draft itself, in its forward over the verified rows.
 
     Args:
         worker: SGLang's draft worker, with allocated pools and loaded weights.
@@ -59,7 +58,14 @@ class ProposeRunner:
             ),
             backend,
         )
-        report(self.chain, backend)
+        buckets = ", ".join(map(str, self.chain.plan.buckets))
+        drafts = self.chain.plan.steps
+        _logger.info(
+            "mtpc: %d drafts after the first as one graph on backend %r, for batches up to %s",
+            *(drafts, backend.name, buckets),
+        )
+        for note, count in backend.notes.items():
+            _logger.warning("mtpc: %s (%d)", note, count)
 
     def can_run_graph(self, forward_batch: Any) -> bool:
         """Whether the batch has requests."""
@@ -97,20 +103,8 @@ def choose_backend(device: torch.device) -> Backend:
             f"--speculative-algorithm MTPC runs on {device.type!r}; mtpc has backends for "
             f"{', '.join(names)}: use NEXTN"
         )
-    # The cache has kernels that were built for this device, and measurements on it.
+    # The cache has kernels that were compiled for this device, and its autotuning results.
     return make_backend(names[device.type], store=EntryStore(cache_directory()))
-
-
-def report(chain: DraftChain, backend: Backend) -> None:
-    """Log what was captured, and the backend's notes about fallbacks."""
-    _logger.info(
-        "mtpc: %d drafts after the first as one graph on backend %r, for batches up to %s",
-        chain.plan.steps,
-        backend.name,
-        ", ".join(map(str, chain.plan.buckets)),
-    )
-    for note, count in backend.notes.items():
-        _logger.warning("mtpc: %s (%d)", note, count)
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""transformers' decoding loop over the tokens of an engine.
+"""transformers' decoding loop, with tokens from an mtpc engine.
 
-The rows of a batch advance at different speeds, because their drafts are accepted or rejected
+The rows of a batch advance at different speeds, because each row's drafts are accepted or rejected
 separately. transformers' loop checks criteria, calls the streamer and pads after each token of the
-whole batch. This module does the same in the same order, column by column, as soon as every row has
-its token of the column.
+whole batch. This module does the same in the same order for each column, as soon as every row has
+its token of that column.
 """
 
 from __future__ import annotations

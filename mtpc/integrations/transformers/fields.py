@@ -44,7 +44,6 @@ _BEAMS = "each row decodes one sequence; there are no beams"
 _ASSISTED = "drafts come only from the model's own MTP layers"
 _OF_BEAMS = "concerns beam search, which is refused"
 _OF_ASSISTED = "concerns assisted generation, which is refused"
-_OF_ENCODERS = "concerns encoder-decoder models"
 _FILTERS = "the step supports only temperature, top-k, top-p and min-p"
 _SCORES = "the step does not return all scores; `spec.stream(logprobs=n)` reports the best n"
 _MEMORY = "the step has its own KV cache; transformers' cache stays empty"
@@ -121,7 +120,7 @@ FIELDS: dict[str, Field] = {
     "use_mtp": _irrelevant("the step always uses MTP; `spec_tokens` sets the number of drafts"),
     "early_stopping": _irrelevant(_OF_BEAMS),
     "length_penalty": _irrelevant(_OF_BEAMS),
-    "decoder_start_token_id": _irrelevant(_OF_ENCODERS),
+    "decoder_start_token_id": _irrelevant("concerns encoder-decoder models"),
     "num_assistant_tokens": _irrelevant(_OF_ASSISTED),
     "num_assistant_tokens_schedule": _irrelevant(_OF_ASSISTED),
     "assistant_confidence_threshold": _irrelevant(_OF_ASSISTED),

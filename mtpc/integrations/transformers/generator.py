@@ -23,11 +23,7 @@ from mtpc.engine.request import Request
 from mtpc.errors import OptionError, RequestError
 from mtpc.integrations.transformers.decoding import Columns, decode
 from mtpc.integrations.transformers.fields import check_fields
-from mtpc.integrations.transformers.inputs import (
-    check_model_arguments,
-    padding_lengths,
-    ragged_prompts,
-)
+from mtpc.integrations.transformers.inputs import check_model_arguments, padding_lengths
 from mtpc.integrations.transformers.processors import Wanted, sampling_params
 from mtpc.integrations.transformers.stopping import StopPlan, stop_plan
 from mtpc.layout.progress import Listener
@@ -63,7 +59,8 @@ class Job:
         self.input_ids, self.streamer = input_ids, streamer
         padding = padding_lengths(input_ids, arguments.pop("attention_mask", None))
         check_model_arguments(arguments, padding)
-        self.prompts = ragged_prompts(input_ids, padding)
+        rows = zip(input_ids.tolist(), padding.tolist(), strict=True)
+        self.prompts: list[list[int]] = [row[skip:] for row, skip in rows]
         pad: Tensor | None = getattr(self.config, "_pad_token_tensor", None)
         self.plan: StopPlan = stop_plan(criteria, pad, input_ids.shape[1])
         wanted = Wanted(input_ids.shape[1], padding, self.plan.stop_ids)
@@ -101,7 +98,7 @@ class Generator:
 
         generator = mtpc.transformers.Generator(model, spec_tokens=3)
         model.generate(**inputs, custom_generate=generator)
-        generator.generate(**inputs, streamer=streamer)     # the same, and all arguments arrive
+        generator.generate(**inputs, streamer=streamer)     # The same, with all arguments.
 
     It owns the compiled steps and does not change the model. If the model's weights change in place
     later, make a new Generator: packed copies and pages of the prefix cache keep the old weights.
@@ -274,9 +271,6 @@ def _options_for(job: Job) -> dict[str, Any]:
     return {"batch_buckets": (bucket,), **needs, **limit}
 
 
-_MASKS = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens")
-
-
 def _asks_for_sampling(config: GenerationConfig | None) -> bool:
     """Whether a model's own generation config asks for more than plain greedy decoding."""
     if config is None:
@@ -284,7 +278,8 @@ def _asks_for_sampling(config: GenerationConfig | None) -> bool:
     if config.do_sample or config.repetition_penalty not in (None, 1):
         return True
     # Fields that mask or bias tokens. transformers makes no processor of empty values or 0.
-    return any(bool(getattr(config, name, None)) for name in _MASKS)
+    masks = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens")
+    return any(bool(getattr(config, name, None)) for name in masks)
 
 
 def _check_same_model(spec: SpecModel, model: PreTrainedModel) -> None:

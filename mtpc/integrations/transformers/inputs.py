@@ -1,4 +1,4 @@
-"""Checks the arguments that transformers prepares for a decoding loop, and strips padding."""
+"""Checks the arguments that transformers prepares for a decoding loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OF_THE_HOST = (
     "output_attentions",
     "output_hidden_states",
 )
-"""Model arguments that only concern transformers' own forward. `fields` decides which values of
-the generation config are refused."""
+"""Model arguments that only concern transformers' own forward. `fields.py` checks the generation
+config."""
 
 CACHES = ("cache", "past_key_values")
 """The KV cache: its name since transformers 5.24, and its name before."""
@@ -96,9 +96,3 @@ def _check_positions(positions: Tensor, padding: Tensor) -> None:
             "position_ids are not those of the tokens in order; mtpc numbers each row from 0: "
             "leave them out"
         )
-
-
-def ragged_prompts(input_ids: Tensor, padding: Tensor) -> list[list[int]]:
-    """The ids of each row without its padding."""
-    rows = input_ids.tolist()
-    return [row[skip:] for row, skip in zip(rows, padding.tolist(), strict=True)]

@@ -21,7 +21,7 @@ from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
 
 MASK, BIAS, REPETITION, TEMPERATURE, TOP_K, TOP_P, MIN_P, NORMALISED = range(8)
-"""Stages, in the step's order. The order of masks and the stages before the filters is free."""
+"""Stages, in the step's order. A mask may come at any place before the first filter (`TOP_K`)."""
 
 
 @dataclass
@@ -158,7 +158,13 @@ def sampling_params(
     """
     stage = MASK
     for processor in processors:
-        own, read = _reader(processor)
+        if type(processor) not in READERS:
+            known = ", ".join(sorted(kind.__name__ for kind in READERS))
+            raise RequestError(
+                f"the logits processor {type(processor).__name__} cannot run inside the step; "
+                f"expected one of: {known}"
+            )
+        own, read = READERS[type(processor)]
         is_late = stage >= TOP_K if own == MASK else own <= stage
         if is_late:
             raise RequestError(
@@ -184,16 +190,6 @@ def sampling_params(
         return SamplingParams(**params)
     except RequestError as error:
         raise RequestError(f"{error} (sequence_bias is logit_bias here)") from None
-
-
-def _reader(processor: Any) -> tuple[int, Callable[[Any, Wanted], None]]:
-    if type(processor) not in READERS:
-        known = ", ".join(sorted(kind.__name__ for kind in READERS))
-        raise RequestError(
-            f"the logits processor {type(processor).__name__} cannot run inside the step; "
-            f"expected one of: {known}"
-        )
-    return READERS[type(processor)]
 
 
 def _name_of(stage: int) -> str:

@@ -24,7 +24,7 @@ from mtpc.integrations.vllm.layers import VllmLayers
 
 @dataclass(frozen=True)
 class HostRules:
-    """How vLLM's own draft class of an architecture works, where that changes only the drafts.
+    """How vLLM's own draft class of an architecture works. These rules change only drafts.
 
     Attributes:
         architecture: the target's architecture.
@@ -139,17 +139,17 @@ class TracedMTP(nn.Module):
         return (features, features) if self.rules.returns_pair else features
 
     def _compile(self, *rows: Tensor) -> None:
-        """Have torch.compile compile the graphs, before requests wait for it if that is possible.
+        """Compile the graphs with torch.compile, if possible before the first request.
 
-        vLLM's first forward is a run without requests, to find out how much memory one takes.
+        vLLM's first forward is a run without requests, which measures the memory of a forward.
         """
         self._to_compile = False
         context = get_forward_context()
         is_trial = context.attn_metadata is None and context.dp_metadata is None
         for draft in self.drafts:
             draft.graph.compile(dynamic=True)
-            # torch compiles one row by itself, and any other number together. It would tie the
-            # number to the size of vLLM's buffers, if the first one was equal to it.
+            # torch compiles one graph for a single row, and one for all other numbers of rows. The
+            # sample has few rows: a number equal to a size of vLLM's buffers would be tied to it.
             for count in (3, 1):
                 if is_trial and len(rows[0]) > count:
                     draft.graph(*(tensor[:count] for tensor in rows))
@@ -204,8 +204,8 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 def read_fields(vllm_config: VllmConfig) -> dict[str, Any]:
     """Read the stored config.json, and apply the user's overrides.
 
-    vLLM's own config objects do not serve here: vLLM rewrites those of drafts, and changes rotary
-    parameters of those of targets in place.
+    vLLM's own config objects cannot be used: vLLM rewrites those of drafts, and changes rotary
+    parameters in those of targets.
 
     Raises:
         UnsupportedModelError: the overrides are a function, which takes vLLM's config object.

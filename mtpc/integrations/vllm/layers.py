@@ -30,7 +30,7 @@ class VllmLayers:
     Args:
         vllm_config: vLLM's config for the draft.
         quantises_joint: whether vLLM's own class of the architecture quantises the projection of
-            embedding and hidden state. Others keep it as it is, whatever the config says.
+            embedding and hidden state. Other classes never quantise it.
     """
 
     def __init__(self, vllm_config: VllmConfig, quantises_joint: bool):
@@ -101,7 +101,7 @@ class VllmLayers:
         return {name}
 
     def parameters(self, module: nn.Module) -> set[str]:
-        """See `HostLayers.parameters`. vLLM computes orders of groups itself, if none is stored."""
+        """See `HostLayers.parameters`. `g_idx` may be absent; vLLM then computes it."""
         if isinstance(module, RoutedExperts):
             module = module.fused
         return {name for name, _ in module.named_parameters() if "g_idx" not in name}
@@ -116,7 +116,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids int64 [T, k], weights [T, k] -> [T, H]."""
-        # vLLM hands one tensor per row to its routers. Ids below 2^24 are exact in float32.
+        # vLLM passes one tensor to its routing function. Ids below 2^24 are exact in float32.
         packed = torch.cat([weights.float(), ids.float()], -1)
         return self.fused(x, packed)
 

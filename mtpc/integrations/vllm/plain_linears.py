@@ -1,7 +1,7 @@
-"""Linear layers of vLLM's CPU build as torch's, so that a compilation backend sees their weights.
+"""Makes vLLM's CPU build call `F.linear`, so that a compilation backend sees the weights.
 
-vLLM's own method packs each weight into an object of oneDNN's and frees the parameter. Dynamo's
-graph then holds calls of a vLLM operator without weights, and mtpc's passes find nothing in it.
+vLLM's own method packs each weight into a oneDNN object and frees the parameter. Dynamo's graph
+then calls a vLLM operator without weights, and mtpc's passes find no linear layer in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     """Keeps a layer's weight as it was loaded."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: mtpc packs what the compiled graph reads."""
+        """Do nothing: mtpc packs the weights that the compiled graph reads."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
@@ -28,7 +28,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 class PlainLinears(QuantizationConfig):
-    """The value "mtpc" of vLLM's option `quantization`: rounds nothing."""
+    """The value "mtpc" of vLLM's option `quantization`. It quantises nothing."""
 
     def get_name(self) -> str:
         return "mtpc"
@@ -49,5 +49,5 @@ class PlainLinears(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of linear layers; None, vLLM's own, of heads, embeddings and experts."""
+        """The method of linear layers. None for other layers, which keep vLLM's own method."""
         return PlainLinearMethod() if isinstance(layer, LinearBase) else None
