@@ -160,7 +160,8 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if not serving.done() and not faults:
-            ready(Running(*listener.getsockname()[:2], service, loop, stop_from_any_thread))
+            host, port = listener.getsockname()[:2]
+            ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
         lost = asyncio.create_task(_lost_rank(service.engine))
         await asyncio.wait({stopped, lost, serving}, return_when=asyncio.FIRST_COMPLETED)
