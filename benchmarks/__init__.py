@@ -1,6 +1,6 @@
-"""Measurements of mtpc beside its peers; run as `python -m benchmarks.decode`."""
+"""Benchmarks of mtpc and of other engines; run as `python -m benchmarks.decode`."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-"""The repository: where processes that benchmarks start find the package `benchmarks`."""
+"""The repository, from which child processes import the package `benchmarks`."""

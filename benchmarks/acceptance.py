@@ -1,16 +1,16 @@
-"""From which acceptance a number of drafts pays, on this machine: acceptance is dictated.
+"""From which acceptance rate K drafts pay on this machine, at synthetic acceptance.
 
     python -m benchmarks.acceptance --out RESULTS.json
     python -m benchmarks.acceptance --quantize int4-g32 --vllm-python FILE --llama-bench DIRECTORY
     python -m benchmarks.plot_acceptance RESULTS.json PICTURE.png
 
-The weights are random. The engine accepts each draft with a given probability, whatever it is
-(`synthetic_acceptance_rates`), at the full cost of a step; K = 0 decodes plainly beside it. The
-speed-up over K = 0 says from which acceptance K pays.
+The weights are random. The engine accepts each draft with a given probability, whatever the draft
+is (`synthetic_acceptance_rates`), and a step has its full cost. The speed-up over K = 0 shows from
+which acceptance K pays.
 
-Peers run beside it: vLLM, whose CPU build refuses synthetic acceptance, so that its rows are those
-of random weights; and llama.cpp, which decodes this model plainly. One process of a peer lives at a
-time, and mtpc's models are freed before the first one starts.
+Other engines can be measured, too: vLLM, whose CPU build refuses synthetic acceptance, so that its
+rows have the acceptance of random weights; and llama.cpp, which decodes this model without drafts.
+One process of another engine runs at a time, after mtpc's models are freed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class SyntheticDecoder(MtpcDecoder):
     """A model that accepts each draft with one probability.
 
     Args:
-        decoder: whose model it shares.
-        probability: of a draft to be accepted, given that all before it are.
+        decoder: the decoder whose model it shares.
+        probability: the probability that a draft is accepted if all drafts before it are.
     """
 
     def __init__(self, decoder: MtpcDecoder, probability: float):
@@ -83,18 +83,18 @@ class Row:
     """One K, batch and acceptance: medians over samples.
 
     Attributes:
-        engine: "mtpc", with a scheme if it runs on a quantised copy, or a peer.
+        engine: "mtpc", with the scheme of a quantised copy, or another engine.
         spec_tokens: K.
-        batch: requests at a time.
-        synthetic_acceptance: the probability; None where nothing is dictated.
-        tokens_per_step: of one request, by this probability; else what was emitted.
-        ms_per_step: measured.
-        accepted: share of the drafts that the samples' own draws accepted.
-        samples: kept.
-        discarded: dropped, for others used the CPU.
-        disturbed: whether all were, so that none was dropped.
-        taken: every sample.
-        bandwidth_gb_s: around the samples; None in records that do not say.
+        batch: number of requests.
+        synthetic_acceptance: the probability; None without synthetic acceptance.
+        tokens_per_step: tokens of one request, expected at this probability, or else measured.
+        ms_per_step: milliseconds per step.
+        accepted: share of the drafts that were accepted in the samples.
+        samples: number of samples that are kept.
+        discarded: number of samples that were dropped, because other processes used the CPU.
+        disturbed: whether all samples were disturbed, so that none was dropped.
+        taken: all samples.
+        bandwidth_gb_s: memory bandwidth before and after the samples; None in older records.
     """
 
     engine: str
@@ -112,7 +112,7 @@ class Row:
 
     @property
     def case(self) -> tuple[str, int, int]:
-        """What rows of several acceptances share."""
+        """The key of rows that differ only in acceptance."""
         return self.engine, self.spec_tokens, self.batch
 
     @property
@@ -121,7 +121,7 @@ class Row:
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case that has been sampled."""
+    """The row of a sampled case."""
     decoder, found = case.decoder, summarise_case(case, max_foreign)
     rates = decoder.rates if isinstance(decoder, SyntheticDecoder) else None
     emitted = 1 + decoder.spec_tokens * (found.acceptance_rate or 0.0)
@@ -145,9 +145,9 @@ def over_plain(rows: Sequence[Row], row: Row) -> float:
 
 
 def pays_from(rows: Sequence[Row], row: Row) -> float | None:
-    """The acceptance at which a row's K and batch are as fast as K = 0; None: at no measured one.
+    """The acceptance from which a row's K is as fast as K = 0 at its batch, or None.
 
-    Between two measured acceptances the speed-up is taken as a straight line.
+    Between two measured acceptances the speed-up is interpolated linearly.
     """
     line = sorted(
         (r.synthetic_acceptance or 0.0, over_plain(rows, r)) for r in rows if r.case == row.case
@@ -184,7 +184,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def share(start: float | None) -> str:
-    """From which acceptance K pays, in words."""
+    """The cell "pays from"."""
     return "never" if start is None else f"{start:.0%}"
 
 
@@ -199,9 +199,9 @@ def table(record: Record) -> Table:
 
 
 def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[list[Decoder]]:
-    """What is sampled in turns, on one set of weights: each scheme of mtpc, each peer's process.
+    """The groups of decoders that are sampled in rounds, each on one set of weights.
 
-    A group is made when the one before it has been closed.
+    A group is made after the previous one is closed. Each other engine is a group of its own.
     """
     directory = workdir / "random"
     tell(f"write {directory}")
@@ -248,7 +248,7 @@ def _measure(
     probe: BandwidthProbe,
     tell: Tell,
 ) -> list[Row]:
-    """The rows of a group, whose processes end with it."""
+    """Measure the rows of a group, and end its processes."""
     with ExitStack() as closing:
         for decoder in group:
             closing.callback(decoder.close)

@@ -1,4 +1,4 @@
-"""Right answers of a checkpoint: transformers, and mtpc plain and quantised, for each K.
+"""Right answers of a checkpoint with transformers and with mtpc, plain and quantised, for each K.
 
     python examples/train_addition_model.py --out addition
     python -m benchmarks.accuracy addition --task addition/held-out.jsonl --out RESULTS.json
@@ -36,7 +36,7 @@ def table(record: Record) -> Table:
 
 
 def engines(args: argparse.Namespace, tell: Any) -> Iterator[AnsweringEngine]:
-    """transformers first, then mtpc by backend, scheme, dtype of pages and K."""
+    """transformers, then mtpc for each backend, scheme, KV cache dtype and K."""
     yield TransformersEngine(args.checkpoint, None, None)
     schemes, kinds = (None, *args.schemes), args.kv_cache_dtypes
     for backend, scheme, kind, k in product(args.backends, schemes, kinds, args.spec_tokens):
@@ -50,7 +50,7 @@ def engines(args: argparse.Namespace, tell: Any) -> Iterator[AnsweringEngine]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code. It is 1 where K changed a text."""
+    """Run the benchmark; returns the exit code. It is 1 if K changed a text."""
     args = _parse(argv)
     tell = command.begin(args)
     questions = read_task(args.task, args.limit)

@@ -4,8 +4,8 @@
     python -m benchmarks.compile --vllm-python VENV/bin/python   # and vLLM's cold start beside them
     python -m benchmarks.compile --layers 7 28 --large    # two rows, and one start
 
-Every row is a process of its own, on a cache that holds the C++ kernels and no step. A build reads
-headers alone, so models are built that this machine could not hold. The last rows start a model
+Every row is one process, with a cache that has the C++ kernels and no step. A build reads only
+headers, so it also works for models that do not fit into this machine. The last rows start a model
 with weights, from the start of a process to its first token.
 """
 
@@ -51,7 +51,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"sampling": True},
     {"quantize": "int4-g32"},
 )
-"""What each row of the second group changes."""
+"""The options of the rows that differ in one option."""
 STAGES = ("trace", "rewrite", "lower")
 COLUMNS = ("what", "model", "layers", "options", "steps", "seconds", *STAGES, "other", "peak MiB",
            "weights MiB", "cache MiB", "others' CPU")  # fmt: skip
@@ -70,15 +70,15 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Case:
-    """What one process does.
+    """The work of one process.
 
     Attributes:
         what: "kernels", "build" or "start".
         model: family and shape, for the table.
         directory: the checkpoint.
-        layers: of the target.
-        options: of `mtpc.compile`.
-        changed: the option that this row is about, for the table.
+        layers: layers of the target.
+        options: options of `mtpc.compile`.
+        changed: the option that differs in this row, for the table.
     """
 
     what: str
@@ -119,7 +119,7 @@ def table(record: Record) -> Table:
 
 
 def _cases(args: argparse.Namespace, workdir: Path) -> list[Case]:
-    """All rows but vLLM's; their checkpoints are written."""
+    """Write the checkpoints, and return the cases of all rows except vLLM's."""
     base = dict(spec_tokens=3, batch_buckets=args.buckets, max_len=args.max_len)
     shape, name = SHAPES[args.shape], f"mimo {args.shape}"
 
@@ -150,7 +150,7 @@ def _cases(args: argparse.Namespace, workdir: Path) -> list[Case]:
 
 
 def _full(args: argparse.Namespace, workdir: Path) -> Path:
-    """The checkpoint with weights; where `benchmarks.startup` has it, which writes its own."""
+    """The checkpoint with weights, at the place where `benchmarks.startup` writes it."""
     directory = workdir / f"mimo-{args.shape}"
     if not directory.is_dir():
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
@@ -158,12 +158,12 @@ def _full(args: argparse.Namespace, workdir: Path) -> Path:
 
 
 def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
-    """A row: what one process does on a cache with kernels alone.
+    """Measure a row: one process with a cache that has only kernels.
 
     Args:
-        case: what to do.
-        cache: the directory of its cache, which is made anew.
-        kernels: a cache that holds the kernels, and nothing else.
+        case: the work.
+        cache: the directory of its cache, which is replaced.
+        kernels: a cache with only the kernels.
     """
     shutil.rmtree(cache, ignore_errors=True)
     if case.what != "kernels":
@@ -199,7 +199,7 @@ def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
 
 
 class _Peak(threading.Thread):
-    """The most that a process and its children hold, looked at from time to time."""
+    """Samples the memory of a process and its children, and keeps the maximum."""
 
     def __init__(self, pid: int):
         super().__init__(daemon=True)
@@ -218,7 +218,7 @@ class _Peak(threading.Thread):
 
 
 def _work(job: dict[str, Any]) -> dict[str, Any]:
-    """What one process does, and the stages of what it built."""
+    """Do the work of one process; returns the stages of its build."""
     if job["what"] == "start":
         return _start(job)
     from mtpc.backends.cpu_kernels import build_kernels
@@ -251,7 +251,7 @@ def _start(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vllm(args: argparse.Namespace, workdir: Path) -> dict[str, Any]:
-    """vLLM's cold start on the same weights, as `benchmarks.startup` takes it."""
+    """vLLM's cold start on the same weights, measured as in `benchmarks.startup`."""
     words = ["--shape", args.shape, "--workloads", "random", "--engines", "vllm", "--max-len",
              str(args.max_len), "--vllm-python", str(args.vllm_python)]  # fmt: skip
     asked = startup.parse(words)
@@ -269,7 +269,7 @@ def _vllm(args: argparse.Namespace, workdir: Path) -> dict[str, Any]:
 
 
 def _growth(record: Record) -> list[str]:
-    """What a layer more costs, by the first and the last row that differ in layers alone."""
+    """The cost of one more layer, from the first and the last row that differ only in layers."""
     rows = [row for row in record["rows"] if row["what"] == "build" and not row["changed"]]
     if len(rows) < 2:
         return []

@@ -1,16 +1,15 @@
-"""Milliseconds per decode step at long contexts, beside the time that reading weights and KV takes.
+"""Milliseconds per decode step at long contexts, and the time to read weights and KV.
 
     python -m benchmarks.context                     # the 0.5B shape, K = 0 and 3, batches 1 and 4
     python -m benchmarks.context --vllm-python VENV/bin/python --llama-bench DIRECTORY
     python -m benchmarks.context --kv-cache-dtypes auto int8 fp8 --spec-tokens 0 --batches 1
     python -m benchmarks.context --shape tiny --backend eager --contexts 64 128
 
-No prompt is computed for mtpc. Its pool holds random KV, and the prefix index is told that the
-pages of each prompt are in it. From there on the engine does what it always does: it shares these
-pages, computes the rest of the prompt, and decodes. A step's time does not depend on what KV holds.
-vLLM computes its prompts once, and reuses them. llama.cpp computes them for each sample. Peers
-follow mtpc, one after the other, each in a process of its own. Samples are taken as in
-`benchmarks.decode`.
+For mtpc no prompt is computed. Its pool has random KV, and the prefix index has an entry for each
+page of each prompt. So the engine reuses these pages, computes the rest of the prompt, and decodes.
+A step's time does not depend on the values of KV. vLLM computes its prompts once, and reuses them.
+llama.cpp computes them for each sample. The other engines run after mtpc, one after the other, each
+in its own process. Samples are taken as in `benchmarks.decode`.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ NOTES = (
     SAMPLES_NOTE,
 )
 ENGINES = {name: f"mtpc, {name} KV" for name in KV_CACHE_DTYPES} | {KV_CACHE_DTYPES[0]: "mtpc"}
-"""Names of mtpc's rows, by what its pages hold."""
+"""Names of mtpc's rows by KV cache dtype."""
 PREFILL_CHUNK = 64
 """Rows of a prefill step, which computes the last page of a prompt."""
 
 RANDOM_PAGES = 64
 HEADROOM = 64
-"""Tokens by which max_len exceeds what is decoded: a few pages, so that none of a prompt's goes."""
+"""Tokens by which max_len exceeds a text: a few pages, so that no prompt page is evicted."""
 
 
 class ContextDecoder(MtpcDecoder):
@@ -75,7 +74,7 @@ class ContextDecoder(MtpcDecoder):
                 _fill(program.shared[name])
 
     def pretend(self, prompts: Prompts) -> None:
-        """Let the prefix index know the full pages of these prompts, and no others."""
+        """Add the full pages of these prompts to an empty prefix index."""
         engine = self.model.engine
         engine.reset_prefix_cache()
         prefixes = engine.scheduler.prefixes
@@ -89,7 +88,7 @@ class ContextDecoder(MtpcDecoder):
 
 
 def _fill(pages: torch.Tensor) -> None:
-    """Random numbers, the same ones every few pages: making gigabytes of them takes minutes."""
+    """Fill a pool with random numbers that repeat every few pages; more would take minutes."""
     some = torch.randn(pages[:RANDOM_PAGES].shape)
     some = (10 * some if pages.dtype == torch.int8 else some).to(pages.dtype)
     for part in pages.split(RANDOM_PAGES):
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _groups(
     checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
 ) -> Iterator[Sequence[Decoder]]:
-    """Decoders that take turns: mtpc's, then each peer alone. A group ends before the next."""
+    """The groups of decoders that are sampled in rounds: mtpc's, then each other engine."""
     yield list(_decoders(checkpoint, args, tell))
     for peer in _peers(checkpoint, args, tell):
         yield [peer]
@@ -190,7 +189,7 @@ def _measure(
 
 
 def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc") -> int:
-    """Bytes of KV that a step of an engine reads of one request: bfloat16, or codes and scales."""
+    """Bytes of KV that a step reads for one request: bfloat16, or codes and scales."""
     head_dim = shape.hidden_size // shape.num_attention_heads
     is_coded = engine in ENGINES.values() and engine != ENGINES["auto"]
     row = 2 * shape.num_key_value_heads * (head_dim + 4 if is_coded else 2 * head_dim)
@@ -213,8 +212,8 @@ def cells(rows: Sequence[tuple[int, Row]], shape: Shape) -> list[list[str]]:
     """The table's body.
 
     Args:
-        rows: context and what was measured there, contexts of an engine, K and batch in order.
-        shape: of the model.
+        rows: pairs of a context and its row, ordered by context for each engine, K and batch.
+        shape: the model's sizes.
     """
     by_key = {_key(context, row): row for context, row in rows}
     body, first = list[list[str]](), rows[0][1]

@@ -1,17 +1,16 @@
-"""Milliseconds per decode step and tokens per second: mtpc beside its peers, in one run.
+"""Milliseconds per decode step and tokens per second of mtpc and other engines, in one run.
 
     python -m benchmarks.decode                      # the 0.5B shape, batches 1 4 8, K = 0..3
     python -m benchmarks.decode --vllm-python VENV/bin/python
     python -m benchmarks.decode --quantize int4-g32 int8 --llama-bench DIRECTORY --no-peers
     python -m benchmarks.decode --shape tiny --backend eager --batches 1 2 --spec-tokens 0 1
 
-Per workload (a model with random or accepting weights) one set of weights is loaded, every engine
-and every K is built on it, and their samples are taken in turns; then all of it is freed before
-the next. GLM-4 is there for `generate(use_mtp=True)`, which transformers has for no dense model:
-mtpc runs on that very checkpoint too, and batch 1 is all that transformers drafts for. Shapes with
-experts, and with latent attention, run on demand: `--workloads glm4-moe-random deepseek-random`;
-so does the model that ships with mtpc, `--workloads demo`, whose drafts text decides upon.
-llama.cpp decodes dense MiMo plainly: its K is 0. For Qwen3.5 it drafts, as llama-server, each K:
+For each workload (a model with random or accepting weights) one set of weights is loaded, every
+engine and every K runs on it, and samples are taken in rounds. Then everything is freed before the
+next workload. GLM-4 is there for transformers' `generate(use_mtp=True)`, which drafts at batch 1.
+Shapes with experts or latent attention run on demand: `--workloads glm4-moe-random
+deepseek-random`. So does the demo model, `--workloads demo`, whose acceptance depends on the text.
+llama.cpp decodes dense MiMo without drafts (K = 0). For Qwen3.5, llama-server drafts with each K:
 `--workloads qwen3_5-accepting --quantize int4-g32 --llama-bench DIRECTORY --no-peers --no-int8`.
 """
 
@@ -55,11 +54,11 @@ from mtpc.layout.progress import Progress
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
 QUANTISED = "mtpc "
-"""With a scheme: mtpc on a checkpoint in that scheme's format."""
+"""The engine's name, before the scheme, for a checkpoint quantised with that scheme."""
 LONG_STAGES = ("trace model", "lower")
-"""Stages of compilation worth a line."""
+"""Stages of compilation that are reported."""
 FEWEST_NEW_TOKENS = 8
-"""The first and the last steps are not timed; some must remain."""
+"""The fewest new tokens: the first and the last steps are not timed."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Workload:
 
     Attributes:
         model: family name.
-        weights: "random", "accepting", or "demo": those that ship with mtpc, and text as prompts.
-        is_peer: it exists for the peers' sake: transformers drafts here, one token, at batch 1.
-        shapes: its sizes by name.
+        weights: "random", "accepting", or "demo": the demo model, with text as prompts.
+        is_peer: whether it is for comparing with transformers' drafts (K = 1, batch 1).
+        shapes: the model's sizes by name.
     """
 
     model: str
@@ -79,7 +78,7 @@ class Workload:
     shapes: Mapping[str, Shape] = field(default_factory=lambda: SHAPES)
 
     def spec_tokens(self, asked: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of drafts to run of those asked for."""
+        """The requested values of K that this workload runs."""
         return tuple(k for k in asked if k <= 1) if self.is_peer else tuple(asked)
 
 
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
             record = new_record("decode", args, {"rows": [asdict(row) for row in rows]})
-            # After each workload: an interrupt costs only what it interrupts.
+            # After each workload, so that an interrupt loses only the running workload.
             write_results(args, record, table(record))
             gc.collect()
     tell("done")
@@ -123,7 +122,7 @@ def _measure(
     probe: BandwidthProbe,
     tell: Tell,
 ) -> list[Row]:
-    """All rows of one workload; nothing it loads outlives the call."""
+    """Measure all rows of one workload. Everything is freed afterwards."""
     plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
     checkpoint, prompts = _prepare(workload, directory, plan, args, tell)
     with ExitStack() as closing:
@@ -148,7 +147,7 @@ def _measure(
 
 
 def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
-    """What a decoder's step reads."""
+    """The bytes that a step of a decoder reads."""
     if isinstance(decoder, LlamaDecoder | ServerDecoder):
         return decoder.step_bytes(checkpoint.embedding_bytes)
     scheme = decoder.engine.removeprefix(QUANTISED)
@@ -174,14 +173,14 @@ def _prepare(
 def _decoders(
     workload: Workload, checkpoint: Checkpoint, workdir: Path, args: argparse.Namespace, tell: Tell
 ) -> Iterator[Decoder]:
-    """Every engine and K on one set of weights, which mtpc shares and does not change.
+    """Make a decoder for every engine and K, on one set of weights.
 
     Args:
-        workload: which.
+        workload: the workload.
         checkpoint: its weights.
-        workdir: where quantised checkpoints go, and vLLM's caches and logs.
-        args: the command line's.
-        tell: hears what is being done.
+        workdir: directory for quantised checkpoints, and for vLLM's caches and logs.
+        args: the command line.
+        tell: receives lines of progress.
     """
     target = checkpoint.load_target()
     numbers = workload.spec_tokens(args.spec_tokens)
@@ -208,7 +207,7 @@ def _decoders(
 
 
 def _dictated(args: argparse.Namespace) -> str:
-    """What the rows' weights say of synthetic acceptance."""
+    """The synthetic acceptance that the rows' weights stand for, for the table."""
     length = args.synthetic_acceptance_length
     return "" if length is None else f", synthetic {length}"
 
@@ -220,7 +219,7 @@ def _compile(
     tell: Tell,
     engine: str = "mtpc",
 ) -> MtpcDecoder:
-    """One captured program: decode steps for the batches asked for, and one for prefill."""
+    """Compile a model: decode steps for the requested batches, and a prefill step."""
     enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
 
     def listen(progress: Progress) -> None:

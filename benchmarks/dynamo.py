@@ -1,11 +1,11 @@
-"""A model's forward by torch.compile: eager, Inductor, and mtpc as the backend, in turns.
+"""A model's forward with torch.compile: eager, Inductor, and the backend mtpc, sampled in rounds.
 
     python -m benchmarks.dynamo              # the 0.5B shape: a prompt of 512, and decode rows
     python -m benchmarks.dynamo --shape tiny --repeats 1
 
 transformers' Qwen2 in bfloat16, random weights. "prefill" is one forward of a prompt without a
-cache, of whose logits the last row is asked for. "decode" is the forward of one more token of each
-request over transformers' StaticCache, which holds the prompts.
+cache, with logits of the last row only. "decode" is a forward of one token of each request, with
+the prompts in transformers' StaticCache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "Inductor": {"backend": "inductor"},
     "mtpc": {"backend": "mtpc", "options": {"fallback": "error"}},
 }
-"""By their names in the table: what torch.compile gets; None is not compiled."""
+"""Name in the table -> torch.compile's backend; None does not compile."""
 COLUMNS = ("forward", "batch", "engine", "ms", "over Inductor", "first call, s", "samples")
 NOTES = (
     "ms: of one forward; medians. over Inductor: its time over the engine's; above 1 is faster.",
@@ -48,7 +48,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Sample:
-    """Milliseconds of a forward, and others' share of the CPU."""
+    """Milliseconds of a forward, and the share of the CPU that other processes used."""
 
     ms: float
     foreign_share: float
@@ -56,16 +56,16 @@ class Sample:
 
 @dataclass
 class Case(Sampled[Sample]):
-    """One row to be.
+    """A row and its samples so far.
 
     Attributes:
         forward: "prefill" or "decode".
         batch: requests.
         engine: a name of `ENGINES`.
-        run: one forward.
-        calls: forwards of a sample.
+        run: runs one forward.
+        calls: forwards per sample.
         first_s: seconds of the first forward.
-        samples: all that were taken.
+        samples: all samples.
     """
 
     forward: str
@@ -82,7 +82,7 @@ class Case(Sampled[Sample]):
 
 @dataclass(frozen=True)
 class Row:
-    """What the samples of a case say."""
+    """The figures of a case."""
 
     forward: str
     batch: int
@@ -96,7 +96,7 @@ class Row:
 
 
 def cases(model: Any, args: argparse.Namespace) -> Iterator[Case]:
-    """Every forward by every engine."""
+    """Each forward with each engine."""
     vocab = model.config.vocab_size
     for engine, options in ENGINES.items():
         called = model if options is None else torch.compile(model, dynamic=False, **options)
@@ -113,14 +113,14 @@ def _prefill(called: Any, prompt: torch.Tensor) -> Callable[[], Any]:
 
 
 def _decode(model: Any, called: Any, prompts: torch.Tensor, room: int) -> Callable[[], Any]:
-    """One more token of each prompt, over a cache with room for that many more."""
+    """A forward of one token after each prompt, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + room)
     model(prompts, logits_to_keep=1, **{CACHE: cache})
     return lambda: called(prompts[:, -1:], **{CACHE: cache}).logits
 
 
 def sample_in_turns(wanted: Sequence[Case], args: argparse.Namespace, tell: Tell) -> None:
-    """Fill the cases' samples, one of each a round, until every case has enough."""
+    """Sample the cases in rounds, until every case has enough samples."""
     for case in wanted:
         start = time.perf_counter()
         case.run()
@@ -139,14 +139,14 @@ def sample_in_turns(wanted: Sequence[Case], args: argparse.Namespace, tell: Tell
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case that has been sampled."""
+    """The row of a sampled case."""
     ms = median(sample.ms for sample in case.kept(max_foreign))
     counts = case.counts(max_foreign)
     return Row(case.forward, case.batch, case.engine, ms, case.first_s, **counts)
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
+    """The cells of the table."""
     inductor = {(row.forward, row.batch): row.ms for row in rows if row.engine == "Inductor"}
     return [
         [

@@ -1,15 +1,15 @@
-"""What is shown for each family of models, by the test behind each cell.
+"""A table of what the tests show for each family of models.
 
-    python -m benchmarks.families                              # the tests alone, some minutes
+    python -m benchmarks.families                              # only the tests, some minutes
     python -m benchmarks.families --vllm-python VENV/bin/python     # and vLLM, same checkpoints
     python -m benchmarks.families --sglang-python VENV/bin/python   # and SGLang
-    python -m benchmarks.families ... --resume RECORD...        # what these records lack
-    python -m benchmarks.families ... --resume RECORD --families mimo   # these anew
+    python -m benchmarks.families ... --resume RECORD...        # only what these records lack
+    python -m benchmarks.families ... --resume RECORD --families mimo   # measures mimo again
 
-A cell says "yes" where the test behind it passed, "no" where it failed, and "-" where there is no
-such test. A server's cell says "refused" where the server does not run the family on a CPU, and
-"not run" where no run of that server is in the record. The record is written after each family; a
-part of it that another commit made is named below the table.
+Each cell has a test. It says "yes" if the test passed, "no" if it failed, and "-" if there is no
+such test. A server's cell says "refused" if the server does not run the family on a CPU, and "not
+run" if the record has no run of that server. The record is written after each family. Parts that
+another commit measured are named below the table.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
 }
-"""Column -> the test of a family, below tests/, and those with other names."""
+"""Column -> the name of a family's test below tests/, and tests with other names."""
 SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
-"""Server -> its column. `tests/peers/SERVER_agreement.py` is behind each cell."""
+"""Server -> its column. `tests/peers/SERVER_agreement.py` fills its cells."""
 WITHOUT_PEERS = {
     "vllm": ("glm4v_moe", "gemma4", "gemma4_unified", "qwen2"),
     "sglang": ("glm4v_moe", "gemma4", "gemma4_unified", "llama", "qwen2", "qwen3"),
 }
-"""Server -> the families of which its program in tests/peers makes no checkpoint."""
+"""Server -> the families for which its program in tests/peers makes no checkpoint."""
 SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}
 """Server -> the K of its runs."""
 COLUMNS = ("family", *TESTS, *SERVERS.values())
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take(into: dict[str, Any], row: dict[str, Any]) -> None:
-    """Take over the parts that a row of another record has."""
+    """Copy the parts of a row that another record has."""
     for part in row["commits"]:
         into["commits"][part] = row["commits"][part]
         into[part] = row[part]
@@ -171,14 +171,14 @@ def _take(into: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def _keep(args: argparse.Namespace, rows: dict[str, Any]) -> Table:
-    """Write what there is so far."""
+    """Write the record so far."""
     record = new_record("families", args, {"rows": list(rows.values())})
     write_results(args, record, table(record))
     return table(record)
 
 
 def _test(rows: list[dict[str, Any]], tell: Tell) -> None:
-    """Put into each family's row its tests by column, and whether they passed."""
+    """Run the tests, and add their results to the rows of the families."""
     known = _collected() if rows else set()
     for row in rows:
         named = {column: test_of(row["family"], column) for column in TESTS}
@@ -191,7 +191,7 @@ def _test(rows: list[dict[str, Any]], tell: Tell) -> None:
 
 
 def test_of(family: str, column: str) -> str:
-    """The test behind a cell, whether there is one of that name or not."""
+    """The name of a cell's test, which may not exist."""
     usual, others = TESTS[column]
     return others.get(family, usual.format(family=family))
 
@@ -230,17 +230,17 @@ def _cell(row: dict[str, Any], server: str) -> str:
 
 
 def _drafts_differ(found: dict[str, Any]) -> str:
-    """Why a server drafts otherwise, where its texts alone were compared."""
+    """Why a server makes other drafts, if only its texts were compared."""
     return next((str(c["drafts_differ"]) for c in found.values() if "drafts_differ" in c), "")
 
 
 def _agree(found: dict[str, Any]) -> bool:
-    """Whether no request differs."""
+    """Whether all requests agree."""
     return not any(counts["differ"] for counts in found.values())
 
 
 def _outcomes(row: dict[str, Any]) -> dict[str, bool]:
-    """Whether each cell of a row is so, where something ran."""
+    """The result of each cell of a row that has run."""
     ran = {column: row[server] for server, column in SERVERS.items() if server in row}
     agree = {column: _agree(found) for column, found in ran.items() if "refused" not in found}
     return row["passed"] | agree
@@ -274,7 +274,7 @@ def _pytest(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def _beside(args: argparse.Namespace, server: str, family: str) -> dict[str, Any]:
-    """How a server's answers compare with mtpc's, by K, or why it was `refused`."""
+    """Compare a server's answers with mtpc's for each K; or the reason why it `refused`."""
     python = getattr(args, f"{server}_python").absolute()
     requests = getattr(args, f"{server}_requests")
     line = [sys.executable, f"tests/peers/{server}_agreement.py", f"--{server}-python", python]
@@ -288,7 +288,7 @@ def _beside(args: argparse.Namespace, server: str, family: str) -> dict[str, Any
 
 
 def _counts(found: dict[str, dict[str, Any]]) -> str:
-    """What a server's cell adds: steps, and the share accepted at each position."""
+    """The additional text of a server's cell: steps, and acceptance by position."""
     drafting = {int(name.removeprefix("K=")): c for name, c in found.items() if c["drafted"]}
     steps = {k: counts["drafted"] // k for k, counts in drafting.items()}
     if not steps:

@@ -1,11 +1,11 @@
-"""Kernels of a GPU's steps and the bytes that each moves, without a GPU: a roofline model.
+"""A roofline model of GPU steps, without a GPU: kernels, and the bytes that each moves.
 
     python -m benchmarks.gpu_model                            # needs Triton; nothing is run
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with weights that are not filled. Times are a model's, not measured.
+and scheduled by Inductor, with uninitialised weights. Times are computed, not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:3",
          "glm4.5-air:1:3", "deepseek-v3:64:3")  # fmt: skip
 BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
-"""Passes without which the first count is made."""
+"""Passes that are disabled for the first count."""
 SLOWEST = 5
 COLUMNS = ("shape", "batch", "K", "choice", "kernels before", "kernels", "operator", "calls",
            "launches", "MB moved", "MB least", "us", "us least")  # fmt: skip
@@ -53,10 +53,10 @@ class Case:
     """A step of a shape.
 
     Attributes:
-        shape: of benchmarks.gpu.models.SHAPES.
-        batch: requests.
+        shape: a name in benchmarks.gpu.models.SHAPES.
+        batch: number of requests.
         spec_tokens: K.
-        sampled: whether tokens are drawn, with top-k and top-p.
+        sampled: whether tokens are sampled, with top-k and top-p.
     """
 
     shape: str
@@ -66,7 +66,7 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """SHAPE:BATCH:K[:sampled]."""
+        """Parse SHAPE:BATCH:K[:sampled]."""
         shape, batch, spec_tokens, *rest = text.split(":")
         if shape not in SHAPES or rest not in ([], ["sampled"]):
             raise argparse.ArgumentTypeError(
@@ -104,7 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def unfilled(shape: str, layers: int) -> LoadedModel:
-    """A model of a shape whose weights are memory that is not filled, and which takes none."""
+    """A model of a shape with uninitialised weights, which take no memory."""
     loaded, _ = build(shape, "meta", layers, accepting=False)
     for module in (loaded.target, *loaded.mtp_layers):
         module.to_empty(device="cpu")
@@ -134,10 +134,10 @@ def case_rows(case: Case, context: int) -> list[dict[str, Any]]:
 
 
 def all_layers(case: Case, context: int, disabled: tuple[str, ...] = ()) -> list[Cost]:
-    """Every operator of a step, the farthest from its floor first.
+    """The operators of a step, ordered by distance from their floor.
 
-    Layers of a kind cost the same, so those of two models that differ by one of the last kind say
-    what the others cost: Inductor would take minutes for all of them.
+    Layers of one kind cost the same. So two models that differ by one layer of the last kind give
+    the cost of all layers; Inductor would take minutes for all of them.
     """
     from benchmarks.gpu.traffic import Cost, Work, step_costs
 
@@ -158,7 +158,7 @@ def all_layers(case: Case, context: int, disabled: tuple[str, ...] = ()) -> list
 def step(
     loaded: LoadedModel, case: Case, context: int, disabled: tuple[str, ...] = ()
 ) -> tuple[StepGraph, Lowered]:
-    """A decode step on mtpc's operators, and as Inductor schedules it."""
+    """A decode step with mtpc's operators, and its schedule by Inductor."""
     options = CompileOptions(
         spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=context, page_size=16,
         prefill_chunk=64, sampling=case.sampled, disabled_passes=disabled,
@@ -171,7 +171,7 @@ def step(
 
 
 def table(record: Record) -> Table:
-    """The record's rows as a reader sees them."""
+    """A record's table."""
     cells = [
         [
             row["shape"], str(row["batch"]), str(row["spec_tokens"]),

@@ -1,8 +1,8 @@
-"""The rows of benchmarks.gpu's CSV files as a record, made on the machine that measured them.
+"""Makes a record of benchmarks.gpu's CSV files, on the machine that measured them.
 
     python -m benchmarks.gpu_record first.csv second.csv --out benchmarks/results/h100/gpu.json
 
-The stem of a file's name is the run that its rows are of.
+The stem of a file's name is the name of the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> Iterable[dict[str, Any]]:
-    """Rows of a file, numbers as such; what is empty is left out."""
+    """The rows of a file, with numbers parsed and without empty cells."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             found = {name: _value(name, text) for name, text in row.items() if text}
@@ -53,7 +53,7 @@ def _value(name: str, text: str) -> str | float | bool:
 
 
 def table(record: Record) -> Table:
-    """The timed rows; checks are counted, and a profile's kernels are in the record alone."""
+    """A record's table: timed rows and the number of checks, without a profile's kernels."""
     rows = record["rows"]
     shown = [_cells(row) for row in rows if row["part"] in ("time", "speed", "profile")]
     notes = [*record.get("notes", ()), *(f"{part}: {_passed(rows, part)}" for part in _CHECKS)]

@@ -1,11 +1,11 @@
-"""Resident memory of a compiled model beside what it has to hold: weights, KV pool, buffers.
+"""Resident memory of a compiled model, compared with its weights, KV pool and buffers.
 
     python -m benchmarks.memory                    # the 0.5B shape: just compiled, and warm
     python -m benchmarks.memory --shape 7b --quantize int4-g32 --spec-tokens 1 --batch-buckets 1
 
-Every row is a process of its own. Resident is what the process grew by from just after its imports
-until it has decoded; the peak is counted from there, too, so that the row of a process that
-compiles shows what compiling takes.
+Every row is one process. "Resident" is its growth from the end of its imports until it has decoded.
+The peak is counted from there, too, so that the row of a process that compiles shows the memory of
+compilation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(directory: Path, args: argparse.Namespace) -> None:
-    """The checkpoint, unless it is there: a large one takes minutes."""
+    """Write the checkpoint, unless it exists: a large one takes minutes."""
     if args.quantize is None and args.shape in SHAPES:
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
     elif not (directory / "config.json").is_file():
@@ -89,7 +89,7 @@ def _measure(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _grow(job: dict[str, Any]) -> dict[str, float]:
-    """What a process that compiles, or starts warm, comes to hold."""
+    """Compile or start warm in this process, and return its memory."""
     import torch  # noqa: F401
 
     import mtpc
@@ -115,7 +115,7 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _planned(job: dict[str, Any]) -> int:
-    """What mtpc expects of the steps that are in the cache now."""
+    """The memory that mtpc plans for the steps in the cache."""
     from mtpc.backends import settle_prefill
     from mtpc.config import CompileOptions
     from mtpc.layout import graph_keys
@@ -135,7 +135,7 @@ def _planned(job: dict[str, Any]) -> int:
 
 
 def _status(field: str) -> int:
-    """Bytes of this process, by /proc/self/status."""
+    """Bytes of this process, from /proc/self/status."""
     found = field_bytes("/proc/self/status", field)
     assert found is not None
     return found

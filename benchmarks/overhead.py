@@ -1,10 +1,10 @@
-"""What serving costs: the same work by bare replay, Engine, AsyncEngine and `mtpc serve`.
+"""The overhead of serving: the same work by bare replay, Engine, AsyncEngine and `mtpc serve`.
 
     python -m benchmarks.overhead --out RESULTS.json
 
-Bare replay repeats what an engine once did: its writes and its replays, in order, with nothing
-read, decided or handed out. The others get the same requests anew. All take turns in one process,
-over one program; the server listens on loopback, its clients are in another process.
+Bare replay repeats the writes and replays of an engine in order, without reading results,
+scheduling or output. The other paths get the same requests again. All run in one process on one
+program, in rounds. The server listens on loopback, and its clients are in another process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running, run_server
 
 GOALS = {"replay": 1.0, "Engine": 0.97, "AsyncEngine": 0.95, "mtpc serve": 0.90}
-"""Least share of bare replay's tokens per second."""
+"""The goal: the least share of bare replay's tokens per second."""
 NAME = "model"
 COLUMNS = ("batch", "path", "tokens/s", "of replay", "goal", "steps", "ms/step", "samples")
 NOTES = (
@@ -58,20 +58,20 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of one batch: all at once, as long as each other."""
+    """The requests of one batch, which arrive together and have equal lengths."""
 
     prompts: list[list[int]]
     new_tokens: int
 
     @property
     def tokens(self) -> int:
-        """New tokens of all."""
+        """New tokens of all requests."""
         return len(self.prompts) * self.new_tokens
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: seconds, replays in it, CPU seconds of clients, and others' share of the CPU."""
+    """One run: seconds, replays, CPU seconds of clients, and the CPU share of other processes."""
 
     seconds: float
     steps: int
@@ -79,10 +79,10 @@ class Sample:
 
 
 class TapedProgram:
-    """A program that notes what an engine does to it.
+    """A program that records an engine's writes and replays.
 
     Args:
-        program: does the work; read as this, but for writes and runs.
+        program: the program that does the work; other attributes are its own.
     """
 
     def __init__(self, program: Program):
@@ -99,7 +99,7 @@ class TapedProgram:
         self._program.write(tensor, value)
 
     def set_batch(self, key: StepKey, slots: list[int]) -> None:
-        """As a program does it, its writes noted."""
+        """Call the program, and record its writes."""
         Program.set_batch(self, key, slots)  # type: ignore[arg-type]
 
     def run(self, key: StepKey) -> Any:
@@ -109,12 +109,12 @@ class TapedProgram:
 
 
 class Paths:
-    """The ways through which a model can be asked to do work.
+    """The paths by which a model can be called.
 
     Args:
-        model: compiled, without prefix reuse: repeats shall be the same work.
-        running: a server on it.
-        client: benchmarks/harness/stream_client.py, running.
+        model: compiled without prefix reuse, so that repeated requests are the same work.
+        running: a server on the model.
+        client: the process of benchmarks/harness/stream_client.py.
     """
 
     def __init__(self, model: mtpc.SpecModel, running: Running, client: subprocess.Popen[str]):
@@ -122,7 +122,7 @@ class Paths:
         self._tapes: dict[int, tuple[list[Any], Tensor]] = {}
 
     def run(self, path: str, work: Work) -> tuple[float, float]:
-        """Seconds, and CPU seconds of other processes that are ours."""
+        """Run a path; returns seconds, and CPU seconds of the clients."""
         if path == "replay":
             return self._replay(work), 0.0
         if path == "Engine":
@@ -205,7 +205,7 @@ def _check(tokens: int, work: Work) -> None:
 
 @dataclass
 class Case:
-    """One row to be: a batch by one path."""
+    """A batch on one path, and its samples so far."""
 
     path: str
     work: Work
@@ -235,7 +235,7 @@ class Row:
 def sample_in_turns(
     cases: Sequence[Case], paths: Paths, program: Program, args: argparse.Namespace, tell: Tell
 ) -> None:
-    """Fill the cases' samples, one of each case a round; every case has one of every round."""
+    """Sample all cases in rounds; every case has one sample per round."""
     for case in cases:
         tell(f"warm up: {case}")
         paths.run(case.path, case.work)
@@ -251,7 +251,7 @@ def sample_in_turns(
 
 
 def _kept(cases: Sequence[Case], max_foreign: float) -> list[int]:
-    """Rounds in which no case was disturbed."""
+    """The rounds in which no case was disturbed."""
     count = min(len(case.samples) for case in cases)
     return [
         turn
@@ -261,7 +261,7 @@ def _kept(cases: Sequence[Case], max_foreign: float) -> list[int]:
 
 
 def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
-    """Rows of all cases, over the rounds in which none of its batch was disturbed."""
+    """The rows of all cases, from rounds in which no case of the same batch was disturbed."""
     for case in cases:
         rivals = [c for c in cases if c.work is case.work]
         replay = next(c for c in rivals if c.path == "replay")
@@ -284,7 +284,7 @@ def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
+    """The cells of the table."""
     return [
         [
             str(row.batch),
@@ -307,7 +307,7 @@ def table(record: Record) -> Table:
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:
-    """One word per id: a server needs text."""
+    """Add a tokenizer with one word per id, which a server needs."""
     words = {f"w{token_id}": token_id for token_id in range(vocab_size)}
     model = tokenizers.models.WordLevel(words, unk_token="w0")
     tokenizers.Tokenizer(model).save(str(directory / "tokenizer.json"))
@@ -315,7 +315,7 @@ def give_tokenizer(directory: Path, vocab_size: int) -> None:
 
 @contextmanager
 def served(model: mtpc.SpecModel) -> Iterator[Running]:
-    """`mtpc serve` in a thread."""
+    """Run `mtpc serve` in a thread."""
     ready: queue.Queue[Running] = queue.Queue()
     options = ServerOptions(port=0, model_name=NAME)
     target: Callable[[], None] = lambda: run_server(model, options, ready.put)  # noqa: E731
@@ -331,7 +331,7 @@ def served(model: mtpc.SpecModel) -> Iterator[Running]:
 
 @contextmanager
 def clients() -> Iterator[subprocess.Popen[str]]:
-    """The clients' process."""
+    """Start the clients' process."""
     command = [sys.executable, "-m", "benchmarks.harness.stream_client"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:

@@ -1,9 +1,9 @@
-"""The decode benchmark's results as a picture.
+"""Draws a record of the decode benchmark.
 
     python -m benchmarks.plot benchmarks/results/decode-0.5b.json benchmarks/results/decode-0.5b.png
 
 One row of panels per batch: tokens per second, and milliseconds per step with the part that reading
-the step's weights would take at the bandwidth beside each sample.
+the step's weights would take at the bandwidth measured with each sample.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _label(row: Row) -> str:
 
 
 def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
-    """Tokens per second, where every draft is accepted if that was run: what it can give."""
+    """Draw tokens per second; with accepting weights, if they were run."""
     accepted = any(row["weights"] == "accepting" for row in rows)
     kind = "every draft accepted" if accepted else "hardly a draft accepted"
     axes.set_title(f"batch {batch}: tokens/s, {kind}")
@@ -78,7 +78,7 @@ def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
 
 
 def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
-    """Milliseconds per step where none is: what speculation costs."""
+    """Draw milliseconds per step with random weights: the cost of speculation."""
     axes.set_title(f"batch {batch}: ms per step, and its memory limit")
     values = [row["ms_per_step"] for row in rows]
     bars = axes.bar(range(len(rows)), values, color=[COLOURS[row["engine"]] for row in rows])
@@ -90,7 +90,7 @@ def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
 
 
 def finish(axes: Axes, rows: Sequence[Row]) -> None:
-    """Name the bars by engine and K."""
+    """Label the bars with engine and K."""
     axes.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=45, ha="right")
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

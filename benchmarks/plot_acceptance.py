@@ -1,9 +1,10 @@
-"""Tokens per second by acceptance length, mtpc beside its peers, as a picture.
+"""Draws tokens per second by acceptance length, of mtpc and other engines.
 
     python -m benchmarks.plot_acceptance benchmarks/results/xeon-amx/acceptance.json PICTURE.png
 
 One column of panels per batch, one row for engines of 16 bits a weight and one for 4 bits. A step
-of K drafts costs the same whatever is accepted. So a peer's line follows from one measured step.
+of K drafts costs the same at any acceptance, so another engine's line follows from one measured
+step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _figure(record: Record) -> Figure:
 
 
 def _draw(rows: Sequence[Row], axes: Axes) -> None:
-    """One line for each engine and K; marks are measurements of mtpc."""
+    """Draw one line for each engine and K. Marks are measurements of mtpc."""
     longest = 1 + max(row.spec_tokens for row in rows)
     for engine, k in dict.fromkeys((row.engine, row.spec_tokens) for row in rows):
         line = [row for row in rows if (row.engine, row.spec_tokens) == (engine, k)]

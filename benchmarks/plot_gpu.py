@@ -1,4 +1,4 @@
-"""A GPU's record as a picture: steps beside the time of their weights, attention by length.
+"""Draws a GPU's record: steps and the time of their weights, and attention by length.
 
 python -m benchmarks.plot_gpu benchmarks/results/h100/gpu.json benchmarks/results/h100/gpu.png
 """
@@ -48,7 +48,7 @@ def _figure(record: Record) -> Figure:
 
 
 def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
-    """The least time on the device of each shape's plain step, by run."""
+    """Draw the least device time of each shape's plain step, by run."""
     plain = [
         row for row in rows
         if row["part"] in ("speed", "profile") and row["spec_tokens"] == 0 and row["batch"] == 1
@@ -72,7 +72,7 @@ def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
 
 
 def _draw_attention(rows: Sequence[Row], axes: Axes) -> None:
-    """Shares of the copy's bandwidth, by length, in the last run that has them."""
+    """Draw attention's share of the copy bandwidth by length, in the last run that has it."""
     runs: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         sizes = re.search(r"batch (\d+), (\d+) tokens", row["shape"])

@@ -1,4 +1,4 @@
-"""The serving benchmark's results as a picture.
+"""Draws a record of the serving benchmark.
 
     python -m benchmarks.plot_serving benchmarks/results/serving-0.5b.json PICTURE.png
 
@@ -62,7 +62,7 @@ def _draw_speed(axes: Axes, rows: Sequence[Row], load: str) -> None:
 
 
 def _draw_latency(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
-    """The 99th percentile as a pale bar, the median as a full one in front of it."""
+    """Draw the 99th percentile as a pale bar behind the median."""
     axes.set_title(f"{title}: median, and p99 (pale)")
     colours = [COLOURS[row["engine"]] for row in rows]
     for name, alpha in zip(reversed(names), (0.4, 1.0), strict=True):

@@ -1,8 +1,8 @@
-"""K by load as a picture: "auto" beside every fixed K.
+"""Draws "auto" and every fixed K by load.
 
     python -m benchmarks.plot_tiers benchmarks/results/xeon-amx/tiers-0.5b.json PICTURE.png
 
-One panel a load. Bars are tokens per second of work, over those of K = 0 with the same weights.
+One panel per load. Bars are tokens per second of work, relative to K = 0 with the same weights.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Tokens per second of a long prompt: mtpc beside its peers, in one run.
+"""Tokens per second of a long prompt, of mtpc and other engines, in one run.
 
     python -m benchmarks.prefill                     # the 0.5B shape, 512 tokens, K = 0 and 1
     python -m benchmarks.prefill --vllm-python VENV/bin/python --llama-bench DIRECTORY
     python -m benchmarks.prefill --prompt-tokens 2048 8192 32768 --peer-context 8192
     python -m benchmarks.prefill --shape tiny --backend eager --no-peers
 
-From a prompt's arrival to its first new token, one prompt at a time, pages of earlier prompts not
-reused. llama.cpp's time is that of its prompt alone. mtpc prefills in chunks; each size of
-`--chunks` is an engine of its own. Samples of one length are taken in turns and set against the
-machine as in `benchmarks.decode`, whose parts these are.
+Times are from a prompt's arrival to its first new token, one prompt at a time, without prefix
+reuse. llama.cpp's time has the prompt only. mtpc prefills in chunks, with one engine for each size
+of `--chunks`. Samples of one length are taken in rounds, with the machine's bandwidth, as in
+`benchmarks.decode`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.vllm_decoder import VllmProcess
 
 NEW_TOKENS = 8
-"""Room behind the prompt; one token is asked for."""
+"""Room after the prompt, of which one token is used."""
 COLUMNS = (
     "prompt", "engine", "K", "ms", "tokens/s", "GFLOP/s", "over transformers", "over vLLM",
     "over llama.cpp", "samples",
@@ -51,7 +51,7 @@ NOTES = (
 
 
 class MtpcPrefill(OneLaunch):
-    """A `SpecModel` whose prefill step takes that many rows."""
+    """A `SpecModel` with a given prefill chunk."""
 
     def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
         self.model, self.build_s = model, build_s
@@ -59,7 +59,7 @@ class MtpcPrefill(OneLaunch):
         self.engine = f"mtpc, chunks of {model.options.prefill_tokens}"
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+        """First tokens, one prompt after another; `new_tokens` is ignored."""
 
         def first_token(prompt: list[int]) -> None:
             self.model.engine.add(prompt, 1)
@@ -78,7 +78,7 @@ class TransformersPrefill(OneLaunch):
         self.model = model
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+        """First tokens, one prompt after another; `new_tokens` is ignored."""
 
         def first_token(prompt: list[int]) -> None:
             ids = torch.tensor([prompt])
@@ -89,7 +89,7 @@ class TransformersPrefill(OneLaunch):
 
 
 class VllmPrefill(OneLaunch):
-    """vLLM in its process, which takes the time itself."""
+    """vLLM in its own process, which measures the time."""
 
     engine = "vLLM"
 
@@ -102,14 +102,14 @@ class VllmPrefill(OneLaunch):
         self._process.close()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """First tokens, one prompt after another; `new_tokens` is not looked at."""
+        """First tokens, one prompt after another; `new_tokens` is ignored."""
         done = self._process.ask({"prefill": list(prompts)})
         tokens = sum(len(prompt) for prompt in prompts)
         return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
 
 
 class LlamaPrefill(OneLaunch):
-    """llama-batched-bench, a process a sample. Prompts are its own, of the same length."""
+    """llama-batched-bench, one process per sample, with its own prompts of the same length."""
 
     spec_tokens, build_s = 0, 0.0
 
@@ -117,7 +117,7 @@ class LlamaPrefill(OneLaunch):
         self._decoder, self.engine = decoder, decoder.engine
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """The prompts' own time; `new_tokens` is not looked at."""
+        """The time of the prompts; `new_tokens` is ignored."""
         found, cpu_s = self._decoder.run(len(prompts), len(prompts[0]), 1)
         tokens = sum(len(prompt) for prompt in prompts)
         return Decoded(len(prompts), tokens, found.prompt_s, None, cpu_s)
@@ -199,11 +199,11 @@ def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace
 
 
 def cells(rows: Sequence[tuple[int, Row]], target_bytes: int) -> list[list[str]]:
-    """The table's body.
+    """The cells of the table.
 
     Args:
-        rows: a prompt's tokens, and what was measured.
-        target_bytes: of the target's layers, in bfloat16.
+        rows: pairs of a prompt length and its row.
+        target_bytes: bytes of the target's layers in bfloat16.
     """
     by_key = {(length, row.engine, row.spec_tokens): row for length, row in rows}
 

@@ -1,11 +1,11 @@
-"""What quantising costs: perplexity, and how often the next token stays the same.
+"""The cost of quantisation: perplexity, and how often the next token stays the same.
 
     python -m benchmarks.quality [CHECKPOINT] [--texts FILE ...]
 
-Perplexity is that of the dequantised weights, by transformers, over windows of the texts. Agreement
-is the share of places at which mtpc's cpu backend, which also rounds activations, chooses the same
-token as transformers with the plain weights; both are given the same text before the place. Without
-texts, these are Python's own topics (`pydoc_data`), which suit the demo model.
+Perplexity is that of transformers with the dequantised weights, over windows of the texts.
+Agreement is the share of positions at which mtpc's cpu backend, which also rounds activations,
+chooses the token that transformers chooses with the plain weights; both have the same text before
+the position. The default texts are Python's help topics (`pydoc_data`), which suit the demo model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STRIDE = 16
 
 @dataclass(frozen=True)
 class Quality:
-    """What a model makes of the windows.
+    """A model's results on the windows.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood of a token.
@@ -50,7 +50,7 @@ class Quality:
 
 @torch.no_grad()
 def quality(checkpoint: Path, windows: torch.Tensor) -> Quality:
-    """Run transformers with the values of a checkpoint's weights, in bfloat16."""
+    """Run transformers on a checkpoint's dequantised weights, in bfloat16."""
     stored = Checkpoint(checkpoint)
     family = find_family(stored.config["architectures"])
     target = model_class(family).from_pretrained(
@@ -69,7 +69,7 @@ def quality(checkpoint: Path, windows: torch.Tensor) -> Quality:
 
 
 def agreement(checkpoint: Path, windows: torch.Tensor, expected: torch.Tensor) -> float:
-    """Share of places at which the cpu backend chooses as expected."""
+    """The share of positions at which the cpu backend chooses the expected token."""
     spec = mtpc.compile(
         checkpoint, backend="cpu", spec_tokens=0, batch_buckets=(8,), max_len=WINDOW + 16
     )
@@ -81,7 +81,7 @@ def agreement(checkpoint: Path, windows: torch.Tensor, expected: torch.Tensor) -
 
 
 def windows_of(checkpoint: Path, texts: Sequence[Path], count: int) -> torch.Tensor:
-    """Token ids [windows, WINDOW] of the texts, spread over them."""
+    """Token ids [windows, WINDOW], spread evenly over the texts."""
     served = ServedModel(str(checkpoint), 0, (), checkpoint)
     text = "\n".join(path.read_text() for path in texts) or "\n".join(topics.values())
     ids = torch.tensor(served.encode(text, special_tokens=False))

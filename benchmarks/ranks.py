@@ -1,12 +1,12 @@
-"""Two ranks of one thread beside one rank of two threads: time, collectives, messages, memory.
+"""Compares two ranks of one thread with one rank of two: time, collectives, messages, memory.
 
     python -m benchmarks.ranks                          # the 0.5B shape, K = 0 and 3, batch 1 and 8
     python -m benchmarks.ranks --shape tiny --ranks 4 --repeats 1
 
-Each sample is a group of processes of its own; one rank with all threads and several with their
-share take turns. Ranks meet over gloo on this machine, and exchange values within a step through
-shared memory. After the timed steps the same prompts are decoded once more under torch's profiler,
-which says what part of a step is in collectives.
+Each sample is a new group of processes. One rank with all threads and several ranks with their
+share are sampled in rounds. Ranks form a gloo process group on this machine, and exchange values
+within a step through shared memory. After the timed steps the same prompts are decoded again under
+torch's profiler, which gives the share of a step in collectives.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def table(record: Record) -> Table:
 def _sample(
     workdir: Path, args: argparse.Namespace, spec_tokens: int, batch: int, ranks: int
 ) -> dict[str, Any]:
-    """One group of processes; what its rank 0 says."""
+    """Run one group of processes; returns the report of its rank 0."""
     job = {
         "directory": str(workdir / "mimo"),
         "size": ranks,
@@ -128,7 +128,7 @@ def _sample(
 
 
 def _child(job: dict[str, Any]) -> None:
-    """One rank: decode, and print what it took."""
+    """Run one rank: decode, and print the report."""
     torch.set_num_threads(job["threads"])
     if job["size"] > 1:
         place = {"rank": job["rank"], "world_size": job["size"]}
@@ -200,7 +200,7 @@ def _sent(program: Program) -> int:
 
 
 def _is_inside(event: Any, names: set[str]) -> bool:
-    """Whether an event is part of another collective."""
+    """Whether an event is inside another collective."""
     while (event := event.cpu_parent) is not None:
         if event.name in names:
             return True
@@ -208,7 +208,7 @@ def _is_inside(event: Any, names: set[str]) -> bool:
 
 
 def _held_bytes(model: mtpc.SpecModel, job: dict[str, Any]) -> int:
-    """Bytes of weights and buffers of this rank's steps, by the cache's records."""
+    """Bytes of weights and buffers of this rank's steps, from the cache's records."""
     options = {**job["options"], "batch_buckets": tuple(job["options"]["batch_buckets"])}
     source = Checkpoint(Path(job["directory"]))
     parsed = settle_prefill(CompileOptions.parse(options), source.dtype)

@@ -1,12 +1,13 @@
-"""MiMo-7B's sizes in bfloat16 on this machine: memory, time to the first token, time a step.
+"""MiMo-7B's sizes in bfloat16 on this machine: memory, time to the first token, time per step.
 
     python -m benchmarks.real_size --workdir DIR        # 15.7 GB of weights are written there
     python -m benchmarks.real_size --shape tiny --spec-tokens 0 1
 
-Weights are random. For each K two processes run, one after the other. The first compiles kernels,
-and builds its steps in an empty cache; the second finds them. Before the second starts, the weights
-leave the page cache, so that it reads them from the disk. Reading the files alone is timed in the
-same way just before, and so is writing once to as much new memory.
+Weights are random. For each K two processes run, one after the other. The first one compiles
+kernels and builds its steps in an empty cache; the second one uses them. Before the second one
+starts, the weights are dropped from the page cache, so that it reads them from the disk. Just
+before, reading the files alone is timed in the same way, and so is writing once to as much new
+memory.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from mtpc.weights import packing
 
 GIB = 2**30
 READ_BYTES = 1 << 24
-"""Of a file at a time."""
+"""Bytes of a file per read."""
 _PIECE_BYTES = 1 << 26
-"""Of new memory, about a large weight."""
+"""Bytes of new memory at a time, about one large weight."""
 COLUMNS = (
     "K", "start", "first token s", "reading s", "new memory s", "beyond both", "peak GiB",
     "ms/step", "GB/s", "limit ms", "of the memory limit",
@@ -117,7 +118,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _forget(directory: Path) -> None:
-    """Let the page cache drop the weights; no process has them mapped."""
+    """Drop the weights from the page cache; no process has them mapped."""
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -136,14 +137,14 @@ def _read(directory: Path) -> float:
 
 
 def _touch(directory: Path) -> float:
-    """Seconds until as many bytes as the weights have are new memory of a process of its own."""
+    """Seconds in which a process writes to as much new memory as the weights have."""
     nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     line = [sys.executable, "-m", "benchmarks.real_size", "--touch", str(nbytes)]
     return float(subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _write_new(nbytes: int) -> float:
-    """Seconds that torch's threads take to write once to so much new memory, in huge pages."""
+    """Seconds in which torch's threads write once to this much new memory, in huge pages."""
     begin, kept = time.perf_counter(), []
     for start in range(0, nbytes, _PIECE_BYTES):
         kept.append(packing.allocate((min(_PIECE_BYTES, nbytes - start),), torch.uint8).zero_())
@@ -151,7 +152,7 @@ def _write_new(nbytes: int) -> float:
 
 
 def _start(directory: Path, cache: Path, k: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One process; its report, and the seconds from its start to its first token."""
+    """Run one process; returns its report, and the seconds from its start to its first token."""
     job = dict(directory=str(directory), cache=str(cache), k=k, steps=args.steps)
     begin = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.real_size", "--child", json.dumps(job)]
@@ -161,7 +162,7 @@ def _start(directory: Path, cache: Path, k: int, args: argparse.Namespace) -> di
 
 
 def _report(job: dict[str, Any]) -> dict[str, Any]:
-    """What the process of a start says of itself."""
+    """The report of a process."""
     import mtpc
 
     model = mtpc.compile(

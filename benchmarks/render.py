@@ -1,17 +1,17 @@
-"""The Markdown beside each record, and the tables in the documents, made from the records.
+"""Makes the Markdown file of each record, and the tables in the documents, from the records.
 
     python -m benchmarks.render            # write every file that differs
-    python -m benchmarks.render --check    # name these files instead; exit code 1 if there are any
+    python -m benchmarks.render --check    # only list these files; exit code 1 if there are any
 
 A record is `benchmarks/results/MACHINE/QUESTION.json`, which a benchmark wrote with `--out`. Its
-table goes to a file of Markdown beside it. README.md and the documents show parts of these tables,
-each between two comments:
+table is in a Markdown file next to it. README.md and the documents show parts of these tables, each
+between two comments:
 
     <!-- made by benchmarks.render: MACHINE/QUESTION where engine=mtpc by batch show K, batch -->
     <!-- end of what was made -->
 
 `where` keeps the rows whose cells have these texts, `by` orders rows by the numbers of a column,
-`show` chooses columns. Each of the three may be left out; commas stand between several.
+and `show` chooses columns. Each of the three is optional. Commas separate several.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WANTED = re.compile(
 
 
 class RenderError(Exception):
-    """A block asks for what there is not; says for what."""
+    """A block asks for something that does not exist; the message names it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write what differs, or say what does."""
+    """Write the files that differ, or list them."""
     parser = command.new_parser("render", __doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing, fail if anything differs"
@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stale() -> dict[Path, str]:
-    """Files that differ from what they should be, and what that is."""
+    """The files that differ from their expected content, with that content."""
     made = rendered().items()
     return {path: text for path, text in made if not path.is_file() or path.read_text() != text}
 
 
 def rendered() -> dict[Path, str]:
-    """Every file that is made from records, in whole or in part, as it should be."""
+    """The expected content of every file with generated parts."""
     texts = {path.with_suffix(".md"): to_markdown(*load(path)) for path in RESULTS.rglob("*.json")}
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         text = document.read_text()
@@ -73,20 +73,20 @@ def rendered() -> dict[Path, str]:
 
 
 def fill(text: str, directory: Path) -> str:
-    """A document with its blocks made anew.
+    """A document with its blocks generated again.
 
     Args:
-        text: of the document.
-        directory: where the document is; links are relative to it.
+        text: the document's text.
+        directory: the document's directory, to which links are relative.
 
     Raises:
-        RenderError: a block asks for what there is not.
+        RenderError: see `block`.
     """
     return BLOCK.sub(lambda m: f"{m[1]}{block(' '.join(m[2].split()), directory)}\n{m[3]}", text)
 
 
 def block(wanted: str, directory: Path) -> str:
-    """What stands between the two comments: where it is from, and the part of the table.
+    """The text between the two comments: the source, and a part of the table.
 
     Raises:
         RenderError: there is no such record or column, or no row is left.
@@ -120,14 +120,14 @@ def block(wanted: str, directory: Path) -> str:
 
 @cache
 def load(path: Path) -> tuple[Record, Table]:
-    """A record, and its table as the benchmark's module makes it."""
+    """A record, and its table, which the benchmark's module makes."""
     record = json.loads(path.read_text())
     module = importlib.import_module(f"benchmarks.{record['benchmark']}")
     return record, module.table(record)
 
 
 def _source(path: Path, record: Record, directory: Path) -> str:
-    """Where a table's figures are from, with a link to all of them."""
+    """The source of a table's figures, with a link to the whole table."""
     machine, commit = record["machine"], record["versions"].get("commit")
     cpu = re.sub(r"\((R|TM)\)", "", machine["cpu"])
     threads = f"{machine['threads']} threads of " if "threads" in machine else ""

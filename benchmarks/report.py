@@ -1,4 +1,4 @@
-"""Rows of the decode benchmark as a table."""
+"""The table of the decode benchmark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTES = (
     SAMPLES_NOTE,
 )
 COMPARABLE = 1.1
-"""The cell of a ratio tells the two rows' bandwidths where they differ by more than this."""
+"""The cell of a ratio is marked if the bandwidths of its two rows differ by more than this."""
 
 _PlainKey = tuple[str, str, str, int]
 """Engine, model, weights, batch."""
@@ -34,24 +34,24 @@ _Cells = Callable[[Row, "_Baselines"], str]
 
 
 class _Baselines:
-    """Finds the rows that others are compared with."""
+    """Finds the rows with which others are compared."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._all = {(row.spec_tokens, *_plain_key(row, row.engine)): row for row in rows}
         self._plain = {_plain_key(row, row.engine): row for row in rows if row.spec_tokens == 0}
 
     def ratio(self, row: Row, engine: str | None = None) -> str:
-        """Tokens/s of a row over those of an engine that decodes plainly; its own by default."""
+        """Tokens/s of a row relative to plain decoding, of its own engine by default."""
         plain = self._plain.get(_plain_key(row, engine or row.engine.split(",")[0]))
         return f"{row.tokens_per_s / plain.tokens_per_s:.2f}x" if plain else "-"
 
     def step_ratio(self, row: Row) -> str:
-        """Milliseconds per step of a row over those of its own engine's plain decoding."""
+        """Milliseconds per step of a row relative to its own engine's plain decoding."""
         plain = self._plain.get(_plain_key(row, row.engine.split(",")[0]))
         return f"{row.ms_per_step / plain.ms_per_step:.2f}" if plain else "-"
 
     def same(self, row: Row, engine: str) -> str:
-        """Tokens/s of a row over those of an engine with the same number of drafts."""
+        """Tokens/s of a row relative to an engine with the same K."""
         key = _plain_key(row, engine)
         other = self._all.get((row.spec_tokens, *key))
         faster = row.bandwidth_gb_s / other.bandwidth_gb_s if other else 1.0
@@ -59,7 +59,7 @@ class _Baselines:
         return self._over(row, key) + ("" if is_comparable else f" (memory {faster:.2f}x)")
 
     def use_mtp(self, row: Row) -> str:
-        """Tokens/s of a row over those of transformers that drafts, which takes one request."""
+        """Tokens/s of a row relative to transformers' `use_mtp`, which takes one request."""
         return self._over(row, _plain_key(row, "transformers", 1)) if row.spec_tokens else "-"
 
     def _over(self, row: Row, plain_key: _PlainKey) -> str:
@@ -98,13 +98,13 @@ COLUMNS: dict[str, _Cells] = {
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body; batches side by side within a model, engine and K."""
+    """The cells of the table; rows of one model, engine and K are adjacent."""
     baselines = _Baselines(rows)
     return [[cell(row, baselines) for cell in COLUMNS.values()] for row in rows]
 
 
 def table(record: Record) -> Table:
-    """A record's table, without columns in which nothing is told."""
+    """A record's table, without empty columns."""
     rows = [Row(**row) for row in record["rows"]]
     lines = cells(rows)
     told = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in lines)]

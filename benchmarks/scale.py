@@ -1,4 +1,4 @@
-"""The cost of a step on eight devices, by the formula of `mtpc.program.scale`: nothing is measured.
+"""Computes the time of a step on eight devices, by the formula of `mtpc.program.scale`.
 
 python -m benchmarks.scale --out benchmarks/results/paper/scale.json    # seconds
 """
@@ -68,13 +68,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         max_position_embeddings=262144,
     ),
 }
-"""What shapes the released models, of their config.json."""
+"""The entries of the released models' config.json that determine their sizes."""
 PLANS = (
     ("DeepSeek-V3", 8),
     ("Qwen3-Next-80B-A3B", 2),
     ("Qwen3-Next-80B-A3B", 1),
 )
-"""Model, and devices that share a replica. Whole experts on each device give the same figures."""
+"""Models and numbers of devices per replica. Expert parallelism gives the same figures."""
 COLUMNS = (
     *("model", "device", "ranks", "K", "batch"),
     *("weights GiB", "KV KiB a token", "state MiB a request", "requests that fit"),
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """A row for each model, plan, device, K and batch that fits."""
+    """A row for each model, plan, device, K and batch that fits into memory."""
     for name, ranks in PLANS:
         models = [*rank_models(name, ranks)]
         for device, batch in ((d, b) for d in DEVICES for b in BATCHES):

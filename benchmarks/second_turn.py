@@ -1,17 +1,17 @@
-"""Time to the first token of a chat's second turn, beside that of a cold start.
+"""Time to the first token of a chat's second turn, compared with a cold start.
 
     python -m benchmarks.second_turn                       # 8,192 tokens, both shapes, K = 1
     python -m benchmarks.second_turn --families step3p5 --prompt-tokens 2048 --spec-tokens 0 1
     python -m benchmarks.second_turn --vllm-python VENV/bin/python --llama-bench DIRECTORY
 
-Random weights of small hybrid shapes: what decides the times is how much of the prompt is computed
-again. The cold prompt is computed with nothing known. The second turn is that prompt, its answer
-and a new message. The *stripped* turn leaves out the first half of the answer, as templates leave
-out thinking.
+The models are small hybrid shapes with random weights, because the times depend on how much of the
+prompt is computed again. The cold prompt is computed with an empty cache. The second turn is that
+prompt, its answer and a new message. The *stripped* turn leaves out the first half of the answer,
+as templates leave out thinking.
 
-Peers follow one after the other, each in a process of its own: vLLM with its prefix cache at each
-K, and llama.cpp's server, which keeps one conversation, for the dense shape. What a peer cannot run
-is told, and has no rows.
+Other engines run one after the other, each in its own process: vLLM with its prefix cache at each
+K, and llama.cpp's server, which keeps one conversation, for the dense shape. If an engine cannot
+run a case, that is reported, and there is no row.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NOTES = (
     "reused: tokens of the turn's prompt that were not computed again.",
 )
 TURNS = {"second": 0, "stripped": ANSWER // 2}
-"""How many tokens of the answer a turn leaves out."""
+"""Number of the answer's tokens that each kind of turn leaves out."""
 _SLIDING = [["full_attention", "sliding_attention"][i % 4 > 0] for i in range(9)]
 SHAPES: dict[str, dict[str, Any]] = {
     "mimo": {**_COMMON, "num_key_value_heads": 2},
@@ -125,7 +125,7 @@ class Chat(Protocol):
     spec_tokens: int
 
     def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        """Seconds to the first token, `ANSWER` tokens, and the prompt's tokens that were reused."""
+        """Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
         ...
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class LlamaChat:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation, beside the cold start before it; seconds to the first token."""
+    """One turn of a chat, and the cold start before it: seconds to the first token."""
 
     model: str
     spec_tokens: int
@@ -191,7 +191,7 @@ class Turn:
 
 
 def measure(chat: Chat, model: str, length: int, seed: int) -> Iterator[Turn]:
-    """A cold start, and the turns that continue it."""
+    """Measure a cold start, and the turns that continue it."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 8192, (length + MESSAGE,), generator=generator).tolist()
     prompt, message = ids[:length], ids[length:]
@@ -204,7 +204,7 @@ def measure(chat: Chat, model: str, length: int, seed: int) -> Iterator[Turn]:
 
 
 def table(record: Record) -> Table:
-    """A record's table: a line for each model, K and kind of turn."""
+    """A record's table: a row for each model, K and kind of turn."""
     groups = dict[tuple[Any, ...], list[Turn]]()
     for row in record["rows"]:
         turn = Turn(**row)
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) -> Iterator[Chat]:
-    """The engines of a model, each started when the one before it has ended."""
+    """Yield the engines of a model. Each is started after the previous one has ended."""
     longest, threads = args.prompt_tokens + 4 * ANSWER, torch.get_num_threads()
     for spec_tokens in args.spec_tokens:
         tell(f"compile {model} K={spec_tokens}")

@@ -1,10 +1,10 @@
-"""Serving under load: requests of mixed lengths arrive, side by side with vLLM's CPU build.
+"""Serving under load: requests of mixed lengths, on mtpc and on vLLM's CPU build.
 
     python -m benchmarks.serving --vllm-python VENV/bin/python --out RESULTS.json
 
-Per load (Poisson arrivals of a rate, or a burst) the very same requests go to mtpc with drafts and
-without, and to vLLM with drafts and without, in turns. What a caller sees: tokens per second, time
-to the first token, and the gaps between outputs.
+For each load (Poisson arrivals of a rate, or a burst) the same requests go to mtpc and to vLLM,
+with drafts and without, in rounds. The figures are those that a caller sees: tokens per second,
+time to the first token, and gaps between outputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to come: `rate` a second, or all at once."""
+    """The arrivals of requests: `rate` per second, or all at once."""
 
     rate: float | None
     count: int
@@ -60,14 +60,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """What a server made of requests.
+    """One run of a server.
 
     Attributes:
         traces: see `arrivals.serve`.
-        child_cpu_s: CPU seconds of other processes that count as ours.
-        host_gap_share: of the time with work, the part between replays; None if it is not known.
-        work_s: seconds with work, replays and what is between them; None if it is not known.
-        tokens_by_k: tokens by the number of drafts of the step that emitted them, if counted.
+        child_cpu_s: CPU seconds of the server's own other processes.
+        host_gap_share: share of the time with work that is between replays; None if unknown.
+        work_s: seconds with work: replays and the gaps between them; None if unknown.
+        tokens_by_k: tokens by the K of the step that emitted them, if counted.
     """
 
     traces: list[Trace]
@@ -79,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a load: when requests came, what each got when, and others' share of the CPU."""
+    """One run of a load: arrivals, outputs, and the CPU share of other processes."""
 
     at_s: list[float]
     traces: list[Trace]
@@ -90,23 +90,23 @@ class Sample:
 
 
 class Serves(Protocol):
-    """What is measured.
+    """A server that can be measured.
 
     Attributes:
-        engine: its name.
-        spec_tokens: drafts a step, or how they are chosen.
+        engine: the engine's name.
+        spec_tokens: K, or "auto".
     """
 
     engine: str
     spec_tokens: int | str
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
-        """Serve requests, and say what became of them."""
+        """Serve requests, and return their traces."""
         ...
 
 
 class MtpcServer:
-    """mtpc's engine, in this process; it counts tokens by the number of drafts of their step."""
+    """mtpc's engine in this process; it counts tokens by the K of their step."""
 
     engine = "mtpc"
 
@@ -145,7 +145,7 @@ class MtpcServer:
 
 
 class VllmServer:
-    """vLLM, in a process that waits between its turns."""
+    """vLLM in another process, which waits between its samples."""
 
     engine = "vLLM"
 
@@ -154,14 +154,14 @@ class VllmServer:
         self.spec_tokens: int | str = process.spec_tokens
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
-        """Have its process serve them."""
+        """Let its process serve requests."""
         answer = self._process.ask({"arrivals": [asdict(arrival) for arrival in arrivals]})
         return Run(answer["traces"], answer["cpu_s"])
 
 
 @dataclass
 class Case(Sampled[Sample]):
-    """One row to be: a load on a server."""
+    """A load on a server, and its samples so far."""
 
     load: Load
     server: Serves
@@ -173,7 +173,7 @@ class Case(Sampled[Sample]):
 
 @dataclass(frozen=True)
 class Row:
-    """What callers saw: medians over samples of each sample's own figure; seconds as named."""
+    """The figures that callers see, each the median over samples."""
 
     load: str
     engine: str
@@ -192,7 +192,7 @@ class Row:
 
 
 def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell) -> None:
-    """Fill the cases' samples, one of each case a round, until every case has enough."""
+    """Sample the cases in rounds, until every case has enough samples."""
     vocab_size = SHAPES[args.shape].vocab_size
 
     def draw(load: Load, seed: int) -> list[Arrival]:
@@ -230,7 +230,7 @@ def tokens_per_s(sample: Sample) -> float:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Between the values at hand, as `statistics.quantiles` has it."""
+    """Interpolated between values, as by `statistics.quantiles`."""
     if len(values) == 1:
         return values[0]
     return quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -242,14 +242,14 @@ def gaps_ms(trace: Trace) -> list[float]:
 
 
 def ms_per_token(trace: Trace) -> float | None:
-    """Of one request, after what its first output brought; None if that was all."""
+    """Milliseconds per token of one request after its first output; None without further tokens."""
     (first, _), (last, _) = trace[0], trace[-1]
     tokens = sum(count for _, count in trace[1:])
     return 1e3 * (last - first) / tokens if tokens else None
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case that has been sampled."""
+    """The row of a sampled case."""
     kept = case.kept(max_foreign)
     first = [[trace[0][0] for trace in sample.traces] for sample in kept]
     gaps = [[gap for trace in sample.traces for gap in gaps_ms(trace)] for sample in kept]
@@ -275,7 +275,7 @@ def summarise(case: Case, max_foreign: float) -> Row:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
+    """The cells of the table."""
     theirs = {(r.load, r.spec_tokens): r.tokens_per_s for r in rows if r.engine == "vLLM"}
     table = []
     for row in rows:
@@ -308,7 +308,7 @@ def table(record: Record) -> Table:
 def servers(
     args: argparse.Namespace, workdir: Path, closing: ExitStack, tell: Tell
 ) -> Iterator[Serves]:
-    """mtpc and vLLM, each with drafts and without, on one checkpoint."""
+    """Start mtpc and vLLM, each with drafts and without, on one checkpoint."""
     directory = workdir / "checkpoint"
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], args.weights == "accepting", args.seed)

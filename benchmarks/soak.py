@@ -1,13 +1,13 @@
-"""A long run of random traffic over a small model: memory, objects, pages and slots stay put.
+"""A long run of random traffic on a small model, which checks that memory and objects do not grow.
 
     python -m benchmarks.soak --tokens 1000000 --csv soak.csv --png soak.png
 
 Requests arrive at random: prompts with shared beginnings, greedy and sampled ones with all kinds of
 parameters, callbacks, some of which raise, aborts at any moment, and a pool too small for all of
-them, so that requests are preempted. At each interval the engine is emptied and everything is
-counted. Some requests are the same ones again and again: their text must be what it was. The exit
-code is 1 if memory or objects grew beyond the bounds after the warm-up, a page or a slot was left,
-or a text changed.
+them, so that requests are preempted. At each interval the engine is emptied, and memory, objects,
+pages and request slots are counted. Some requests are repeated, and must give the same text. The
+exit code is 1 if memory or objects grew beyond the bounds after the warm-up, if a page or request
+slot is not free, or if a text changed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from mtpc.engine.request import Request, StepOutput
 MIB = 2**20
 OPTIONS = {"spec_tokens": 2, "batch_buckets": (8,), "max_len": 128, "page_size": 8,
            "prefill_chunk": 32, "num_pages": 65, "sampling": True, "dtype": "float64"}  # fmt: skip
-"""64 pages of 8 tokens: eight requests of up to 128 tokens do not fit. In float64, for texts are
-compared: the demo model has experts, whose sums may round otherwise in another batch."""
+"""64 pages of 8 tokens, into which eight requests of up to 128 tokens do not fit. float64, because
+texts are compared, and sums of experts may round in another way in another batch."""
 SENTINELS, BEGINNINGS, MAX_WAITING = 8, 6, 6
 CHANCES = {"sentinel": 0.15, "abort": 0.2, "callback": 0.3, "broken callback": 0.02}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may change after the warm-up.
+    """The allowed growth after the warm-up.
 
     Attributes:
-        warm_up: share of the tokens after which things are to stay put.
-        growth_mib: resident memory, the most at any later interval over that at the warm-up's end.
-        objects: Python objects that the collector knows, likewise.
+        warm_up: share of the tokens that are the warm-up.
+        growth_mib: the most growth of resident memory after the warm-up.
+        objects: the most growth of the number of Python objects after the warm-up.
     """
 
     warm_up: float = 0.2
@@ -58,7 +58,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Interval:
-    """What was counted at an interval, with the engine emptied; counts are since the start."""
+    """The counts at an interval, with the engine empty; totals are since the start."""
 
     tokens: int
     seconds: float
@@ -77,7 +77,7 @@ class Interval:
 
 
 def random_params(draw: random.Random, vocab_size: int) -> mtpc.SamplingParams:
-    """Greedy, or any mixture of what sampling offers."""
+    """Greedy decoding, or any mixture of sampling parameters."""
     if draw.random() < 0.3:
         return mtpc.SamplingParams()
     some = tuple(draw.randrange(vocab_size) for _ in range(4))
@@ -96,11 +96,11 @@ def random_params(draw: random.Random, vocab_size: int) -> mtpc.SamplingParams:
 
 
 class Traffic:
-    """Random requests on an engine, and what is remembered of them.
+    """Random requests on an engine, and what they returned.
 
     Args:
-        model: compiled with `OPTIONS`, or others.
-        seed: of everything drawn.
+        model: a compiled model.
+        seed: seed of all random choices.
     """
 
     def __init__(self, model: mtpc.SpecModel, seed: int = 0):
@@ -113,7 +113,7 @@ class Traffic:
         self.compared = self.changed = 0
 
     def step(self) -> int:
-        """Perhaps new requests, perhaps an abort, one step; returns how many tokens it gave."""
+        """Perhaps add requests or abort one, and run a step; returns the number of new tokens."""
         draw, engine = self._draw, self.engine
         while len(engine.waiting) < MAX_WAITING and draw.random() < 0.5:
             self._add()
@@ -122,7 +122,7 @@ class Traffic:
         return sum(len(output.token_ids) for output in engine.step())
 
     def finish(self) -> int:
-        """Serve what is there; returns how many tokens that gave."""
+        """Run until the engine is empty; returns the number of new tokens."""
         tokens = 0
         while self.engine.has_work:
             tokens += sum(len(output.token_ids) for output in self.engine.step())
@@ -161,7 +161,7 @@ class Traffic:
             raise ValueError("a consumer that is broken")
 
     def _compare(self, index: int, request: Request) -> None:
-        """With what the same request said before, as far as both were let speak."""
+        """Compare a text with that of an equal earlier request, up to the shorter length."""
         found, known = request.output_ids, self._texts[index]
         if known is None or len(found) > len(known):
             self._texts[index] = list(found)
@@ -172,7 +172,7 @@ class Traffic:
 
 
 def count(traffic: Traffic, tokens: int, seconds: float) -> Interval:
-    """What there is now."""
+    """Count everything now."""
     gc.collect()
     stats, engine = traffic.engine.stats, traffic.engine
     return Interval(
@@ -204,9 +204,9 @@ def resident_mib() -> float:
 def soak(
     traffic: Traffic, tokens: int, intervals: int, tell: Tell, seconds: float = float("inf")
 ) -> list[Interval]:
-    """Serve at least that many tokens; a record at the start and after each interval.
+    """Serve at least `tokens` tokens; counts at the start and after each interval.
 
-    After that many seconds it ends with the interval that runs.
+    After `seconds` it ends with the running interval.
     """
     start, done = time.perf_counter(), 0
     records = [count(traffic, 0, 0.0)]
@@ -226,7 +226,7 @@ def soak(
 
 
 def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
-    """What is wrong with a run; nothing, if all is well."""
+    """The faults of a run; empty without faults."""
     found = []
     for name, what in (("pages_used", "pages"), ("slots_used", "slots")):
         most = max(getattr(record, name) for record in records)
@@ -274,8 +274,8 @@ def table(record: Record) -> Table:
 
 
 def draw_png(record: Record, bounds: Bounds, path: Path) -> None:
-    """Memory and objects over tokens, with the bounds; and what went on."""
-    # Here: it takes longer to import than a short run.
+    """Draw memory and objects over tokens, with their bounds, and the requests."""
+    # Imported here, because that takes longer than a short run.
     from matplotlib.figure import Figure
 
     records = [Interval(**row) for row in record["rows"]]

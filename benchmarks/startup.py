@@ -1,15 +1,15 @@
-"""Seconds from the start of a process to its first token: mtpc beside its floor and its peers.
+"""Seconds from the start of a process to its first token, of mtpc, other engines and the floor.
 
     python -m benchmarks.startup                     # the demo model and the 0.5B shape
     python -m benchmarks.startup --vllm-python VENV/bin/python --repeats 5
     python -m benchmarks.startup --shape tiny --workloads random --engines floor mtpc --repeats 1
 
-Every sample is a process of its own. *Cold* starts find no compiled code anywhere; what they leave
-is what *warm* starts find, and nothing else: mtpc's have an empty Inductor cache and no compiler
-on the path. All warm engines take turns. Files have been read before, so disks play no part.
+Every sample is one process. *Cold* starts have no compiled code. *Warm* starts have only what cold
+starts leave; mtpc's have an empty Inductor cache and no compiler on the path. Warm engines are
+sampled in rounds. Files are in the page cache, so that disks play no part.
 
-The floor imports torch and maps the weights, which every engine here has to do. The torch.compile
-row is one compiled prefill, without a decode step, so it prepares less than mtpc does.
+The floor imports torch and maps the weights, which every engine must do. The torch.compile row is
+one compiled prefill without a decode step, so it prepares less than mtpc does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.models.load import find_family
 
 LONGEST_REASON = 160
-"""Characters of a failure in the table; JSON and logs have all of it."""
+"""The most characters of a failure in the table; JSON and logs have the whole text."""
 PEERS = ("mtpc cold", "transformers eager", "torch.compile warm", "vLLM warm", "vLLM eager")
 RATIOS = (
     ("mtpc warm", "floor"),
@@ -74,10 +74,10 @@ class Sample:
 
     Attributes:
         stages: seconds by stage; their sum is the time to the first token.
-        foreign_share: share of the CPU time that others used meanwhile.
+        foreign_share: share of the CPU time that other processes used meanwhile.
         cache_bytes: size of the engine's cache afterwards.
-        scratch_bytes: what it wrote to the empty directory beside its cache.
-        report: what the process said of itself, its tokens among it.
+        scratch_bytes: bytes that it wrote to an empty scratch directory.
+        report: the report of the process, with its tokens.
     """
 
     stages: dict[str, float]
@@ -93,7 +93,7 @@ class Sample:
 
 @dataclass
 class Case(Sampled[Sample]):
-    """An engine on a checkpoint, its samples so far, and why there will be no more."""
+    """An engine on a checkpoint, its samples so far, and the failure that ended sampling."""
 
     workload: str
     directory: Path
@@ -107,7 +107,7 @@ class Case(Sampled[Sample]):
 
 @dataclass(frozen=True)
 class Row:
-    """What a case's samples say: of undisturbed ones where there are any; None if it never ran."""
+    """The figures of a case, from undisturbed samples if there are any; None if it never ran."""
 
     workload: str
     engine: str
@@ -123,7 +123,7 @@ class Row:
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case that has been sampled, or could not be."""
+    """The row of a case."""
     kept = case.kept(max_foreign)
     seconds = [sample.seconds for sample in kept]
     return Row(
@@ -139,14 +139,14 @@ def summarise(case: Case, max_foreign: float) -> Row:
 
 
 class FamilyWatch(CpuWatch):
-    """Counts processes that this one started, and waited for, as its own."""
+    """Counts child processes of this one as its own."""
 
     def __init__(self) -> None:
         self._children = _children_seconds()
         super().__init__()
 
     def foreign_share(self, child_cpu_s: float = 0.0) -> float:
-        """Share of all CPUs' time that others used, 0 to 1."""
+        """The share of all CPUs' time that other processes used, 0 to 1."""
         return super().foreign_share(child_cpu_s + _children_seconds() - self._children)
 
 
@@ -155,11 +155,11 @@ def _children_seconds() -> float:
 
 
 class Starter:
-    """Starts processes and takes their times.
+    """Starts processes and measures their times.
 
     Args:
-        args: the command line's.
-        workdir: caches, reports and logs go here.
+        args: the command line.
+        workdir: directory for caches, reports and logs.
     """
 
     def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
@@ -167,7 +167,7 @@ class Starter:
         (workdir / "logs").mkdir(exist_ok=True)
 
     def start(self, case: Case) -> Sample:
-        """One sample; a cold one begins by emptying the cache.
+        """Take one sample; a cold one first empties the cache.
 
         Raises:
             StartError: there was no first token.
@@ -177,7 +177,7 @@ class Starter:
         for path in (scratch, cache) if case.engine.state == "cold" else (scratch,):
             child.make_empty(path)
         args, engine, job = self.args, case.engine, self._job(case, cache)
-        # Not resolved: an environment's interpreter is a link, and known by its place.
+        # Not resolved: a virtual environment's interpreter is a link, identified by its path.
         python = (args.vllm_python if engine.kind == "vllm" else Path(sys.executable)).absolute()
         variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
         log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
@@ -192,7 +192,7 @@ class Starter:
         return Sample(stages, share, cached, child.size_of(scratch), report)
 
     def _job(self, case: Case, cache: Path) -> dict[str, Any]:
-        """What the process is told."""
+        """The job that the process gets."""
         args, engine = self.args, case.engine
         config = json.loads((case.directory / "config.json").read_text())
         family = find_family(config["architectures"])
@@ -218,7 +218,7 @@ class Starter:
 
 
 def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None:
-    """Cold starts first, for they fill the caches; then all others, one of each a round."""
+    """Take cold starts first, which fill the caches; then sample all other cases in rounds."""
     args = starter.args
     cold = [case for case in cases if case.engine.state == "cold"]
     others = [case for case in cases if case.engine.state != "cold"]
@@ -239,12 +239,12 @@ def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None
             if len(case.undisturbed(args.max_foreign)) < args.repeats:
                 _take(case, starter, tell)
         record = _record(cases, args)
-        # After each round: an interrupt costs only what it interrupts.
+        # After each round, so that an interrupt loses only the running round.
         write_results(args, record, table(record))
 
 
 def _take(case: Case, starter: Starter, tell: Tell) -> None:
-    """One more sample of a case, unless it has failed."""
+    """Take one more sample of a case, unless it has failed."""
     if case.failure is not None:
         return
     try:
@@ -260,7 +260,7 @@ def _take(case: Case, starter: Starter, tell: Tell) -> None:
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
-    """How the rows of each workload compare, in lines: by medians, and by the best samples."""
+    """Lines that compare the rows of each workload, by medians and by best samples."""
     by_name = {(row.workload, row.engine): row for row in rows}
     lines = []
     for workload in dict.fromkeys(row.workload for row in rows):
@@ -277,7 +277,7 @@ def ratios(rows: Sequence[Row]) -> list[str]:
 
 
 def same_tokens(cases: Sequence[Case]) -> dict[str, bool]:
-    """Whether all starts of an engine, cold and warm, continued alike: by workload and engine."""
+    """Whether all starts, cold and warm, gave the same tokens, by workload and engine."""
     seen: dict[str, list[list[int]]] = {}
     for case in cases:
         for sample in case.samples:
@@ -302,7 +302,7 @@ COLUMNS = ("model", "start", "best s", "median s", "vs floor", *child.STAGES, "c
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
+    """The cells of the table."""
     floors = {row.workload: row.median_s for row in rows if row.engine == "floor"}
     return [[row.workload, row.engine, *_cells(row, floors.get(row.workload))] for row in rows]
 
@@ -324,7 +324,7 @@ def _cells(row: Row, floor: float | None) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if mtpc failed to start, or said something else warm than cold."""
+    """Run the benchmark; returns 1 if mtpc failed to start, or if warm and cold tokens differ."""
     args = parse(argv)
     tell = command.begin(args)
     with command.working_directory(args.workdir) as workdir:
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
-    """Every engine asked for, on one checkpoint."""
+    """The cases of one checkpoint: every requested engine."""
     if name == "demo":
         directory = demo_checkpoint()
     else:
@@ -364,7 +364,7 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
     command.add_model(parser)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tier_grid --processes 2 --out benchmarks/results/paper/tier-grid.json
 
-The real policy chooses K; steps, drafts and arrivals are drawn (`harness.loads`). Takes about
-twenty minutes of CPU. `--every 100` takes every hundredth load. `--short` has bursts of one request
-a row instead, with a policy that knows nothing and with one that knows the costs of steps.
+The real policy chooses K; steps, drafts and arrivals are random (`harness.loads`). It takes about
+twenty minutes of CPU time. `--every 100` takes every hundredth load. `--short` simulates bursts of
+one request per row, with a policy that knows nothing and with one that knows the costs of steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mtpc.engine.tiers import TierPolicy
 
 BURSTS = 12
 BEST, FLOOR = 0.98, 0.95
-"""What "auto" is to give: of the best fixed K, and of K = 0."""
+"""The goals of "auto", relative to the best fixed K and to K = 0."""
 COLUMNS = (
     *("loads", "number", "least of best", "5th percentile", "mean", f"at least {BEST}"),
     *("least of K=0", "least of K=0 at any time"),
@@ -53,7 +53,7 @@ SHORT_NOTES = (
 
 
 class Shares(NamedTuple):
-    """What "auto" gives of the speed of the best fixed K; of K = 0; of K = 0, when it was least."""
+    """The speed of "auto" relative to the best fixed K, to K = 0, and to K = 0 at its worst."""
 
     best: float
     plain: float
@@ -61,7 +61,7 @@ class Shares(NamedTuple):
 
 
 def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
-    """ "auto" beside the fixed K."""
+    """Compare "auto" with every fixed K."""
     fixed = [decode(load, tier) for tier in TIERS]
     auto = decode(load, policy(TIERS))
     best, plain = (
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row(number: int) -> dict[str, Any]:
-    """A load of the grid and its shares, as a record has them."""
+    """The record's entry of a load."""
     load = GRID[number]
     return {
         "costs": load.cost.__name__,
@@ -106,7 +106,7 @@ def row(number: int) -> dict[str, Any]:
 
 
 def short_row(number: int) -> dict[str, Any]:
-    """A short load and its shares, with nothing known and with costs known."""
+    """The record's entry of a short load, without and with known costs."""
     load = SHORT[number]
     bursts = [replace(load, short=burst) for burst in range(1, BURSTS + 1)]
 
@@ -124,7 +124,7 @@ def short_row(number: int) -> dict[str, Any]:
 
 
 def table(record: Record) -> Table:
-    """A record's table: all loads, and those that have something in common."""
+    """A record's table: all loads, and groups of loads with a common property."""
     rows = record["rows"]
     groups = [("all", rows)]
     for name in ("costs", "batch", "context", "acceptance", "arrivals", "drift"):
@@ -137,13 +137,13 @@ def table(record: Record) -> Table:
 
 
 def short_cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line of the table of short bursts."""
+    """The cells of a row of the table of short bursts."""
     shares = [[row[key] for row in rows] for key in ("nothing", "known")]
     return [name, str(len(rows)), *(f"{of(each):.3f}" for each in shares for of in (mean, min))]
 
 
 def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line of the table."""
+    """The cells of a row of the table."""
     best = sorted(row["best"] for row in rows)
     figures = (best[0], best[len(best) // 20], mean(best))
     usual = sum(share >= BEST for share in best) / len(best)

@@ -2,15 +2,15 @@
 
     python -m benchmarks.tiers --out RESULTS.json
 
-Two checkpoints of one shape, one whose drafts are all accepted and one whose drafts hardly ever
-are; a low load, where a step has few requests, and a high one, a burst. Drafts pay where weights
-are read for few rows and the text can be predicted; `spec_tokens="auto"` is to be near the better
-of the two fixed ones everywhere, and says in which steps it handed its tokens out.
+There are two checkpoints of one shape, one whose drafts are all accepted and one whose drafts
+hardly ever are; and two loads, a low one with few requests per step, and a burst. Drafts pay if
+steps have few rows and the text is predictable. `spec_tokens="auto"` should be close to the better
+fixed K in all cases. Its rows show the tokens by the K of their step.
 
     python -m benchmarks.tiers --acceptance 0 0.4 0.8 --out RESULTS.json
 
-With synthetic acceptance there is one checkpoint, of random weights, and every K of `--tiers` is
-fixed in turn. K = 0 is a program of its own; the other fixed K share the program of "auto".
+With synthetic acceptance there is one checkpoint with random weights, and every K of `--tiers` is
+measured as a fixed K. K = 0 has its own program; the other fixed K use the program of "auto".
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TierServer:
     """An engine on one of the checkpoints.
 
     Args:
-        model: compiled.
-        weights: which checkpoint it runs.
+        model: a compiled model.
+        weights: the name of its checkpoint.
         spec_tokens: K, or "auto".
     """
 
@@ -79,13 +79,13 @@ class TierServer:
 class SyntheticServer(TierServer):
     """A program of several K, or of K = 0, that accepts each draft with one probability.
 
-    Each run begins with a policy that knows nothing, or the costs of steps, or with one K alone.
+    Each run starts with a new policy, which may know the costs of steps, or with a fixed K.
 
     Args:
-        model: compiled.
-        probability: of a draft to be accepted, given that all before it are.
+        model: a compiled model.
+        probability: the probability that a draft is accepted if all drafts before it are.
         spec_tokens: K, "auto", or AGAIN.
-        known: costs that runs of "auto" have measured; these add to them.
+        known: costs that runs of "auto" have measured, to which this run adds its own.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class SyntheticServer(TierServer):
 
 @dataclass(frozen=True)
 class Row:
-    """What a load came to: medians over samples.
+    """The figures of a load: medians over samples.
 
     Attributes:
-        weights: of the checkpoint.
-        load: requests to come.
+        weights: name of the checkpoint.
+        load: the arrivals.
         spec_tokens: K, or "auto".
-        tokens_per_s: new tokens over seconds with work.
-        ms_per_token_p50: of a request, after its first token.
-        tokens_by_k: all kept samples' tokens of decode steps, by the step's K.
-        samples: kept.
-        discarded: dropped, for others used the CPU.
-        disturbed: whether all were, so that none was dropped.
-        taken: every sample.
+        tokens_per_s: new tokens divided by seconds with work.
+        ms_per_token_p50: median over requests, after the first token.
+        tokens_by_k: tokens of decode steps of all kept samples, by the step's K.
+        samples: number of samples that are kept.
+        discarded: number of samples that were dropped, because other processes used the CPU.
+        disturbed: whether all samples were disturbed, so that none was dropped.
+        taken: all samples.
     """
 
     weights: str
@@ -145,14 +145,14 @@ class Row:
 
 
 def tokens_per_s(sample: Sample) -> float:
-    """New tokens over the seconds in which there was work."""
+    """New tokens divided by seconds with work."""
     if sample.work_s is None:
         raise ValueError("the sample does not say how long there was work")
     return sum(count for trace in sample.traces for _, count in trace) / sample.work_s
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case that has been sampled."""
+    """The row of a sampled case."""
     assert isinstance(case.server, TierServer)
     kept = case.kept(max_foreign)
     pace = [[p for p in map(ms_per_token, sample.traces) if p is not None] for sample in kept]
@@ -181,7 +181,7 @@ def fixed(rows: Sequence[Row], row: Row) -> dict[int | str, float]:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
+    """The cells of the table."""
     return [
         [
             row.weights,
@@ -205,7 +205,7 @@ def table(record: Record) -> Table:
 
 
 def shares(tokens: dict[int, int]) -> str:
-    """`0: 75%, 3: 25%`."""
+    """The cell of shares by K: `0: 75%, 3: 25%`."""
     total = sum(tokens.values())
     return ", ".join(f"{k}: {count / total:.0%}" for k, count in tokens.items())
 
@@ -230,7 +230,7 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
 
 
 def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
-    """For each acceptance K = 0, every other K fixed, and K chosen."""
+    """The servers for each acceptance: K = 0, every other fixed K, and "auto"."""
     directory, most = workdir / "random", max(args.tiers)
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)

@@ -1,11 +1,11 @@
-"""Where a decode step's time goes, largest first: its memory limit, and what comes on top.
+"""Where a decode step's time goes: its memory limit, then the time beyond it, largest part first.
 
     python -m benchmarks.waterfall --spec-tokens 0 3 --batches 1 8
     python -m benchmarks.waterfall --quantize int4-g32
 
-The step as a whole is timed without a profiler, between two readings of the bandwidth. A second
-run under torch's profiler gives each operator's share, which is then scaled to the time without.
-What no operator accounts for is what stands between operators, and the host between steps.
+The whole step is timed without a profiler, and the bandwidth is measured before and after. A second
+run under torch's profiler gives each operator's share, which is scaled to the time without it. The
+rest is time between operators, and host work between steps.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _profiled_shares(engine: Any, steps: int) -> Counter[str]:
 
 
 def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str]) -> list[Part]:
-    """The limit, then what comes on top, largest first."""
+    """The limit, then the time beyond it, largest part first."""
     ops = {name: share * seconds for name, share in shares.items() if "::" in name}
     linears = sum(ops.pop(name, 0.0) for name in LINEARS)
     top = {"linears beyond the limit": linears - limit}

@@ -1,20 +1,13 @@
-"""The GPU in one call: that it is right, how fast it is, where its time goes. Writes a CSV.
+"""Checks the GPU backend, measures its speed and profiles it, in one call. Writes a CSV.
 
     python -m benchmarks.gpu --csv gpu.csv                 # within --deadline seconds, what fits
     python -m benchmarks.gpu --csv gpu.csv --resume        # the cases that the file lacks
     python -m benchmarks.gpu --dry-run --csv dry.csv       # no GPU: the null device, tiny shapes
 
-Parts, in this order. `ops`: each Triton op against its reference, by dtype. `gate`: every step of
-a family's tiny model, and of two layers of each shape, in bfloat16, is as near to float32 as
-PyTorch's own bfloat16 is, from the same state. `sampling`: the same by seeds. `aot`: code objects
-built for this device, loaded. `kernels`: ours alone at real sizes, beside the time of their bytes
-and PyTorch's. `speed`: bfloat16, weights that accept all drafts, by shape, batch
-and K, against transformers, its `use_mtp`, and our own pieces: compiled and launched one by one, or
-captured as a graph each, as servers do. `profile`: kernels per iteration and its time, with the
-default passes, without the optional ones, and with norms and the draft's entry fused by us instead
-of by Inductor; and what is furthest from the time of its bytes. Most of the time goes into
-compiling, so a call does what its deadline allows, the most telling cases first, and says what it
-left out; with `--cache-dir`, the next one starts with what was compiled.
+The parts, in this order, are described in docs/gpu.md ("Measuring"): `ops`, `gate`, `sampling`,
+`aot`, `kernels`, `speed`, `profile`. Most of the time is compilation. So a call runs the cases that
+fit into its deadline, the most informative ones first, and lists what it left out. With
+`--cache-dir`, a later call reuses compiled code.
 
 Exit code 1: a check failed, or a case raised an error. 2: there is no GPU, and no --dry-run.
 """
@@ -63,20 +56,20 @@ from mtpc.errors import MtpcError
 PARTS = ("ops", "gate", "sampling", "aot", "kernels", "speed", "profile")
 TIMED = {"kernels", "speed", "profile"}
 CHECKS_SHARE = 0.5
-"""Of the deadline, while there is anything to measure after the checks."""
+"""Share of the deadline for the checks, if measurements follow."""
 CACHES = {
     "MTPC_CACHE_DIR": "mtpc",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
 }
-"""Folders of --cache-dir, by the variable that names each."""
+"""Folders of --cache-dir, by environment variable."""
 COLUMNS = ("part", "shape", "engine", "K", "batch", "ms/step", "on device", "host us", "launches",
            "kernels", "tokens/s", "accepted", "of bandwidth", "result")  # fmt: skip
 
 
 @dataclass
 class Session:
-    """One call: where, until when, and what was found.
+    """The state of one call.
 
     Attributes:
         machine: where it runs.
@@ -121,12 +114,12 @@ class Session:
                     self.add(row)
 
     def add(self, row: Row) -> None:
-        """Keep a row."""
+        """Add a row."""
         self.rows.append(row)
         self.file.add(row)
 
     def open(self, shape: str) -> Bench:
-        """A shape's model, the one before it dropped."""
+        """Load a shape's model, after dropping the previous one."""
         if self.bench is None or self.bench.shape != shape:
             self.bench = None
             self.bench = Bench.open(self.machine, shape, self.plan)
@@ -183,7 +176,7 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
 
 
 def _measure(session: Session, args: argparse.Namespace) -> None:
-    """All that is timed, then the profiles: torch's profiler slows down what comes after it."""
+    """Run all timed cases, then the profiles, because torch's profiler slows down later work."""
     no_kernels = "kernels" not in args.parts or session.machine.is_dry
     for row, fill in () if no_kernels else kernel_times(session.machine):
         session.attempt("kernels", [row], partial(map, fill))

@@ -1,4 +1,4 @@
-"""Code objects, built for the device at hand as `mtpc build --target` builds them, loaded and run.
+"""Builds code objects for this device as `mtpc build --target` does, loads them and runs them.
 
 The device takes them from the cache through Triton's own loader, whose cache is empty meanwhile: a
 kernel that it would have to compile is counted as missed.
@@ -31,7 +31,7 @@ COMPARED = "code objects = reference"
 
 
 def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
-    """Build and load every kernel of a tiny model's steps, which are then compared as a gate's."""
+    """Build and load every kernel of a tiny model's steps, and compare the steps as in gate."""
     make_checkpoint(row.shape, directory)
     with TemporaryDirectory(prefix="mtpc-aot-") as root:
         options = CompileOptions(
@@ -56,7 +56,7 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
 
 
 def _build_only(directory: Path, options: CompileOptions) -> str:
-    """Without a device: what there is to say."""
+    """The row of a dry run, without a device."""
     if not util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         return "nothing was built: no Triton, or only its interpreter"
     from mtpc.program.cross_compile import build_kernels
@@ -68,7 +68,7 @@ def _build_only(directory: Path, options: CompileOptions) -> str:
 def _load(
     machine: Machine, directory: Path, options: CompileOptions, target: Target, row: Row
 ) -> None:
-    """Captured steps on those kernels, with ATen's between them: Inductor has no part in this."""
+    """Capture steps with the loaded kernels, and ATen operators between them, without Inductor."""
     from mtpc.backends.triton_kernels import triton_bindings
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
 
@@ -90,7 +90,7 @@ def _load(
 
 @contextmanager
 def _empty_triton_cache() -> Iterator[Counter[bool]]:
-    """Counts the kernels that Triton is asked for meanwhile, by whether they were there."""
+    """Counts the kernels that Triton looks up within the block, by whether its cache has them."""
     import triton
 
     asked: Counter[bool] = Counter()

@@ -1,4 +1,4 @@
-"""What Inductor makes of a step, without a GPU: the kernels that it would launch, what it copies.
+"""Counts the kernels and copies of a step as Inductor schedules it, without a GPU.
 
 Inductor stops after it has decided what to fuse. It does so for the CPU, by the same scheduler as
 for a GPU; there it may split a large kernel.
@@ -41,7 +41,7 @@ class Lowered:
     largest: int
 
     def with_segments(self, other: Lowered, count: int) -> Lowered:
-        """With so many segments more of a form."""
+        """The same with more segments of one kind."""
         return Lowered(
             self.generated + count * other.generated,
             self.called + Counter({name: count * n for name, n in other.called.items()}),
@@ -52,7 +52,7 @@ class Lowered:
 
 
 class _Scheduled(Exception):
-    """Inductor has fused what it fuses: the rest is not wanted."""
+    """Ends Inductor after fusion, because code generation is not needed."""
 
 
 def lowered(graph: StepGraph) -> Lowered:
@@ -88,7 +88,7 @@ def _schedule(module: fx.GraphModule, examples: list[Tensor], name: str) -> Lowe
 
 
 def _look(nodes: list[Any]) -> dict[str, Any]:
-    """What is known of scheduled nodes, while Inductor is there to be asked."""
+    """Collect facts about scheduled nodes, while Inductor's state exists."""
     names = [_name(node) for node in nodes]
     written = [node for node, name in zip(nodes, names, strict=True) if name is None]
     made = [_nbytes(output) for node in written for output in node.get_outputs()]
@@ -101,7 +101,7 @@ def _look(nodes: list[Any]) -> dict[str, Any]:
 
 
 def _nbytes(output: Any) -> int:
-    """Of a buffer that a kernel makes; none of one that was there, into which it writes."""
+    """Bytes of a buffer that a kernel allocates; 0 for an existing buffer that it writes."""
     if output.get_mutations() or output.get_aliases():
         return 0
     layout = output.node.get_layout()
@@ -109,7 +109,7 @@ def _nbytes(output: Any) -> int:
 
 
 def _name(node: Any) -> str | None:
-    """What a scheduled node calls, "" where it runs nothing; None of a kernel that is generated."""
+    """What a scheduled node calls; "" if it runs nothing, None for a generated kernel."""
     kind = type(node).__name__
     if kind == "NopKernelSchedulerNode":
         return ""

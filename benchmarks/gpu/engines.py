@@ -1,4 +1,4 @@
-"""What benchmarks.gpu compares: the fused step, its pieces apart, and transformers."""
+"""The engines of benchmarks.gpu: the fused step, its separate pieces, and transformers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TimedProgram:
     """A program that times its decode replays: on the device, and until the launch returns.
 
     Args:
-        program: does the work; read as this, but for runs.
-        clock: the device's.
+        program: the program that does the work; other attributes are its own.
+        clock: the device's clock.
 
     Attributes:
         launch_s: seconds of host time per decode replay.
@@ -56,7 +56,7 @@ class TimedProgram:
         return getattr(self._program, name)
 
     def restart(self, clock: Clock) -> None:
-        """Forget what was timed, and go on with a new clock."""
+        """Drop all times, and continue with a new clock."""
         self.clock = clock
         self.launch_s.clear()
 
@@ -78,13 +78,13 @@ class TimedProgram:
 class Fused:
     """One model at one K and one batch size, and the ways to launch its decode step.
 
-    Prompts go op by op: their step is not measured, and would be as long in compiling.
+    Prompts run operator by operator: their step is not measured, and would take as long to compile.
 
     Args:
-        machine: where.
+        machine: the machine.
         loaded: the model, on the machine's device.
-        options: one batch bucket.
-        backend: by default the machine's.
+        options: options with one batch bucket.
+        backend: None is the machine's backend.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Fused:
     def decoder(
         self, replay: Run | None = None, late: bool = False
     ) -> tuple[MtpcDecoder, TimedProgram]:
-        """An engine.
+        """Make an engine.
 
         Args:
-            replay: of the decode step, instead of its own.
-            late: launch a step before the one before it is read.
+            replay: replaces the replay of the decode step.
+            late: launch a step before the previous one is read.
         """
         steps = dict(self.program.steps)
         if replay is not None:
@@ -133,7 +133,7 @@ class Fused:
 
     @cached_property
     def pieces(self) -> PiecewiseStep:
-        """The decode step's parts, compiled as the whole is."""
+        """The decode step in parts, each compiled as the whole step is."""
         graph = self.step.graph
         assert graph is not None
         compile_part = _interpret if self.machine.is_dry else compile_flat
@@ -145,12 +145,12 @@ def _interpret(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:
 
 
 def with_mtp(loaded: LoadedModel, directory: Path, device: str) -> TransformersDecoder:
-    """transformers that drafts: `generate(use_mtp=True)` reads the MTP layer from files."""
+    """transformers with drafts: `generate(use_mtp=True)` reads the MTP layer from files."""
     save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
     return TransformersDecoder(load_target(directory, loaded.family).to(device), 1)
 
 
 def decode_on(decoder: Decoder, device: str, prompts: Prompts, new_tokens: int) -> Decoded:
-    """`decoder.decode` with new tensors on a device: transformers' prompts are made from lists."""
+    """Call `decoder.decode` with a default device, on which transformers' prompts are made."""
     with torch.device(device):
         return decoder.decode(prompts, new_tokens)

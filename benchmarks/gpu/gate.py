@@ -1,7 +1,7 @@
-"""A compiled step against the reference operators on a device, in bfloat16, step by step.
+"""Compares compiled steps in bfloat16 with the reference operators on a device, step by step.
 
-Tiny models of every family, trained for seconds, so that drafts are accepted in part; and two
-layers of each shape that is measured, with random weights. See `lockstep` for what is compared.
+The models are tiny models of every family, trained for seconds so that drafts are accepted in part,
+and two layers of each measured shape with random weights. `lockstep` says what is compared.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LAYERS = 2
 def check_family(row: Row, machine: Machine, directory: Path) -> Row:
     """Compile one family's tiny model as users do, and compare each of its steps.
 
-    Ragged prompts, more of them than the bucket holds, so that requests join and leave; read at
-    once, and read late.
+    There are more prompts than the bucket holds, of different lengths, so that requests join and
+    leave. Steps are read at once, and read late.
     """
     make_checkpoint(row.shape, directory)
     ours, steps, backend = compile_beside(directory, machine, 3)

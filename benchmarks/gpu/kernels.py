@@ -1,7 +1,7 @@
-"""Our kernels at real sizes, each timed alone, beside the time of its bytes and beside a library's.
+"""Times mtpc's kernels alone at real sizes, and compares them with their bytes and with a library.
 
-Calls of one kernel run one after another in a graph, on as many copies of their inputs as exceed
-the device's caches. So a time has the launch in it, as in a step.
+Calls of one kernel run one after another in a graph, on so many copies of their inputs that these
+exceed the device's caches. A time includes the launch, as in a step.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ the down projection of the 0.5B shape."""
 LINEAR_ROWS = (1, 4, 16, 64, 512)
 INVARIANT = "batch_invariant"
 _COLD_BYTES = 200 << 20
-"""More than caches hold."""
+"""Bytes of inputs, more than the caches hold."""
 _MOST_COPIES = 32
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a kernel, and what a library does instead.
+    """A call of a kernel, and the same call of a library.
 
     Attributes:
-        name: of the operator.
-        what: its sizes, for people.
-        rows: of the call.
-        nbytes: that it has to read.
+        name: name of the operator.
+        what: its sizes, as text.
+        rows: rows of the call.
+        nbytes: bytes that it must read.
         make: makes new arguments on the device.
-        library: the same by PyTorch's own kernels, on arguments of its own; None: it has none.
-        configs: how it is run: by default, or `batch_invariant`.
+        library: makes the same call of PyTorch's own kernels; None if PyTorch has none.
+        configs: configuration of the call: the default, or `batch_invariant`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Call:
 
 
 def kernel_times(machine: Machine) -> Iterator[tuple[Row, Callable[[Row], Row]]]:
-    """Rows of every call, and what fills each."""
+    """The row of every call, and the function that fills it."""
     for call in _calls():
         yield (
             Row("time", machine.name, call.what, _title(call), 0, call.rows),
@@ -100,7 +100,7 @@ def _clone(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _milliseconds(machine: Machine, runs: Sequence[Callable[[], Any]]) -> float:
-    """Of one run, in a graph of all."""
+    """Milliseconds of one run, in a graph of all runs."""
 
     def run() -> None:
         for one in runs:

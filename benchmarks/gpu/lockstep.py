@@ -1,11 +1,11 @@
-"""A program in bfloat16 beside two references that are put into its state before every step.
+"""Compares a program in bfloat16 with two references that get its state before every step.
 
-Bfloat16 on another order of sums is not equal, so texts part after the first near tie, and from
-then on they compare nothing. Here they never part: before each step the references get the
-program's own buffers (its text, its cache, its drafts), and then all three take that step. What is
-compared: each row that the heads read, each row of logits, and each row of a cache or a state that
-the step wrote, against float32; by how much PyTorch's own bfloat16 differs is the measure. The
-step's tokens are compared with the program's own logits, exactly.
+In bfloat16, another order of sums gives other bits. So texts would diverge after the first near tie
+and could not be compared any more. Here, before each step, the references get the program's own
+buffers (its text, its cache, its drafts), and then all three take that step. Each row that the
+heads read, each row of logits, and each row of a cache or a state that the step wrote is compared
+with float32; the error of PyTorch's own bfloat16 is the measure. The step's tokens must be exactly
+those of the program's own logits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mtpc.program.program import Program
 
 _CHOOSE = ("aten.max.dim", "aten.argmax.default", "row_max.default", "sample.default")
 _FLOOR = 2.0**-9
-"""Half a unit in the last place of bfloat16: an error below it is none."""
+"""Half a unit in the last place of bfloat16; a smaller error counts as 0."""
 _TIMES = 2.0
-"""As far from float32 as PyTorch's bfloat16, times this, is still right."""
+"""The largest allowed error, relative to that of PyTorch's bfloat16."""
 _WILD = 0.1
-"""An error of a row that no rounding makes, but an expert that rounding chose otherwise."""
+"""A row with a larger error has another expert, which rounding can choose."""
 _WILD_SHARE = 0.02
-"""Of rows with such an error, beyond twice as many as PyTorch's: only where there are experts."""
+"""The share of rows that may have such an error, beyond twice PyTorch's; only with experts."""
 
 
 def rows_of_head(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -87,7 +87,7 @@ class Probed:
         return getattr(self._backend, name)
 
     def lower(self, graph: StepGraph) -> Run:
-        """Compile, with a copy into a buffer behind each head."""
+        """Compile the step with a copy of each head's input and logits to buffers."""
         self.seen[graph.name] = [
             (self._keep(graph, hidden, f"{i}_hidden"), self._keep(graph, logits, f"{i}_logits"))
             for i, (hidden, logits) in enumerate(_heads(graph))
@@ -118,7 +118,7 @@ def _heads(graph: StepGraph) -> list[tuple[fx.Node, fx.Node]]:
 
 @dataclass
 class Errors:
-    """Errors of rows of one kind: the program's, and PyTorch's bfloat16's, both against float32."""
+    """Errors relative to float32 of rows of one kind: the program's, and PyTorch's in bfloat16."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Errors:
             errors += row_errors(rows, truth).tolist()
 
     def faults(self, what: str, experts: bool) -> Iterator[str]:
-        """What is worse than bfloat16 explains."""
+        """The errors that bfloat16 does not explain."""
         mine, other = (_most(errors) for errors in (self.ours, self.theirs))
         if not mine <= _TIMES * other + _FLOOR:
             yield f"{what} err by {mine:.2g}, PyTorch's by {other:.2g}"
@@ -149,13 +149,13 @@ def row_errors(rows: Tensor, truth: Tensor) -> Tensor:
 
 
 def _most(errors: list[float]) -> float:
-    """What nine of ten stay below."""
+    """The 90th percentile."""
     return sorted(errors)[int(0.9 * (len(errors) - 1))] if errors else 0.0
 
 
 @dataclass
 class Found:
-    """What all steps so far showed.
+    """The results of all steps so far.
 
     Attributes:
         hidden: rows that heads read.
@@ -178,7 +178,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
     def faults(self, experts: bool) -> list[str]:
-        """Why the program is wrong; none where it is right."""
+        """The faults of the program; empty if it is right."""
         kinds = {"hidden rows": self.hidden, "logits": self.logits, "cache rows": self.caches}
         found = [fault for what, kind in kinds.items() for fault in kind.faults(what, experts)]
         if not self.hidden.ours or not self.caches.ours:
@@ -199,14 +199,14 @@ class Found:
 
 
 class Lockstep:
-    """A program that is compared at each step; read as the program, but for runs.
+    """A program that is compared at each step; other attributes are the program's own.
 
     Args:
-        ours: bfloat16, by the backend that is tested.
+        ours: the program in bfloat16, on the tested backend.
         theirs: the same on the reference operators.
         truth: the same in float32.
-        backends: of the three, in that order.
-        greedy: whether choices are the largest logits.
+        backends: the backends of the three, in this order.
+        greedy: whether tokens are the largest logits.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Lockstep:
 
     @torch.no_grad()
     def run(self, key: StepKey) -> Mapping[str, Tensor]:
-        """Take a step three times, from the same state; returns the program's own buffers."""
+        """Run a step on all three from the same state; returns the program's own buffers."""
         three = [program.steps[key].buffers for program in self._programs]
         before = {name: tensor.clone() for name, tensor in three[0].items()}
         for buffers in three[1:]:
@@ -251,7 +251,7 @@ class Lockstep:
     def _compare_heads(
         self, key: StepKey, before: Mapping[str, Tensor], slots: Tensor, live: Tensor
     ) -> None:
-        """The target's head, then each draft's, as long as all three go the same way."""
+        """Compare the target's head, then each draft's, while all three choose the same tokens."""
         steps = [program.steps[key] for program in self._programs]
         names = [step.graph.name for step in steps if step.graph is not None]
         heads = [b.seen[name] for b, name in zip(self._backends, names, strict=True)]
@@ -295,7 +295,7 @@ class Lockstep:
         live: Tensor,
         logits: Tensor,
     ) -> None:
-        """Choices are the largest of their own logits, and accepted is what they begin with."""
+        """Check that tokens are the largest logits, and that the right drafts are accepted."""
         chosen = after["batch.out_token_ids"][live]
         width = chosen.shape[1]
         if not _is_largest(logits.view(len(live), width, -1)[live], chosen).all():
@@ -306,7 +306,7 @@ class Lockstep:
             self.found.wrong.append("other drafts accepted than the choices begin with")
 
     def _compare_written(self, three: list[Mapping[str, Tensor]], before: Any) -> None:
-        """Rows of caches and states that some of the three has changed; page 0 is nobody's."""
+        """Compare rows of caches and states that one of the three has changed, without page 0."""
         for name, tensor in three[0].items():
             if name.startswith("batch.") or not tensor.is_floating_point() or tensor.dim() < 2:
                 continue

@@ -1,4 +1,4 @@
-"""Where benchmarks.gpu runs: a GPU, or for its dry run the null device, behind one interface."""
+"""The machine of benchmarks.gpu behind one interface: a GPU, or the null device for a dry run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mtpc.config import cache_directory
 from mtpc.store.entries import EntryStore
 
 COPY_BYTES = 2 << 30
-"""Of the copied buffer; far more than the caches hold."""
+"""Bytes of the copied buffer; far more than the caches hold."""
 _PASSES = 7
 
 
 class Clock(Protocol):
-    """Adds up the device's time in what it is given to run."""
+    """Measures the device's time of the work that it runs."""
 
     def run(self, work: Run) -> None:
         """Start work; on a device, without waiting for it."""
@@ -36,12 +36,12 @@ class Clock(Protocol):
 
 
 class Machine(Protocol):
-    """What the benchmark needs of a device.
+    """The operations that the benchmark needs of a device.
 
     Attributes:
-        name: of the device.
-        device: as torch names it.
-        is_dry: there is no device: times mean nothing.
+        name: name of the device.
+        device: torch's name of the device.
+        is_dry: whether this is a dry run, whose times mean nothing.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Machine(Protocol):
         ...
 
     def reference(self) -> CudaBackend:
-        """The same machine with the reference ops, neither compiled nor captured."""
+        """A backend with the reference operators, neither compiled nor captured."""
         ...
 
     def graphs(self) -> Graphs:
@@ -73,7 +73,7 @@ class Machine(Protocol):
         ...
 
     def direct(self) -> CudaBackend:
-        """Our kernels by default, launched op by op: for steps that nobody measures."""
+        """A backend that launches mtpc's kernels one by one, for steps that are not measured."""
         ...
 
     def profiler(self) -> Profiler:
@@ -82,7 +82,7 @@ class Machine(Protocol):
 
 
 class DirectGraphs:
-    """`graphs.Graphs` that captures nothing: a replay is the run itself."""
+    """`graphs.Graphs` that captures nothing: a replay runs the step."""
 
     def warm_up(self, run: Run) -> None:
         """Run."""
@@ -102,12 +102,12 @@ class DirectGraphs:
 
 
 class NullMachine:
-    """The null device: every step of the benchmark, and no meaningful number."""
+    """The null device. It runs every part of the benchmark, without meaningful times."""
 
     name, device, is_dry = "null device", "cpu", True
 
     def backend(self, batch_invariant: bool = False) -> CudaBackend:
-        """The cuda backend on recorded graphs, with the reference ops, whatever is asked."""
+        """The cuda backend on recorded graphs, with the reference operators."""
         return CudaBackend(NullGraphs(), self.lower, (), device="cpu")
 
     def reference(self) -> CudaBackend:

@@ -1,9 +1,9 @@
-"""The shapes that benchmarks.gpu measures, made on the device: nothing is read from disk.
+"""The shapes that benchmarks.gpu measures. Their weights are made on the device.
 
-Weights accept every draft (benchmarks/harness/models.py has the trick), so that acceptance is one
-number for all engines and what is compared is time. Unlike there, attention and feed-forward write,
-too: about as much as the embedding in all, which still decides the token. A kernel that writes
-garbage is then seen by the acceptance; how right the rows are, the gates say.
+With these weights every draft is accepted (benchmarks/harness/models.py explains how), so that all
+engines have the same acceptance, and only times are compared. Unlike there, attention and
+feed-forward write values, too, together about as large as the embedding, which still decides the
+token. So a kernel that writes garbage lowers the acceptance. The part gate checks the rows.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ def build(
 
 @torch.no_grad()
 def _stir(model: Any, depth: int) -> None:
-    """Let attention and feed-forward write: rows of about unit numbers come to as much, over all
-    layers, as the embedding."""
+    """Make attention and feed-forward write values, together about as large as the embedding."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             inputs = parameter.shape[-1]
@@ -158,14 +157,14 @@ def _stir(model: Any, depth: int) -> None:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Weights that a step has to read, in bytes: experts only as far as they are chosen."""
+    """Bytes of the weights that a step must read, with chosen experts only."""
 
     target: int
     head: int
     draft: int
 
     def step(self, spec_tokens: int) -> int:
-        """The target once, the draft K times, the head by each."""
+        """Bytes of a step: the target once, the draft K times, the head for each."""
         return self.target + self.head + spec_tokens * (self.draft + self.head)
 
 

@@ -1,7 +1,8 @@
 """Small ragged calls of the ops that have a Triton kernel, for benchmarks.gpu.ops.
 
-Requests of several lengths, one that is off, rows of no request, pages and rows that nobody may
-read full of NaN. Made on the host and moved, so that every device gets the same numbers.
+The batches have requests of several lengths, one that is off, and rows of no request. Pages and
+rows that must not be read are NaN. Numbers are made on the host, so that every device gets the
+same.
 """
 
 from __future__ import annotations

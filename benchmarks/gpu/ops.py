@@ -1,4 +1,4 @@
-"""Every op that has a Triton kernel against its reference, on the device that is measured."""
+"""Compares every operator that has a Triton kernel with its reference, on the measured device."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ for a state in float32 comes of rows in bfloat16. Integers are equal."""
 
 @dataclass(frozen=True)
 class OpSet:
-    """What is compared with the references.
+    """The operators that are compared with the references.
 
     Attributes:
-        what: for people.
-        has_kernels: the Triton kernels, on a device or in Triton's interpreter; else only the
-            references are there, which shows that the calls are right and nothing more.
+        what: description for the rows.
+        has_kernels: whether these are the Triton kernels, on a device or in Triton's interpreter.
+            If not, the references are compared with themselves, which only tests the calls.
     """
 
     what: str
@@ -82,14 +82,14 @@ def _table() -> dict[Any, Any]:
 
 
 def op_rows(machine: Machine) -> Iterator[Row]:
-    """What there is to check, as rows that are not filled yet."""
+    """The rows of all checks, not filled yet."""
     for name in OpSet.of(machine).names():
         for dtype in CALLS[name][1] if name in CALLS else (torch.bfloat16,):
             yield Row("ops", machine.name, name, dtype_name(dtype), 3, len(LENGTHS))
 
 
 def check_op(machine: Machine, row: Row) -> Row:
-    """Fill a row: every call of its op in its dtype, in the first one in every configuration."""
+    """Fill a row: run all calls of its operator and dtype, and all configurations for one."""
     ops, dtype = OpSet.of(machine), getattr(torch, row.engine)
     if row.shape not in CALLS:
         row.passed, row.note = False, "gpu/op_inputs.py has no call of this op"
@@ -111,7 +111,7 @@ def check_op(machine: Machine, row: Row) -> Row:
 
 
 def _run(overload: Any, arguments: Arguments, configs: str) -> list[Tensor]:
-    """What a call returns, and the arguments that it writes; those given stay as they are."""
+    """Run a call on copies; returns its results and the arguments that it writes."""
     copied = tree_map_only(Tensor, torch.clone, arguments)
     out = overload(*copied, **({"configs": configs} if configs else {}))
     schema = overload._schema.arguments[: len(copied)]

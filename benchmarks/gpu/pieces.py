@@ -1,7 +1,7 @@
-"""A flat step cut where servers cut it: the target's pass, then each draft's, a launch of its own.
+"""Cuts a flat step as servers do: the target's pass, then each draft's, one launch each.
 
-The same operators in the same order as the fused step; what is lost is what one graph gives. Values
-that one part makes and a later one takes stay where they were made, as static buffers do.
+The parts have the operators of the fused step in the same order, so that a comparison shows the
+gain of one graph. Values that later parts use stay in place, as in static buffers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
 
 
 def cut_step(graph: StepGraph) -> list[Part]:
-    """The parts of a flat step; running them in order is running it.
+    """Cut a flat step into parts that run in order.
 
     A part begins where a draft step uses an MTP layer's first matrix (its norms may be computed
     once for all, ahead of that), and ends before the next: K + 1 parts.

@@ -1,7 +1,7 @@
-"""Where a step's time goes: each kernel's on the device, and how far each is from its bytes.
+"""Profiles a step: the device time of each kernel, and its distance from the time of its bytes.
 
-A profiler is a clock that is put around decode steps in the middle of a text. Everything is slower
-once torch's profiler has run in a process, so it comes after all that is timed.
+A profiler replaces the clock of decode steps in the middle of a text. torch's profiler slows down
+everything after it in a process, so profiles come after all timed cases.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _EXPERTS = re.compile(r"experts?_|mtpc\.experts")
 
 @dataclass
 class Spent:
-    """What a kernel took in some steps: launches, and seconds on the device."""
+    """The launches and device seconds of a kernel in some steps."""
 
     launches: int = 0
     seconds: float = 0.0
 
 
 class Profiler(Protocol):
-    """Runs steps, of which it looks at a few.
+    """Runs steps, and profiles some of them.
 
     Attributes:
         spent: by kernel.
@@ -59,7 +59,7 @@ class Profiler(Protocol):
 
 
 class _Sampler(ABC):
-    """Looks at a few steps, after some that it does not look at."""
+    """Profiles a few steps after some warm-up steps."""
 
     def __init__(self) -> None:
         self.spent: dict[str, Spent] = {}

@@ -1,4 +1,4 @@
-"""One row of benchmarks.gpu's CSV, and what is read from the rows."""
+"""The rows of benchmarks.gpu's CSV, and the findings from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = ("part", "shape", "engine", "spec_tokens", "batch")
 
 @dataclass
 class Row:
-    """What was found of one case; a field that does not apply is None.
+    """The results of one case. Fields that do not apply are None.
 
     Attributes:
         part: "ops", "gate", "invariance", "sampling", "aot", "speed", "profile"; "time" of a kernel
@@ -71,12 +71,12 @@ class Row:
 
     @property
     def case(self) -> tuple[str, ...]:
-        """What it is of; a CSV has one row of each."""
+        """The key of the case; a CSV has one row for each."""
         return tuple(str(getattr(self, key)) for key in _KEYS)
 
 
 class RowFile:
-    """A CSV to which rows are added as they are found, so that an interrupt costs none.
+    """A CSV to which rows are written at once, so that an interrupt loses none.
 
     Args:
         path: of the file, or None.
@@ -114,7 +114,7 @@ def _cell(value: object) -> object:
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:
-    """The issue's goals against the rows, a line each."""
+    """Lines that compare the rows with the project's goals."""
     fused = [row for row in rows if row.engine == FUSED and row.ms_device]
     if not fused:
         return

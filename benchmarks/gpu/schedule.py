@@ -1,4 +1,4 @@
-"""What still fits before benchmarks.gpu's deadline, as far as earlier cases tell."""
+"""Decides which cases fit before benchmarks.gpu's deadline, from the times of earlier cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Schedule:
-    """Begins nothing that the longest such case so far would push past the deadline.
+    """Starts no case that would pass the deadline if it took as long as the longest such case.
 
     Attributes:
         seconds: the deadline, from when this was made.

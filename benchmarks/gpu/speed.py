@@ -1,4 +1,4 @@
-"""Time per iteration of one shape, by K and batch, engine by engine."""
+"""Measures the time per iteration of one shape, by K, batch and engine."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ class Task:
 
 
 def tasks(shapes: Sequence[str], spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Task]:
-    """The most telling first: of each shape no drafts and three for a single request, by our
-    engines and then by its peers; after that all else, small batches first."""
+    """The tasks, most informative first: for each shape K = 0 and 3 with one request, on mtpc and
+    then on transformers; then all others, small batches first."""
     most = telling_case(spec_tokens, batches)
     telling = list(dict.fromkeys((Case(min(spec_tokens), most.batch), most)))
     rest = [Case(k, b) for b in sorted(batches) for k in spec_tokens]
@@ -239,7 +239,7 @@ def profiles(shapes: Sequence[str], case: Case) -> list[Task]:
 
 
 def telling_case(spec_tokens: Sequence[int], batches: Sequence[int]) -> Case:
-    """Three drafts, or the most that there are, for a single request."""
+    """The case of one request with K = 3, or the largest K."""
     return Case(3 if 3 in spec_tokens else max(spec_tokens), min(batches))
 
 

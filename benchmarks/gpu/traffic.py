@@ -1,7 +1,7 @@
-"""Bytes that a step's launches move, beside those that they must: a roofline model of a GPU.
+"""A roofline model of a GPU: the bytes that a step's launches move, and the least that they must.
 
-Nothing runs. Launches are those that operators plan for a graph's fake tensors. What programs load
-again and again comes from the second-level cache at best; what a launch has in all, from memory.
+Nothing runs. Launches are those that operators plan for a graph's fake tensors. The first load of a
+byte in a launch comes from memory, and repeated loads from the second-level cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESULTS = ("out_ptr", "total_ptr", "values_ptr", "places_ptr")
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a GPU.
+    """The figures of a GPU.
 
     Attributes:
         memory: bytes a second.
@@ -54,7 +54,7 @@ H200 = Device(4.8e12, 7e12, 989e12, 132, 2e-6)
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is given: requests of so much context each; rows choose experts at random."""
+    """The batch of a step: requests with equal contexts, whose rows choose experts at random."""
 
     requests: int
     context: int
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator costs in a step.
+    """The cost of an operator in a step.
 
     Attributes:
         operator: of ours, of ATen, or what Inductor generates.
@@ -172,7 +172,7 @@ def _of_launches(node: fx.Node, work: Work, device: Device) -> Cost:
 
 
 def moved_bytes(launch: Launch, work: Work) -> dict[str, float]:
-    """Bytes that a launch's programs load and store of each tensor, by parameter."""
+    """Bytes of each tensor that a launch's programs load and store, by parameter."""
     live = _unique(launch, work)
     return {name: nbytes * _times(launch, name, work) for name, nbytes in live.items()}
 

@@ -1,1 +1,1 @@
-"""Parts that the benchmarks share: samples in turns, checkpoints, command lines."""
+"""Shared parts of the benchmarks: sampling, checkpoints, command lines."""

@@ -1,6 +1,6 @@
-"""Requests that arrive over time, and what their callers see of it.
+"""Requests that arrive over time, and the times of their outputs.
 
-vLLM's process runs this too, where neither mtpc nor torch's siblings are: standard library only.
+vLLM's process runs this, too, without mtpc, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Trace = list[tuple[float, int]]
-"""Of one request: seconds since its arrival, and how many tokens came then."""
+"""The outputs of one request: seconds since its arrival, and number of tokens."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to be: when it comes (seconds from the start), its prompt, its length."""
+    """A future request: its arrival (seconds from the start), prompt and number of new tokens."""
 
     at_s: float
     prompt: list[int]
@@ -64,7 +64,7 @@ def draw_arrivals(
 
 
 def serve(server: Server, arrivals: Sequence[Arrival]) -> list[Trace]:
-    """Let requests arrive, run until all have their tokens, and note when they came."""
+    """Add requests as they arrive, run until all are complete, and record the times of outputs."""
     traces: dict[str, Trace] = {str(index): [] for index in range(len(arrivals))}
     wanted = sum(arrival.new_tokens for arrival in arrivals)
     start, added, seen = time.perf_counter(), 0, 0

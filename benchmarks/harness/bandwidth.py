@@ -1,4 +1,4 @@
-"""The limit that decoding at small batches runs into: how fast this machine reads memory, now."""
+"""Measures the present memory bandwidth, which limits decoding at small batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUFFER_BYTES = 1 << 30
 """More than the caches hold, and as much as a step reads at 0.5B: a Xeon's 480 MB of third level
 let 384 MB be read a twentieth faster than a gigabyte."""
 PASSES = 5
-"""The fastest pass counts: whatever slows one down is not the memory."""
+"""The fastest pass counts, because others were slowed down by something else."""
 
 
 class BandwidthProbe:

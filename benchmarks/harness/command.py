@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks share: options, progress, directories."""
+"""Shared parts of the benchmarks' command lines: options, progress, directories."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _llama_programs(text: str) -> Path:
 
 
 def teller() -> Tell:
-    """Plain lines on standard error: anything livelier would use the CPU that is measured."""
+    """Plain lines on standard error, because a live display would use the measured CPU."""
     start = time.perf_counter()
 
     def tell(text: str) -> None:
@@ -51,7 +51,7 @@ def teller() -> Tell:
 
 
 def begin(args: argparse.Namespace) -> Tell:
-    """Set torch's threads as asked, quiet transformers, and return what hears of progress."""
+    """Set torch's threads, silence transformers, and return a function that reports progress."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
@@ -106,13 +106,13 @@ def add_passes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_vllm(parser: argparse.ArgumentParser) -> None:
-    """The option that brings vLLM along."""
+    """The option that adds vLLM."""
     help_ = "interpreter of an environment with vLLM"
     parser.add_argument("--vllm-python", type=Path, metavar="FILE", help=help_)
 
 
 def add_llama(parser: argparse.ArgumentParser) -> None:
-    """The options that bring llama.cpp along."""
+    """The options that add llama.cpp."""
     add = parser.add_argument
     help_ = "directory with llama-batched-bench, -quantize and -server of llama.cpp"
     add("--llama-bench", type=_llama_programs, metavar="DIRECTORY", help=help_)
@@ -142,7 +142,7 @@ def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Seq
 
 
 def add_schemes(parser: argparse.ArgumentParser) -> None:
-    """The option that brings along mtpc on quantised copies of the checkpoint."""
+    """The option that adds mtpc on quantised copies of the checkpoint."""
     help_ = "schemes by which mtpc quantises all weights, in engines of their own"
     add = parser.add_argument
     add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=help_)

@@ -1,7 +1,7 @@
-"""What decodes: mtpc and its peers behind one call that returns the time of the decode steps alone.
+"""Decoders: mtpc and other engines behind one call that returns the time of decode steps only.
 
-Prefill is left out everywhere: mtpc's engine counts it apart, and of transformers the time between
-iterations is taken.
+Prefill is not included: mtpc's engine counts it separately, and for transformers the time between
+iterations is measured.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Decoder(Protocol):
         ...
 
     def renew(self) -> bool:
-        """Before another round: start anew, if that is wanted; whether it did."""
+        """Before another round, restart if that is wanted; returns whether it did."""
         ...
 
     def close(self) -> None:
-        """Give back what will not be freed by itself."""
+        """Free what is not freed with the object."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints without weights: headers, and holes in the place of data. They take no disk.
+"""Checkpoints with headers and sparse files without data, which take no disk space.
 
-Building reads headers alone, so a model of any size can be built from one. It cannot run.
+A build reads only headers, so it works for such a model of any size. It cannot run.
 """
 
 from __future__ import annotations

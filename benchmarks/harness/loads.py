@@ -1,4 +1,4 @@
-"""Loads of the grid on which "auto" is held against every fixed K, simulated without a model.
+"""Simulated loads, without a model, on which "auto" is compared with every fixed K.
 
 Costs of steps are those of this repository's records and of three machines in formulas, with noise
 and outliers as measured ones have them. Requests come in a burst or at random, decode together, and
@@ -90,12 +90,12 @@ Chance = Callable[[int, int], float]
 
 
 def jumps(request: int, tokens: int) -> float:
-    """All texts change at once, from hopeless to easy and back: against the policy's memory."""
+    """Acceptance of all requests changes at once, from 0 to 0.95 and back."""
     return 0.95 * (tokens // 400 % 2)
 
 
 def mixed(request: int, tokens: int) -> float:
-    """Every other request is hopeless."""
+    """Every other request accepts no drafts."""
     return 0.95 * (request % 2)
 
 
@@ -182,7 +182,7 @@ class Running:
 
 
 class Moment(NamedTuple):
-    """What has passed until so many of a load's tokens were there.
+    """The time until a given number of a load's tokens.
 
     Attributes:
         work: milliseconds of decode steps.
@@ -194,7 +194,7 @@ class Moment(NamedTuple):
 
 
 def decode(load: Load, chosen: TierPolicy | int) -> list[Moment]:
-    """What has passed when each part of a load's tokens was there.
+    """The time until the end of each part of a load's tokens.
 
     Args:
         load: what is asked.
@@ -261,7 +261,7 @@ SHORT = [
 
 
 def measured(cost: Cost) -> dict[Place, EarlierCosts]:
-    """What an earlier run on a machine measured, at short contexts."""
+    """The costs that an earlier run on a machine has measured, at short contexts."""
     return {
         (size, 0): EarlierCosts({k: cost(size, k, 64 * size) for k in TIERS}, frozenset(TIERS))
         for size in BUCKETS

@@ -1,4 +1,4 @@
-"""What a measurement ran on, and whether it had the machine to itself."""
+"""Describes the machine of a measurement, and detects other work on it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def memory_shortage() -> str | None:
 
 
 class CpuWatch:
-    """From its creation on, tells how much of the machine's CPU time went to others.
+    """Measures, from its creation on, how much of the machine's CPU time others used.
 
     Others are processes beside this one, and other guests on the same host ("steal"). Where
     there is no /proc/stat nothing is known, and nobody is accused.

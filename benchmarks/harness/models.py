@@ -1,12 +1,12 @@
-"""Checkpoints to measure: random weights in the public formats, and weights that accept all drafts.
+"""Checkpoints for benchmarks: random weights, or weights that accept all drafts, in public formats.
 
-Nothing is downloaded. What decides the cost of a step is the shape, so random weights serve; what
-decides acceptance is whether target and MTP layer agree. Random weights hardly ever do.
-*Accepting* weights always do, at the cost of the same work: attention and feed-forward write
-nothing (o_proj and down_proj are zero), so the embedding of the last token reaches the final norm
-unchanged, the head is that embedding with its rows permuted, and the MTP layer's projection hands
-on the token embedding and drops the target's features. Target and draft then both map a token to
-its successor in the permutation.
+Nothing is downloaded. The cost of a step depends on the shape, so random weights suffice.
+Acceptance depends on whether target and MTP layer agree. With random weights they hardly ever do.
+With *accepting* weights they always do, at the same cost: attention and feed-forward write nothing
+(o_proj and down_proj are zero), so that the embedding of the last token reaches the final norm
+unchanged. The head is that embedding with its rows permuted, and the MTP layer's projection passes
+on the token embedding and drops the target's features. So target and draft both map a token to its
+successor in the permutation.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def write_checkpoint(
 
 
 def demo() -> Checkpoint:
-    """The model that ships with mtpc, of whose drafts text decides how many are accepted."""
+    """The demo model, whose acceptance depends on the text."""
     return weigh(demo_checkpoint(), GLM4_MOE)
 
 

@@ -1,7 +1,7 @@
-"""A benchmark's record, and what is rendered from it: a table, Markdown, CSV.
+"""A benchmark's record, and its rendering as a table, Markdown and CSV.
 
-The record is JSON. It holds everything that was measured, with the machine, the versions and the
-arguments. It holds no path: where files were is no part of a measurement.
+The record is JSON. It has everything that was measured, the machine, the versions and the
+arguments. It has no paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLES_NOTE = (
 
 
 class Counted(Protocol):
-    """A row that says how many samples it rests on."""
+    """A row with the number of its samples."""
 
     @property
     def samples(self) -> int: ...
@@ -47,7 +47,7 @@ def sample_counts(row: Counted) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A record's rows as a reader sees them.
+    """A record's rows as text.
 
     Attributes:
         title: what was measured.
@@ -159,5 +159,5 @@ def to_csv(record: Record) -> str:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a row fits a cell."""
+    """The fields of a row that fit into a cell."""
     return {name: v for name, v in row.items() if not isinstance(v, (list, tuple, dict))}

@@ -1,8 +1,8 @@
-"""Taking samples in turns, each between two readings of the bandwidth, and dropping disturbed ones.
+"""Takes samples in rounds, measures the bandwidth around each, and drops disturbed ones.
 
 Machines drift: memory bandwidth changes by half within minutes, and other processes come and go.
-So every case is measured once before any is measured again, and each sample is set against the
-bandwidth around it rather than against a number from a data sheet.
+So every case is sampled once before any is sampled again, and each sample is compared with the
+bandwidth around it, not with a number from a data sheet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.harness.decoders import Decoded, Decoder, Prompts
 from benchmarks.harness.machine import CpuWatch, memory_shortage
 
 Tell = Callable[[str], None]
-"""Hears what is being done."""
+"""Receives lines of progress."""
 
 ATTEMPTS = 3
-"""Rounds, as a multiple of those asked for, after which disturbed samples are not repeated."""
+"""The most rounds, as a multiple of the requested ones, to repeat disturbed samples."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One decoded batch, the bandwidth around it (bytes a second), and others' CPU share."""
+    """One decoded batch, its bandwidth (bytes per second), and the CPU share of others."""
 
     decoded: Decoded
     bandwidth: float
@@ -70,7 +70,7 @@ S = TypeVar("S", bound=Shared)
 
 
 class Sampled(Generic[S]):
-    """A row to be: what was sampled, and which samples count.
+    """The samples of a row, and which of them count.
 
     Attributes:
         samples: all that were taken.
@@ -103,7 +103,7 @@ class Sampled(Generic[S]):
 
 @dataclass
 class Case(Sampled[Sample]):
-    """One row to be: a model and its weights, a decoder, a batch size.
+    """A case: a model and its weights, a decoder, a batch size.
 
     Attributes:
         model: family name.
@@ -129,7 +129,7 @@ class Case(Sampled[Sample]):
 def sample_in_turns(
     cases: Sequence[Case], plan: Plan, prompts: Prompts, probe: BandwidthProbe, tell: Tell
 ) -> None:
-    """Fill the cases' samples, one of each case a round, until every case has enough.
+    """Sample the cases in rounds, until every case has enough samples.
 
     Args:
         cases: to be filled.

@@ -1,1 +1,1 @@
-"""The engines that mtpc is compared with, each in a process of its own."""
+"""The engines that benchmarks compare with mtpc, each in its own process."""

@@ -1,10 +1,10 @@
-"""A checkpoint without a tokenizer as a GGUF file in bfloat16, by llama.cpp's own converter.
+"""Converts a checkpoint without a tokenizer to a bfloat16 GGUF file, with llama.cpp's converter.
 
     python -m benchmarks.peers.gguf_converter SOURCES CHECKPOINT FILE
 
-MTP layers come along. SOURCES is llama.cpp's own directory, for the converter is in no package. The
-vocabulary is made up, because prompts are ids: bytes, then fillers. Its first and last token of a
-text are those of config.json, where it has them.
+The file includes MTP layers. SOURCES is the directory of llama.cpp's sources, because no package
+has the converter. Prompts are token ids, so the vocabulary is artificial: bytes, then fillers. The
+ids of its BOS and EOS tokens are those of config.json, where it has them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 BYTES = 256
-"""Tokens that a vocabulary of gpt2's kind begins with."""
+"""The number of byte tokens at the start of a GPT-2 vocabulary."""
 
 
 def main(sources: str, checkpoint: str, file: str) -> None:
-    """Write it."""
+    """Convert the checkpoint."""
     if not (Path(sources) / "conversion").is_dir():
         raise SystemExit(f"{sources} has no directory conversion; expected llama.cpp's sources")
     sys.path[:0] = [sources, f"{sources}/gguf-py"]
@@ -30,7 +30,7 @@ def main(sources: str, checkpoint: str, file: str) -> None:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     def read_config(directory: Any, *_: Any, **__: Any) -> Any:
-        # As it is: transformers would rename entries that the converter looks up.
+        # Not by transformers, which would rename entries that the converter looks up.
         return json.loads((Path(directory) / "config.json").read_text())
 
     def set_vocabulary(self: Any) -> None:

@@ -1,9 +1,10 @@
-"""A checkpoint of benchmarks.harness.models ("mimo") as a GGUF file in bfloat16, for llama.cpp.
+"""Writes a checkpoint of benchmarks.harness.models ("mimo") as a bfloat16 GGUF file for llama.cpp.
 
     python benchmarks/peers/gguf_writer.py CHECKPOINT FILE
 
-Runs where the package gguf is: numpy and gguf, neither torch nor mtpc. The target alone is written:
-MiMo's is a model of Qwen2 to llama.cpp. The vocabulary is made up, for prompts are ids.
+It runs in an environment with numpy and gguf, without torch and mtpc. It writes the target only;
+for llama.cpp, MiMo's target is a Qwen2 model. Prompts are token ids, so the vocabulary is
+artificial.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ INSIDE = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Names of a module, and of a layer's module, here and there."""
+"""Names of modules outside and inside of a layer: transformers' name to llama.cpp's name."""
 BYTES = 256
-"""Tokens that a vocabulary of gpt2's kind begins with."""
+"""The number of byte tokens at the start of a GPT-2 vocabulary."""
 
 
 def main(checkpoint: str, file: str) -> None:
-    """Write it."""
+    """Write the file."""
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     if config["model_type"] not in ("mimo", "qwen2"):
         raise SystemExit(f"{checkpoint} is a {config['model_type']}; expected MiMo or Qwen2")
@@ -50,7 +51,7 @@ def main(checkpoint: str, file: str) -> None:
         renamed = _rename(name)
         if renamed is None:
             continue
-        if data.ndim == 1:  # llama.cpp takes vectors as floats.
+        if data.ndim == 1:  # llama.cpp needs vectors in float32.
             writer.add_tensor(renamed, (data.astype(np.uint32) << 16).view(np.float32))
         else:
             kind = gguf.GGMLQuantizationType.BF16
@@ -74,8 +75,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """The 256 byte characters, and fillers up to the size."""
-    # gpt2 shows bytes that are no printable characters as those from 256 on.
+    """Write the 256 byte characters, and fillers up to the size."""
+    # GPT-2 represents unprintable bytes by the characters from 256 on.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     tokens = [chr(code) for code in (*plain, *range(BYTES, 2 * BYTES - len(plain)))]
     tokens += [f"<filler {index}>" for index in range(len(tokens), size)]
@@ -88,7 +89,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of a safetensors file in bfloat16, as their bits."""
+    """The bfloat16 tensors of a safetensors file, as uint16 arrays."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -103,7 +104,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _rename(name: str) -> str | None:
-    """llama.cpp's name of a tensor; None of an MTP layer's."""
+    """llama.cpp's name of a tensor; None for a tensor of an MTP layer."""
     module, _, kind = name.rpartition(".")
     if module in OUTSIDE:
         return f"{OUTSIDE[module]}.{kind}"

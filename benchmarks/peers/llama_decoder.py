@@ -1,4 +1,4 @@
-"""llama.cpp beside mtpc: its own llama-batched-bench, a process a sample."""
+"""llama.cpp without drafts: its llama-batched-bench, one process per sample."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
-"""Types of files to run, as llama-quantize has them."""
+"""Types of files to run, by llama-quantize's names."""
 WRITER = ROOT / "benchmarks" / "peers" / "gguf_writer.py"
 BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"
 ATTEMPTS = 10
-"""Runs until one tells its result. llama.cpp does not wait for its own log when it ends, and so
+"""The most runs until one prints its result. llama.cpp does not flush its log when it ends, and so
 loses results of small models (ggml-org/llama.cpp#22142)."""
 
 
 class LlamaError(Exception):
-    """A program of llama.cpp, or the writer of its files, failed; says what it wrote last."""
+    """A llama.cpp program or a converter failed; the message has the end of its output."""
 
 
 class LlamaTimes(NamedTuple):
-    """Seconds of a run's prompts, and of its decode steps."""
+    """The seconds of a run's prefill, and of its decode steps."""
 
     prompt_s: float
     decode_s: float
@@ -40,10 +40,10 @@ class LlamaFiles:
     """The GGUF files of one checkpoint.
 
     Attributes:
-        programs: directory of llama.cpp's.
+        programs: directory of llama.cpp's programs.
         python: interpreter that has the package gguf.
         checkpoint: directory of the checkpoint.
-        directory: where the files go.
+        directory: where to write the files.
     """
 
     programs: Path
@@ -52,12 +52,12 @@ class LlamaFiles:
     directory: Path
 
     def write(self, kind: str) -> Path:
-        """The file of one of `KINDS`, made of the one in bfloat16 by llama-quantize.
+        """Return the file of one of `KINDS`; llama-quantize makes it from the bfloat16 file.
 
-        The embedding stays bfloat16, as mtpc's does: a step reads rows of it.
+        The embedding stays bfloat16, as in mtpc: a step reads only some of its rows.
 
         Raises:
-            LlamaError: it cannot be made.
+            LlamaError: a program failed.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         plain, file = self.directory / "BF16.gguf", self.directory / f"{kind}.gguf"
@@ -69,19 +69,19 @@ class LlamaFiles:
         return file
 
     def plain_command(self, plain: Path) -> list[object]:
-        """What writes the file in bfloat16."""
-        # Not resolved: an environment's interpreter is a link, and known by its place.
+        """The command that writes the bfloat16 file."""
+        # Not resolved: the interpreter finds its environment by the path of its symbolic link.
         return [self.python.absolute(), WRITER, self.checkpoint, plain]
 
 
 class LlamaDecoder(OneLaunch):
-    """A GGUF file in llama-batched-bench. Prompts are its own, of the same length.
+    """A GGUF file in llama-batched-bench, which makes prompts of the same length itself.
 
     Args:
-        programs: directory of llama.cpp's.
+        programs: directory of llama.cpp's programs.
         file: the model.
-        kind: of the file.
-        threads: of its own.
+        kind: the file's type.
+        threads: number of llama.cpp's threads.
     """
 
     spec_tokens, build_s = 0, 0.0
@@ -91,16 +91,16 @@ class LlamaDecoder(OneLaunch):
         self._program, self._file, self._threads = programs / BENCH, file, threads
 
     def step_bytes(self, embedding_bytes: int) -> int:
-        """What a step reads: the file without the embedding."""
+        """The bytes that a step reads: the file without the embedding."""
         return self._file.stat().st_size - embedding_bytes
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """Decode steps of as many requests, of `new_tokens` each."""
+        """Decode `new_tokens` for each of as many requests as prompts."""
         found, cpu_s = self.run(len(prompts), len(prompts[0]), new_tokens)
         return Decoded(new_tokens, len(prompts) * new_tokens, found.decode_s, None, cpu_s)
 
     def run(self, batch: int, length: int, new_tokens: int) -> tuple[LlamaTimes, float]:
-        """The times of so many requests of one length, and the CPU seconds of its processes."""
+        """The times of `batch` requests of one length, and the CPU seconds of the processes."""
         threads, context = str(self._threads), batch * (length + new_tokens)
         before = child_seconds()
         sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
@@ -113,10 +113,10 @@ class LlamaDecoder(OneLaunch):
 def llama_decoders(
     programs: Path, python: Path, checkpoint: Path, kinds: Sequence[str] = KINDS
 ) -> Iterator[LlamaDecoder]:
-    """A decoder for each type of file, made of a checkpoint in a directory below it.
+    """A decoder for each type of file. The files are written to `checkpoint`/gguf.
 
     Args:
-        programs: directory of llama.cpp's.
+        programs: directory of llama.cpp's programs.
         python: interpreter that has the package gguf.
         checkpoint: directory of the checkpoint.
         kinds: types of files.
@@ -127,10 +127,10 @@ def llama_decoders(
 
 
 def read_result(output: str) -> LlamaTimes:
-    """What llama-batched-bench writes as JSON lines.
+    """The times in llama-batched-bench's output, which has one line of JSON.
 
     Raises:
-        LlamaError: there is no line, or not one.
+        LlamaError: the output has no such line, or several.
     """
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if len(lines) != 1:
@@ -147,6 +147,6 @@ def _run(command: list[object]) -> str:
 
 
 def child_seconds() -> float:
-    """CPU seconds of all processes that this one has started and that have ended."""
+    """The CPU seconds of all ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

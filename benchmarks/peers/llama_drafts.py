@@ -1,4 +1,4 @@
-"""llama.cpp with the MTP layer's drafts beside mtpc: llama-server, a process a sample."""
+"""llama.cpp with drafts of the MTP layer: its llama-server, one process per sample."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.peers.llama_decoder import LlamaError, LlamaFiles, child_seconds
 from benchmarks.peers.llama_server import SERVER, LlamaServer
 
 KINDS = ("Q4_0", "Q8_0", "BF16")
-"""Types of files to run, as llama-quantize has them."""
+"""Types of files to run, by llama-quantize's names."""
 CONVERTER = "benchmarks.peers.gguf_converter"
 WARM_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class ConvertedFiles(LlamaFiles):
-    """GGUF files with MTP layers: llama.cpp's converter makes the one in bfloat16.
+    """GGUF files with MTP layers; llama.cpp's converter makes the bfloat16 file.
 
-    Its sources are where the programs were built: DIRECTORY/build/bin.
+    The programs are in build/bin of the directory of llama.cpp's sources.
     """
 
     def plain_command(self, plain: Path) -> list[object]:
@@ -34,14 +34,14 @@ class ConvertedFiles(LlamaFiles):
 
 
 class ServerDecoder(OneLaunch):
-    """A GGUF file in llama-server, whose `timings` are what counts.
+    """A GGUF file in llama-server. The server's own `timings` are the result.
 
     Args:
-        programs: directory of llama.cpp's.
+        programs: directory of llama.cpp's programs.
         file: the model.
-        kind: of the file.
-        spec_tokens: drafts a step, of the file's MTP layer.
-        threads: of its own.
+        kind: the file's type.
+        spec_tokens: number of drafts of the file's MTP layer in a step.
+        threads: number of llama.cpp's threads.
     """
 
     build_s = 0.0
@@ -53,11 +53,11 @@ class ServerDecoder(OneLaunch):
         self._programs, self._file, self._threads = programs, file, threads
 
     def step_bytes(self, embedding_bytes: int) -> int:
-        """What a step reads once: the file without the embedding."""
+        """The bytes that a step reads once: the file without the embedding."""
         return self._file.stat().st_size - embedding_bytes
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """Decode steps of as many requests, of `new_tokens` each, sent at once."""
+        """Decode `new_tokens` for each prompt; all requests are sent at once."""
         before, batch = child_seconds(), len(prompts)
         length = max(map(len, prompts))
         context = batch * (length + new_tokens + self.spec_tokens + 1)
@@ -74,7 +74,7 @@ class ServerDecoder(OneLaunch):
         return read_timings(timings, child_seconds() - before)
 
     def _options(self) -> list[str]:
-        """No prompt is kept, and nothing runs before it is asked for; then the drafts."""
+        """Options that disable the prompt cache and the warm-up, and options of the drafts."""
         plain = ["-ctxcp", "0", "--cache-ram", "0", "--no-warmup"]
         limits = ["--spec-draft-n-max", str(self.spec_tokens), "--spec-draft-p-min", "0"]
         return [*plain, "--spec-type", "draft-mtp", *limits] if self.spec_tokens else plain
@@ -86,9 +86,9 @@ def server_decoders(
     """A decoder for each type of file and number of drafts.
 
     Args:
-        programs: directory of llama.cpp's, as its build has it.
-        checkpoint: directory of the checkpoint; the files go below it.
-        numbers: of drafts.
+        programs: directory of llama.cpp's programs, in its build.
+        checkpoint: directory of the checkpoint; the files are written to its directory gguf.
+        numbers: numbers of drafts.
         kinds: types of files.
     """
     files = ConvertedFiles(programs, Path(sys.executable), checkpoint, checkpoint / "gguf")
@@ -99,12 +99,12 @@ def server_decoders(
 
 
 def read_timings(found: Sequence[Mapping[str, Any]], cpu_s: float) -> Decoded:
-    """Decode steps of requests that ran at once, from the `timings` of each.
+    """Decode steps of concurrent requests, from the `timings` of each.
 
-    A request's first token is its prompt's. A step gives one token and the drafts that it accepts.
+    Prefill gives the first token of a request. A step gives one token and the accepted drafts.
 
     Raises:
-        LlamaError: timings lack what is read.
+        LlamaError: the timings lack an entry.
     """
     try:
         tokens = [one["predicted_n"] - 1 for one in found]

@@ -1,4 +1,4 @@
-"""llama.cpp's server, a process of its own."""
+"""llama.cpp's server in another process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LlamaServer:
     """A server's process.
 
     Args:
-        programs: directory of llama.cpp's.
+        programs: directory of llama.cpp's programs.
         file: the model, a GGUF file.
-        context: tokens of a request at most.
-        threads: of its own.
-        log: what it writes.
-        slots: requests that run at once; a slot keeps what its last request has computed.
-        options: of its command line, beside these.
+        context: number of tokens in the KV cache, which the slots share.
+        threads: number of llama.cpp's threads.
+        log: file for the server's output.
+        slots: the most concurrent requests. A slot of llama.cpp keeps its last request's KV cache.
+        options: further options of the command line.
 
     Raises:
         LlamaError: it did not start.
@@ -69,11 +69,12 @@ class LlamaServer:
         """Continue a prompt greedily, by exactly `new_tokens`.
 
         Returns:
-            Seconds to the first token, as the server counts them (its stream leaves out tokens that
-            end in half a character), the tokens, and how many of the prompt's were reused.
+            The seconds to the first token, the tokens, and the number of reused prompt tokens. The
+            server itself measures the seconds, because its stream omits tokens that end in half a
+            character.
 
         Raises:
-            LlamaError: the server refuses it, or ends.
+            LlamaError: the server refuses the request or gives fewer tokens.
         """
         told = self.complete(prompt, new_tokens, cache_prompt=True)
         tokens, timings = told["tokens"], told["timings"]
@@ -90,11 +91,11 @@ class LlamaServer:
 
         Args:
             prompt: token ids.
-            new_tokens: how many it gives.
-            cache_prompt: whether it may reuse what its slot has computed.
+            new_tokens: number of new tokens.
+            cache_prompt: whether the server may reuse the KV cache of its slot.
 
         Raises:
-            LlamaError: the server refuses it.
+            LlamaError: the server refuses the request.
         """
         body = dict(
             prompt=list(prompt), n_predict=new_tokens, temperature=0.0, ignore_eos=True,

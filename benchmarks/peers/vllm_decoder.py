@@ -1,4 +1,4 @@
-"""vLLM beside mtpc: in a process that waits between its turns."""
+"""vLLM in another process, which waits between samples."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from benchmarks.peers import vllm_host
 
 
 class VllmError(Exception):
-    """vLLM ended before it was told to; says where its log is."""
+    """vLLM ended early; the message names its log."""
 
 
 class VllmProcess:
-    """One vLLM engine with one number of drafts, waiting for jobs.
+    """The process of a vLLM engine with one number of drafts. It waits for jobs.
 
     Args:
         python: the interpreter of its environment.
         options: see `vllm_host.arguments`.
         kept: a directory for its caches and its log.
-        threads: of its own.
+        threads: number of vLLM's threads.
 
     Raises:
-        VllmError: it did not start.
+        VllmError: the process did not start.
     """
 
     def __init__(self, python: Path, options: Mapping[str, Any], kept: Path, threads: int) -> None:
@@ -40,7 +40,7 @@ class VllmProcess:
         self.spec_tokens = drafts["num_speculative_tokens"] if drafts else 0
         kept.mkdir(parents=True, exist_ok=True)
         self._log = kept / f"K={self.spec_tokens}.log"
-        # Not resolved: an environment's interpreter is a link, and known by its place.
+        # Not resolved: the interpreter finds its environment by the path of its symbolic link.
         python, start = python.absolute(), time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class VllmProcess:
         self.build_s = time.perf_counter() - start
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a job done; see `vllm_host`."""
+        """Send a job and return its result; `vllm_host` describes jobs."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -83,7 +83,7 @@ class VllmDecoder:
 
     Args:
         launch: starts a process.
-        relaunches: whether each round has a launch of its own.
+        relaunches: whether each round starts a new process.
     """
 
     engine = "vLLM"
@@ -95,7 +95,7 @@ class VllmDecoder:
         self.spec_tokens, self.build_s = self._process.spec_tokens, self._process.build_s
 
     def renew(self) -> bool:
-        """End the process and start another, if that was asked for."""
+        """End the process and start another if `relaunches`; return whether it did."""
         if self._relaunches:
             self.close()
             self._process = self._launch()
@@ -123,16 +123,16 @@ def vllm_decoders(
     workdir: Path,
     relaunches: bool = False,
 ) -> Iterator[VllmDecoder]:
-    """An engine for each number of drafts, started when it is asked for.
+    """An engine for each number of drafts; it starts when the iteration reaches it.
 
     Args:
         python: the interpreter of vLLM's environment.
-        checkpoint: its directory.
-        numbers: of drafts.
-        max_len: tokens of a request at most.
-        max_seqs: requests at a time at most.
-        workdir: where caches and logs go, in a directory of their own.
-        relaunches: whether each round has a launch of its own.
+        checkpoint: directory of the checkpoint.
+        numbers: numbers of drafts.
+        max_len: the most tokens of a request.
+        max_seqs: the most concurrent requests.
+        workdir: caches and logs go to its directory vllm.
+        relaunches: whether each round starts a new process.
     """
     threads, kept = torch.get_num_threads(), (workdir / "vllm").absolute()
     for k in numbers:

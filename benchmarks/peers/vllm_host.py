@@ -1,11 +1,13 @@
-"""vLLM's CPU build in a process of its own, with options as far as possible those of mtpc.
+"""Runs vLLM's CPU build in another process, with mtpc's options where vLLM has them.
 
-Runs under vLLM's interpreter, where mtpc is not installed: the standard library, and vllm.
+The process runs in vLLM's environment, without mtpc. It imports the standard library and vllm only.
 
-As a program it works on demand: it reads a job, a line of JSON, and answers with one, until its
-input ends. `{"prompts": [[...]], "new_tokens": N}` decodes a batch; `{"prefill": [[...]]}` takes
-prompts to their first tokens; `{"turn": [...], "new_tokens": N}` answers one prompt and tells the
-answer; `{"arrivals": [...]}` serves requests as they arrive (see `arrivals`).
+It reads jobs from its input until the input ends. Each job and each result is a line of JSON:
+
+- `{"prompts": [[...]], "new_tokens": N}` decodes a batch;
+- `{"prefill": [[...]]}` prefills prompts, one after another, and gives their first new tokens;
+- `{"turn": [...], "new_tokens": N}` answers one prompt; the result has the tokens;
+- `{"arrivals": [...]}` runs requests as they arrive (see `arrivals`).
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from benchmarks.harness.arrivals import Arrival, serve
 
 
 def environment(kept: Path, threads: int, python: Path, ranks: int = 1) -> dict[str, str]:
-    """Variables that its process needs.
+    """The environment variables of the process.
 
     Args:
         kept: a directory for its caches.
-        threads: on as many processors, from the first on.
-        python: its interpreter.
-        ranks: of tensor parallelism, among which the processors are divided.
+        threads: number of threads, bound to the first processors.
+        python: the interpreter of vLLM's environment.
+        ranks: number of ranks of tensor parallelism; each gets the same number of processors.
     """
     each = threads // ranks
     places = [f"{rank * each}-{(rank + 1) * each - 1}" for rank in range(ranks)]
@@ -42,7 +44,7 @@ def environment(kept: Path, threads: int, python: Path, ranks: int = 1) -> dict[
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        # Its kernels are linked against the OpenMP that its wheel brings along.
+        # vLLM's kernels are linked against the OpenMP of its wheel.
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
     }
 
@@ -50,7 +52,7 @@ def environment(kept: Path, threads: int, python: Path, ranks: int = 1) -> dict[
 def arguments(
     directory: str, spec_tokens: int, max_len: int, max_seqs: int, eager: bool = False
 ) -> dict[str, Any]:
-    """What `vllm.LLM` is given."""
+    """The arguments of `vllm.LLM`."""
     drafts = {"method": "mtp", "num_speculative_tokens": spec_tokens} if spec_tokens else None
     return dict(
         model=directory,
@@ -66,7 +68,7 @@ def arguments(
 
 
 def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-    """Decode steps of one batch: how many, the tokens of all requests, seconds, CPU seconds."""
+    """Decode one batch; return the steps, the tokens of all requests, seconds and CPU seconds."""
     from vllm import SamplingParams
 
     cpu = time.process_time()
@@ -80,7 +82,7 @@ def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, 
     while engine.has_unfinished_requests():
         for output in engine.step():
             lengths[output.request_id] = len(output.outputs[0].token_ids)
-        if len(lengths) == len(prompts):  # All are past their prefill.
+        if len(lengths) == len(prompts):  # The prefill of all requests has ended.
             ticks.append((time.perf_counter(), sum(lengths.values())))
     (begin, before), (end, after) = ticks[0], ticks[-1]
     return dict(
@@ -92,7 +94,7 @@ def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, 
 
 
 def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
-    """Prompts to their first new tokens, one after another: seconds, CPU seconds."""
+    """Prefill prompts, one after another; return seconds and CPU seconds."""
     from vllm import SamplingParams
 
     cpu, start = time.process_time(), time.perf_counter()
@@ -105,7 +107,7 @@ def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
 
 
 def answer(engine: Any, turn: list[int], new_tokens: int) -> dict[str, Any]:
-    """A prompt's answer: seconds to its first token, its tokens, prompt tokens that were reused."""
+    """Answer a prompt; return the seconds to the first token, the tokens and the reused tokens."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -139,7 +141,7 @@ class VllmServer:
         self._engine.add_request(name, {"prompt_token_ids": arrival.prompt}, params)
 
     def step(self) -> Iterator[tuple[str, int]]:
-        """One iteration."""
+        """Run one step; yield the new tokens of requests."""
         for output in self._engine.step():
             before = self._lengths.get(output.request_id, 0)
             self._lengths[output.request_id] = len(output.outputs[0].token_ids)
@@ -147,20 +149,20 @@ class VllmServer:
 
 
 def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Traces of requests, see `arrivals.serve`, and CPU seconds."""
+    """Serve requests; return their traces (see `arrivals.serve`) and CPU seconds."""
     cpu = time.process_time()
     traces = serve(VllmServer(engine), [Arrival(**arrival) for arrival in arrivals])
     return dict(traces=traces, cpu_s=time.process_time() - cpu)
 
 
 _WORK = {"prompts": decode, "prefill": first_tokens, "turn": answer, "arrivals": serve_all}
-"""What a job is, by the name of its input."""
+"""The function of a job, by the name of its input."""
 
 
 def main(options: str) -> None:
-    """Start, say so, and decode what comes."""
+    """Start vLLM, report that it is ready, and run jobs."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # What vLLM prints goes to the log.
+    os.dup2(2, 1)  # vLLM's output goes to the log.
     from vllm import LLM
 
     engine = LLM(**json.loads(options)).llm_engine

@@ -106,8 +106,7 @@ class GuardedProtocol:
         assert self._ends is not None
         if self._all.by_ends.get(self._ends) is self:  # A new connection may have the same port.
             del self._all.by_ends[self._ends]
-        timers = (self._head_timer, self._write_timer, self._linger_timer, self._probe_timer)
-        for timer in timers:
+        for timer in (self._head_timer, self._write_timer, self._linger_timer, self._probe_timer):
             timer.stop()
         self._lose(error)
 

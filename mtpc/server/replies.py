@@ -137,10 +137,9 @@ async def _unless_left(work: Awaitable[None], receive: Receive) -> bool:
     watcher = asyncio.ensure_future(_until_left(receive))
     try:
         await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        is_done = worker.done()
-        if is_done:
+        if worker.done():
             await worker  # Raises the work's error.
-        return is_done
+        return worker.done()
     finally:
         for task in (worker, watcher):
             task.cancel()

@@ -153,8 +153,7 @@ async def _serve(
 
     parser = import_from_string(HTTP_PROTOCOLS[service.options.http])
     connections = Connections(service.options, parser)
-    app = make_app(service, connections, lifespan)
-    server = uvicorn.Server(_config(app, service.options, connections))
+    server = _server(make_app(service, connections, lifespan), service.options, connections)
     async with service.engine:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -185,9 +184,9 @@ async def _lost_rank(engine: AsyncEngine) -> LostRankError:
     return error
 
 
-def _config(app: Any, options: ServerOptions, connections: Connections) -> uvicorn.Config:
+def _server(app: Any, options: ServerOptions, connections: Connections) -> uvicorn.Server:
     protocol: Any = connections.protocol
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=protocol,
         ws="none",
@@ -202,3 +201,4 @@ def _config(app: Any, options: ServerOptions, connections: Connections) -> uvico
         timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+    return uvicorn.Server(config)

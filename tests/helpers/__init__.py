@@ -1,1 +1,1 @@
-"""What tests share: tiny models, oracles, cases, hosts and servers; no test stands here."""
+"""Shared parts of the tests: tiny models, oracles, cases, hosts and servers. It has no tests."""

@@ -9,7 +9,7 @@ SLOTS = 9
 
 
 def make_reports(num_reqs: int, width: int) -> list[Tensor]:
-    """What is written, full of what was there before; a column more than a step emits."""
+    """Output buffers with old contents, one column wider than a step's output."""
     counts = [torch.full((num_reqs,), 99, dtype=torch.int32) for _ in range(3)]
     return [torch.full((num_reqs, width + 1), 99), *counts]
 
@@ -17,16 +17,16 @@ def make_reports(num_reqs: int, width: int) -> list[Tensor]:
 def make_call(
     seed: int, num_reqs: int, spec_tokens: int, num_stops: int, prompts: bool
 ) -> list[Tensor]:
-    """Arguments of one call, but for `make_reports`.
+    """Arguments of one call, without those of `make_reports`.
 
-    Requests that are off, choices among few tokens, logits that are not finite.
+    Some requests are off, tokens are chosen among few, and some logits are not finite.
 
     Args:
-        seed: of everything random.
+        seed: seed of all random numbers.
         num_reqs: requests, at most SLOTS - 1.
         spec_tokens: K.
-        num_stops: stop tokens a request, some of them unused.
-        prompts: whether some requests have a prompt's rows, of which some go on.
+        num_stops: stop tokens per request, some of them unused.
+        prompts: whether some requests have rows of a prompt, which may not end in this chunk.
     """
     gen = torch.Generator().manual_seed(seed)
 
@@ -34,7 +34,7 @@ def make_call(
         return torch.randint(low, high, shape, generator=gen)
 
     def flags(*shape: int, odds: int = 4) -> Tensor:
-        """True by chance, once in `odds`."""
+        """Random flags, each True with probability 1 / `odds`."""
         return integers(0, odds, *shape) == 0
 
     width = spec_tokens + 1
@@ -53,7 +53,7 @@ def make_call(
         (integers(0, 50, num_reqs) * active).int(),
         active,
         integers(1, width + 3, SLOTS).int(),
-        # Of the four stop tokens one is no token, and one is never chosen.
+        # Of the four stop tokens one is unused, and one is never chosen.
         integers(-1, 6, SLOTS, num_stops),
         1 + torch.randperm(SLOTS - 1, generator=gen)[:num_reqs],
     ]
@@ -61,7 +61,7 @@ def make_call(
 
 
 def run(ops: object, call: list[Tensor]) -> list[list[int]]:
-    """What a call returns, and then what it writes."""
+    """Run a call; returns its results, then the buffers that it writes."""
     num_reqs = len(call[4])
     reports = make_reports(num_reqs, len(call[0]) // num_reqs)
     out = ops.accept(*reports, *call)  # type: ignore[attr-defined]

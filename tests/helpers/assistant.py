@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "backbone_hidden_size": 64,
     },
 }
-"""Of an assistant with clusters of tokens, and of two with a plain head."""
+"""Entries of an assistant with clusters of tokens, and of two with a plain head."""
 _STEM = {
     "gemma4": "Gemma4Assistant",
     "gemma4_unified": "Gemma4UnifiedAssistant",
@@ -90,7 +90,7 @@ def order_clusters(model: Any) -> None:
 
 
 def save_assistant(model: Any, directory: Path) -> Path:
-    """Write an assistant's checkpoint by transformers."""
+    """Write an assistant's checkpoint with transformers."""
     model.save_pretrained(directory)
     return directory
 

@@ -20,12 +20,12 @@ EACH_WIDTH = [
     for rows in range(1, 6)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
-"""Rows a request, of K = 0 to 4, and a dtype: the fast part has each of either."""
+"""Rows per request for K = 0 to 4, and a dtype: the fast tests have each number and each dtype."""
 WILD = 2**30
 
 
 def close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
-    """Equal within the dtype's tolerance, NaN nowhere."""
+    """Assert that values are equal within the dtype's tolerance, without NaN."""
     tolerance = TOLERANCE[expected.dtype] * scale
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -33,7 +33,7 @@ def close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 @dataclass
 class Batch:
-    """Arguments of paged_attention; unused pages and slots are NaN, unused table entries wild."""
+    """Arguments of paged_attention; unused pages and KV slots are NaN, unused entries invalid."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ class Batch:
         return ops.latent_attention(self.q, self.k[:, :, 0], *indices, self.scale, rank)  # type: ignore[attr-defined]
 
     def poisoned(self) -> Batch:
-        """With NaN for queries that nobody asked: of requests that are off, and behind the last."""
+        """With NaN in the queries of requests that are off and of rows after the last request."""
         owners = torch.arange(len(self.seq_lens)).repeat_interleave(self.starts.diff().long())
         live = torch.zeros(len(self.q), dtype=torch.bool)
         live[: len(owners)] = self.seq_lens[owners] > 0
@@ -85,9 +85,9 @@ def make_batch(
     spare_rows: int = 0,
     spare_pages: int = 1,
 ) -> Batch:
-    """A batch of requests (seq_len, query_len), each on random pages of its own.
+    """A batch of requests (seq_len, query_len), each with its own random pages.
 
-    The longest one's row of the table ends with `spare_pages` wild entries.
+    The block table is wider than the longest request by `spare_pages` invalid entries.
     """
     gen = torch.Generator().manual_seed(sum(7 * s + q for s, q in lengths) + dims[0])
     needed = [-(-seq // page_size) for seq, _ in lengths]

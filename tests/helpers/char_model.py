@@ -20,7 +20,7 @@ TEMPLATE = (
     "</tool_call>{% endfor %}{% endfor %}{{ lead or '' }}"
     "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}</think>{% endif %}"
 )
-"""Hermes' format of calls. `lead` ends the prompt, and `hide_tools` leaves tools out of it."""
+"""A chat template with Hermes' tool calls. `lead` ends the prompt, and `hide_tools` omits tools."""
 
 
 def char_checkpoint(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Models compiled for the cpu with their kernels, and how their steps run."""
+"""Models compiled for the cpu backend, and ways to run their steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mtpc.store.entries import Entry
 
 @contextmanager
 def run_on(threads: int) -> Iterator[None]:
-    """That many of torch's threads."""
+    """Run the block with a number of torch threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -33,7 +33,7 @@ def run_on(threads: int) -> Iterator[None]:
 
 
 def give_kernels(root: Path) -> None:
-    """Put the user's compiled kernels into a new cache: they take half a minute to compile."""
+    """Copy the user's compiled kernels to a new cache: compiling them takes half a minute."""
     kernels = build_kernels()
     assert isinstance(kernels, Entry)
     target = root / "entries" / kernels.digest
@@ -44,7 +44,7 @@ def give_kernels(root: Path) -> None:
 
 @dataclass(frozen=True)
 class CpuBuilt:
-    """A model compiled for the cpu in this process, with all that took part."""
+    """A model compiled for the cpu backend in this process, with the objects involved."""
 
     spec: SpecModel
     backend: CpuBackend
@@ -58,7 +58,7 @@ def capture_split(compiler: StepCompiler, key: StepKey) -> tuple[CapturedStep, C
 
 
 def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:
-    """The halves of a split step as one: what a host that schedules itself replays."""
+    """The two halves of a split step as one captured step."""
 
     def replay() -> None:
         verify.replay()

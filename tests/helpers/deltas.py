@@ -19,7 +19,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 
 @dataclass(frozen=True)
 class Rule:
-    """A recurrence: its operator, the shapes of its weights, its inputs a row, its last options."""
+    """A recurrence: its operator, the shapes of its weights, its inputs per row and its options."""
 
     name: str
     weights: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ MAMBA = Rule(
 
 @dataclass
 class Layer:
-    """Weights of one layer and the state of all slots, NaN and wild until it is written."""
+    """Weights of one layer, and the state of all request slots: NaN or invalid until written."""
 
     ops: Any
     dtype: torch.dtype = torch.float64
@@ -72,7 +72,7 @@ class Layer:
         certain: Sequence[int],
         padding: int = 0,
     ) -> list[Tensor]:
-        """One step of ragged requests with committed `lens`; outputs of each."""
+        """Run a step of ragged requests with committed `lens`; returns the outputs of each."""
         counts = [len(r) for r in rows]
         on = torch.tensor([slot != SCRATCH_SLOT for slot in slots])
         seq_lens = torch.tensor([a + b for a, b in zip(lens, counts, strict=True)])
@@ -92,13 +92,13 @@ class Layer:
 
 
 def make_rows(count: int, seed: int = 0) -> Tensor:
-    """Inputs of `count` positions; a rule takes as many of each as it has."""
+    """Random inputs of `count` positions."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, CHANNELS + 2 * HEADS, generator=generator, dtype=torch.float64)
 
 
 def plain(layer: Layer, rows: Tensor) -> Tensor:
-    """All positions at once, all certain, in slot 4."""
+    """Run all positions at once, all certain, in request slot 4."""
     return layer.run([rows], [4], [0], [len(rows)])[0]
 
 
@@ -108,7 +108,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def two_steps(ops: Any, dtype: torch.dtype, rule: Rule = DELTA) -> tuple[list[Tensor], Layer]:
-    """A ragged prefill of three requests, one of them too long to be kept, and two verify steps."""
+    """A prefill of three requests, one longer than the kept inputs, then two verify steps."""
     layer = Layer(ops, dtype, rule)
     first = [make_rows(11, seed=1), make_rows(1, seed=2), make_rows(4, seed=3)]
     found = layer.run(first, [4, 1, 2], [0, 0, 0], [11, 1, 4])

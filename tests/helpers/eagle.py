@@ -32,11 +32,11 @@ CONFIG: dict[str, Any] = dict(
     torch_dtype="float32",
     eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
 )
-"""SpecForge's form: ids of layers whose outputs are captured."""
+"""SpecForge's entry: ids of the layers whose outputs are captured."""
 
 
 def new_head(config: Mapping[str, Any], target: int, seed: int = 5) -> dict[str, Tensor]:
-    """Random tensors of a head by their public names, for a target of this width."""
+    """Random tensors of a head by their public names, for a target of a given width."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     width = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -66,7 +66,7 @@ def new_head(config: Mapping[str, Any], target: int, seed: int = 5) -> dict[str,
 
 
 def token_map(ids: Tensor, size: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a head whose rows stand for these token ids."""
+    """The tensors `d2t` and `t2d` of a head whose rows are these token ids."""
     has_row = torch.zeros(size, dtype=torch.bool)
     has_row[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": has_row}

@@ -1,4 +1,4 @@
-"""A program for a child process, in which one system call after another fails.
+"""A child process in which one system call after another fails.
 
     python -m helpers.failing_calls store ROOT STRIDE
     python -m helpers.failing_calls server CHECKPOINT STRIDE
@@ -32,7 +32,7 @@ FOR_EVER = 2**40
 
 
 def run_failing(directory: Path, *words: str, seconds: float) -> tuple[int, int]:
-    """Run the program; returns its two numbers. `directory` is for the compiled shim."""
+    """Run the program; returns its two numbers. `directory` gets the compiled shim."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         raise SkipTest("no C compiler, or no Linux")
@@ -67,11 +67,11 @@ class Calls:
         return self.stop()
 
     def stop(self) -> int:
-        """No more calls fail; returns how many there were."""
+        """Let no more calls fail; returns the number of calls."""
         return int(self._library.fail_calls_stop())
 
     def during(self, first: int, count: int, number: int, action: Callable[[], object]) -> str:
-        """Run the action; returns the name of the call that failed last, or nothing."""
+        """Run the action; returns the name of the last failed call, or ""."""
         self._library.fail_calls(first, count, number)
         try:
             action()
@@ -82,16 +82,16 @@ class Calls:
 
 
 def faults(most: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """First call, number of calls and error: each call alone, and all from it on."""
+    """Yield (first call, number of calls, error): each call alone, and all calls from it on."""
     for number in ERRORS:
         for first in range(0, most, stride):
             yield first, 1, number
-            if number in (errno.ENOSPC, errno.EIO):  # A full or broken disk stays so.
+            if number in (errno.ENOSPC, errno.EIO):  # A full or broken disk fails every later call.
                 yield first, FOR_EVER, number
 
 
 def store(root: Path, stride: int) -> tuple[int, int]:
-    """The cache's writer: what is there is whole, and a failure is one CacheError of one line."""
+    """Write the cache: entries must be complete, and a failure must be a CacheError of one line."""
     from helpers.store_writer import DIGEST, filled, generation, no_wait
     from mtpc.errors import CacheError
     from mtpc.store.entries import EntryStore
@@ -138,7 +138,7 @@ def store(root: Path, stride: int) -> tuple[int, int]:
 
 
 def server(checkpoint: Path, stride: int) -> tuple[int, int]:
-    """The start of a server: it listens in spite of the fault, or ends in one error of one line."""
+    """Start a server: it must listen in spite of the fault, or end with one error of one line."""
     import mtpc
     from mtpc.errors import MtpcError
     from mtpc.server.options import ServerOptions

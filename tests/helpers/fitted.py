@@ -12,13 +12,13 @@ from helpers import tiny, uncached
 
 DRAFTS = 3
 LOUD = 5.0
-"""Experts begin this much larger, so that the rest of the model learns to rely on them."""
+"""Initial scale of experts, so that the rest of the model learns to depend on them."""
 STEPS = 260
 _SUCCESSORS = torch.randperm(94, generator=torch.Generator().manual_seed(7)) + 2
 
 
 def interleaved_text(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Token rows [B, L]: each token follows from the one before the last, so by attention alone."""
+    """Token rows [B, L]: each token depends on the one before the last, so attention is needed."""
     rows = list(torch.randint(2, 96, (2, num_rows), generator=generator))
     while len(rows) < length:
         rows.append(_SUCCESSORS[rows[-2] - 2])
@@ -27,7 +27,7 @@ def interleaved_text(num_rows: int, length: int, generator: torch.Generator) -> 
 
 @torch.enable_grad()
 def make_fitted_checkpoint(name: str, directory: Path) -> Path:
-    """Target and MTP layer, trained for half a minute until both know `interleaved_text` by heart.
+    """Train target and MTP layer for half a minute, until both predict `interleaved_text` exactly.
 
     One MTP layer is recycled for all drafts.
     """

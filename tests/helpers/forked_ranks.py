@@ -1,4 +1,4 @@
-"""Ranks as forks of this process, which need no start of their own."""
+"""Ranks as forks of this process, which start quickly."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mtpc.program.processes import end_with_parent
 from mtpc.program.ranks import Ranks, join_ranks
 
 Body = Callable[[Ranks], Any]
-"""What each rank runs. It may yield once, to say that it is on its way."""
+"""The function that each rank runs. It may yield once, to report progress."""
 
 
 @dataclass
 class Fork:
-    """One rank, as the test sees it."""
+    """One rank, from the test's side."""
 
     process: Any
     pipe: Connection
@@ -36,10 +36,10 @@ class Fork:
         os.kill(self.process.pid, number)
 
     def told(self, within_s: float = 60.0) -> Any:
-        """What the rank tells next: what it yields, then what it returns.
+        """The next message of the rank: its yielded value, then its result.
 
         Raises:
-            AssertionError: the rank raised an error, has ended, or tells nothing in time.
+            AssertionError: the rank raised an error, has ended, or sends no message in time.
         """
         assert self.pipe.poll(within_s), f"nothing was told for {within_s} s"
         try:
@@ -55,10 +55,10 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
     """Ranks of one process group, which end with the block.
 
     Args:
-        size: how many there are.
-        directory: where they meet.
-        body: what each of them runs.
-        wait_s: how long a rank waits for another in a collective.
+        size: number of ranks.
+        directory: directory of the process group's store.
+        body: the function that each rank runs.
+        wait_s: timeout of a collective.
     """
     context = multiprocessing.get_context("fork")
     forks: list[Fork] = []
@@ -83,7 +83,7 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
 
 
 def run_ranks(size: int, directory: Path, body: Body) -> list[Any]:
-    """What each rank returns, in the order of the ranks."""
+    """Run all ranks; returns their results in order."""
     with forks_of(size, directory, body) as forks:
         return [fork.told() for fork in forks]
 

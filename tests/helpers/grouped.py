@@ -1,4 +1,4 @@
-"""Weights with scales of groups, made at random; and products with them in float64."""
+"""Random weights with scales by group, and their products in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, pack_scales, ra
 from mtpc.weights.packing import pack
 
 Zeros = Literal["", "zeros", "mins"]
-"""What groups have besides a scale: nothing, a zero point, or a minimum."""
+"""What a group has in addition to its scale: nothing, a zero point, or a minimum."""
 FORMS: list[tuple[Kind, int, Zeros]] = [
     ("int4", 32, ""),
     ("int4", 128, "zeros"),
@@ -23,7 +23,7 @@ FORMS: list[tuple[Kind, int, Zeros]] = [
     ("int8", 16, "mins"),
     ("float8", 128, ""),
 ]
-"""Kind, group, and what groups have besides."""
+"""(kind, group size, addition to the scale)."""
 
 
 def pack_codes(codes: Tensor, kind: Kind) -> Tensor:
@@ -49,7 +49,7 @@ class Packed:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """What a linear takes after x: the parts, and the number of features."""
+        """A linear's arguments after x: the parts, and the number of features."""
         return *self.parts, self.features
 
 
@@ -62,7 +62,7 @@ def random_weight(
     scales: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Packed:
-    """Codes over their whole range, and scales about 1 / sqrt(K) of what makes them ones."""
+    """Codes over their whole range, with scales that make weights about 1 / sqrt(K)."""
     gen = torch.Generator().manual_seed(seed)
     has = zeros if kind != "float8" else ""
     form = GroupForm(kind, group, has == "zeros", has == "mins")
@@ -80,7 +80,7 @@ def random_weight(
 
 
 def exact(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """In float64, of the weight dequantised here: not by the code under test."""
+    """The product in float64 with the dequantised weight, without the code under test."""
     codes, scales = weight.codes.double(), weight.scales.double()
     group = codes.shape[-1] // scales.shape[-1]
     default = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[weight.form.kind]

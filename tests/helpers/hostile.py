@@ -1,4 +1,4 @@
-"""Hostile input of a server by name and at random: chat templates, requests, and their fields."""
+"""Hostile input for a server, fixed and random: chat templates, requests, and their fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SWELLING = (
     "{{ raise_exception('x' * 10 ** 6) }}",
     "{{ raise_exception('\\ud800') }}",
 )
-"""Templates that want more than anyone has, in time, memory or depth."""
+"""Templates that need too much time, memory or depth."""
 
 SLOWER = (
     "{{ 2 ** (2 ** 40) }}",
@@ -60,7 +60,7 @@ DOUBLING = (
     "{{ 'a%s' % n.x }}",
     "{{ '{}'.format(n.x)|length }}",
 )
-"""What may be done with a list of lists that is small, and whose text is of 2**60 characters."""
+"""Operations on a small nested list whose text would have 2**60 characters."""
 
 _VALUES = (
     *("messages", "messages[0].content", "tools", "x", "1", "0", "-1", "1.5", "10**9", "2**40"),
@@ -85,7 +85,7 @@ _OPERATORS = ("+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "is", "
 
 
 def rendered(source: str) -> str:
-    """What a template comes to, within a few seconds: nothing, or the text of one error."""
+    """Render a template within a few seconds; returns "" or the text of the error."""
     start, message = time.monotonic(), ""
     try:
         ChatTemplate(source, {}).render([MESSAGE], {})
@@ -99,7 +99,7 @@ def rendered(source: str) -> str:
 
 
 def random_template(chance: random.Random, size: int) -> str:
-    """A template of some `size` expressions and statements; most of them compile."""
+    """A random template of about `size` expressions and statements; most compile."""
     return "".join(_statement(chance, 0) for _ in range(chance.randint(1, size)))
 
 
@@ -154,7 +154,7 @@ VALUES: tuple[Any, ...] = (
     ),
     *([[7, 8]], ["w7", "w8"], {"type": "json_object"}, "required", "auto", {"5": 4.0}, [MESSAGE]),
 )
-"""What a field may hold; little of it is right."""
+"""Values for fields, most of them wrong."""
 _FIELDS = (
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "stream"),
     *("stream_options", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -170,7 +170,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
 def random_request(chance: random.Random, model: str) -> tuple[str, dict[str, Any]]:
-    """A path and the fields for it, of which some are wrong."""
+    """A path and its fields, some of them wrong."""
     path = chance.choice(PATHS)
     fields: dict[str, Any] = {"model": model}
     if path == "/detokenize":
@@ -190,7 +190,7 @@ def random_request(chance: random.Random, model: str) -> tuple[str, dict[str, An
 
 
 def _change(chance: random.Random, fields: dict[str, Any]) -> None:
-    """Another value somewhere: of a field, or deep inside one."""
+    """Replace a value: a field, or one deep inside a field."""
     part: Any = fields
     names: list[Any] = [*fields, *_FIELDS]
     while True:
@@ -240,7 +240,7 @@ _LINES = (
 
 
 def random_bytes(chance: random.Random, body: bytes) -> bytes:
-    """What a client writes: one request or several, some of which are none."""
+    """Bytes of a client: one request or several, some of them invalid."""
     return b"".join(_one_request(chance, body) for _ in range(chance.choice((1, 1, 2, 3))))
 
 

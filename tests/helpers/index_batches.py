@@ -25,7 +25,7 @@ def _coarse(x: Tensor) -> Tensor:
 
 
 def weights_of(q: Tensor) -> Tensor:
-    """One of each row's heads counts against a position; multiples of 1/4."""
+    """Head weights of each row, one of them negative; multiples of 1/4."""
     return (4 * q[..., 0]).round() / 4
 
 
@@ -35,7 +35,7 @@ def choose(ops: object, of: Batch, count: int) -> Tensor:
 
 
 def plainly(of: Batch, count: int) -> tuple[list[set[int]], list[set[int]], list[set[int]]]:
-    """For each row, from the definition: all slots it sees, those it must have, those it may."""
+    """For each row, from the definition: KV slots that it sees, must choose, and may choose."""
     seen, must, may = [], [], []
     place = of.k.shape[1]
     for request in range(len(of.seq_lens)):

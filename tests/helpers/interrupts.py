@@ -1,4 +1,4 @@
-"""Programs for child processes: KeyboardInterrupt at random moments of the engine's calls.
+"""Child processes with KeyboardInterrupt at random moments of the engine's calls.
 
     python -m helpers.interrupts lock COUNT
     python -m helpers.interrupts engine COUNT CHECKPOINT
@@ -30,7 +30,7 @@ class Interrupter:
     """Raises KeyboardInterrupt once or twice at a random moment of a call.
 
     Args:
-        sends_sigint: send SIGINT, which the code under test may handle, as Ctrl-C does.
+        sends_sigint: whether to send SIGINT, as Ctrl-C does, which the tested code may handle.
 
     Attributes:
         hits: interrupts so far.
@@ -45,7 +45,7 @@ class Interrupter:
         if self._left:
             self._left -= 1
             self.hits += 1
-            if self._left:  # The second one comes while the first one is cleaned up after.
+            if self._left:  # The second one comes while the first one is handled.
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 * CHANCE.randint(1, 200))
             if not self._sends_sigint:
                 raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def lock(count: int) -> None:
 
 
 def engine(count: int, checkpoint: Path) -> None:
-    """Calls of the engine, beside a thread whose texts must not change."""
+    """Interrupt calls of the engine, while another thread's texts must not change."""
     import torch
 
     import mtpc
@@ -167,7 +167,7 @@ def engine(count: int, checkpoint: Path) -> None:
 
 
 def build(count: int, checkpoint: Path, cache: Path) -> None:
-    """`mtpc.compile`, without a cache and into one; the next whole call must be as the first."""
+    """Interrupt `mtpc.compile`, without and with a cache; the next full call must give the same."""
     import torch
 
     import mtpc
@@ -199,7 +199,7 @@ def build(count: int, checkpoint: Path, cache: Path) -> None:
 
 
 async def withdraw(engine: AsyncEngine, interrupter: Interrupter, count: int) -> None:
-    """Calls of asyncio's engine that take its own lock; its thread must get the lock after them."""
+    """Interrupt calls of AsyncEngine that take its lock; its thread must get the lock later."""
     from mtpc.engine.request import Request
 
     ended = Request(-1, [3], 1, finish_reason="aborted")

@@ -1,10 +1,10 @@
-"""Kernels built for a GPU that is not here, and found by Triton's own launcher; in a process each.
+"""Builds kernels for an absent GPU, and loads them with Triton's launcher, each in a process.
 
     loaded_kernels.py build STORE TARGET   # compile every kernel into a graph cache
-    loaded_kernels.py load STORE TARGET    # hand them to Triton, and have it prepare each launch
+    loaded_kernels.py load STORE TARGET    # seed Triton's cache, and prepare each launch
 
-`load` prints, per launch, what seeding said and whether Triton found the code in its cache. The
-driver that it asks for a device only says which one there would be: nothing is launched.
+`load` prints, per launch, the result of seeding and whether Triton found the code in its cache. A
+mocked driver names the device, and nothing is launched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mtpc.store.entries import EntryStore
 
 
 class Driver:
-    """As much of a driver as preparing a launch asks."""
+    """A mock of the driver, for preparing a launch."""
 
     def __init__(self, target: Target):
         self._target = target
@@ -45,7 +45,7 @@ class Driver:
 
 
 def launches() -> list[Launch]:
-    """Each operator once; strides and counts of 1, of multiples of 16, and of others."""
+    """Launches of each operator, with strides and counts of 1, multiples of 16, and others."""
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -116,7 +116,7 @@ def launches() -> list[Launch]:
 
 
 def prepare(launch: Launch, target: Target) -> bool:
-    """Have Triton prepare a launch as it does on a device; whether its cache had the code."""
+    """Let Triton prepare a launch as on a device; returns whether its cache had the code."""
     hits: list[bool] = []
 
     def listen(*, cache_hit: bool, **_: Any) -> None:

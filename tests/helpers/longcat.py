@@ -32,8 +32,8 @@ CONFIG: dict[str, Any] = dict(
     pad_token_id=None,
     initializer_range=0.08,
 )
-"""A row chooses 3 of 7 experts, of which 3 are the identity: rows with none and with all of these
-are among the first forty."""
+"""A row chooses 3 of 7 experts, of which 3 are the identity. Some of the first forty rows choose
+none of these, and some all."""
 RELEASED: dict[str, Any] = {
     "rope_theta": 2.5e4,
     "attention_method": "MLA",
@@ -47,8 +47,8 @@ RELEASED: dict[str, Any] = {
 
 
 def with_own_embedding(source: Path, directory: Path, change: float = 0.0) -> Path:
-    """A copy whose MTP layer stores an embedding, as released: the target's, or one that differs
-    from it by a factor."""
+    """A copy whose MTP layer stores an embedding, as released checkpoints do: the target's, or a
+    multiple of it."""
     shutil.copytree(source, directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)

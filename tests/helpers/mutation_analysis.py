@@ -1,4 +1,4 @@
-"""What Inductor takes our kernels to write, printed as JSON; run by the tests of cross-compiling.
+"""Prints, as JSON, what Inductor believes that mtpc's kernels write; for the cross-compile tests.
 
 In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
 place that only says "sm_90".
@@ -19,7 +19,7 @@ from mtpc.backends.triton_kernels import load_kernels
 
 
 class Target:
-    """As much of a driver as the analysis asks."""
+    """A mock of the driver, for the analysis."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

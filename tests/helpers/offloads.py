@@ -1,4 +1,4 @@
-"""Pages and a state of a few numbers in files, and a process that writes and reads them for ever.
+"""Small pages and state in files, and a process that writes and reads them for ever.
 
 python offloads.py DIRECTORY MAX_BYTES SEED
 """
@@ -25,7 +25,7 @@ TEXT = list(range(100, 126))
 def offload_of(
     path: Path, pages: torch.Tensor, max_bytes: int = BIG, identity: str = "one"
 ) -> Offload:
-    """Files for two pools of pages and one state, with slots of the pages' values."""
+    """An offload directory for two page pools and one state."""
     states = torch.full((3, 2, 5), -1.0), torch.zeros(4, 2, 5)
     pools = {"kv.0.k": pages, "kv.1.k": pages.half()}
     directory = OffloadDirectory(path, max_bytes)
@@ -33,7 +33,7 @@ def offload_of(
 
 
 def filled(count: int = 8) -> torch.Tensor:
-    """Pages of four rows, each other ones."""
+    """Pages of four rows, all different."""
     return torch.arange(float(count * PAGE * 3)).view(count, PAGE, 3)
 
 
@@ -50,7 +50,7 @@ def save_all(offload: Offload, text: list[int] = TEXT) -> None:
 
 
 def loaded(offload: Offload, text: list[int] = TEXT) -> list[int]:
-    """The blocks of a text whose pages files have; all that is read is right, or an error."""
+    """The blocks of a text that are in files; asserts that their contents are right."""
     one, found = request(text), []
     pages = offload._forms["page"]._views
     for number in range(6):

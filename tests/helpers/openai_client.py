@@ -1,4 +1,4 @@
-"""A listening server, OpenAI's own client of it, and what is asked."""
+"""A running server, OpenAI's own client, and requests."""
 
 from __future__ import annotations
 

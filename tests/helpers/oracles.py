@@ -13,14 +13,14 @@ from helpers.uncached import logits_of, target_features
 from mtpc.models.hf import CACHE, model_class
 
 MIN_MARGIN = 1e-6
-"""Least top-1 margin of a logit row that a test may rest on: far above float64 rounding, so a
-different order of summation cannot excuse a different token."""
+"""The least top-1 margin of a logit row in a test. It is far above float64 rounding, so that
+another order of summation does not change a token."""
 
 
 FLOAT32_INSIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 """Families whose recurrence transformers computes in float32, whatever the model's dtype."""
 MIN_MARGIN_FLOAT32 = 1e-4
-"""Theirs: logits of the tiny models differ from float64's by some 4e-6."""
+"""Their margin: logits of the tiny models differ from float64's by about 4e-6."""
 
 
 class Oracle:
@@ -43,7 +43,7 @@ class Oracle:
 
     @torch.no_grad()
     def next_token(self, features: torch.Tensor) -> int:
-        """Argmax of the last row's logits, its margin asserted."""
+        """The argmax of the last row's logits; asserts its margin."""
         top = logits_of(self.model, features[:, -1:])[0, 0].topk(2)
         margin = float(top.values[0] - top.values[1])
         assert margin > self.min_margin, f"top-1 margin {margin} is too small to prove anything"
@@ -60,7 +60,7 @@ class Oracle:
 
 
 class DraftOracle:
-    """What the MTP layers draft after a committed sequence: a page of plain code, uncached."""
+    """The drafts of the MTP layers after a committed sequence, in a page of plain uncached code."""
 
     def __init__(self, oracle: Oracle):
         self.oracle = oracle
@@ -90,7 +90,8 @@ class TransformersDraftOracle(DraftOracle):
         from transformers.modeling_layers import MtpModel
 
         page, config = self.page, text_config(oracle.model)
-        if getattr(config, "num_sliding_attention_heads", None):  # What get_mtp_config forgets.
+        # get_mtp_config does not copy these.
+        if getattr(config, "num_sliding_attention_heads", None):
             heads = {"num_attention_heads": config.num_sliding_attention_heads}
             kinds = enumerate(config.mtp_layer_types)
             config.mtp_per_layer_config = {i: heads for i, k in kinds if k == "sliding_attention"}

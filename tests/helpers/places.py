@@ -1,4 +1,4 @@
-"""Directories of this repository, wherever a test's file is."""
+"""Directories of this repository."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ ROOT = Path(__file__).parents[2]
 """Holds mtpc, docs, examples and benchmarks."""
 TESTS = ROOT / "tests"
 HELPERS = TESTS / "helpers"
-"""Some of these modules are programs, too, for tests that start a process."""
+"""This folder; some of its modules are also programs for child processes."""

@@ -1,4 +1,4 @@
-"""A host in plain torch: attention without a cache, and layers cut among ranks that are threads."""
+"""A host in plain torch: attention without a cache, and layers cut among threads as ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = [5, 9, 17, 33, 40, 41, 2, 90, 7, 61, 12, 13]
 
 
 class Causal(nn.Module):
-    """One request's attention over all rows it was called with: a host without a cache."""
+    """Attention of one request over all rows so far, without a cache."""
 
     def __init__(self, site: AttentionSite):
         super().__init__()

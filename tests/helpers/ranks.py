@@ -1,6 +1,6 @@
 """Ranks that share tiny models: this process is rank 0, and children are the others.
 
-As a script: one of the others. Rank 0 tells it what to compile; it follows until that is closed.
+As a script it is another rank: it compiles what rank 0 says, and follows until rank 0 closes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mtpc.errors import MtpcError
 
 @dataclass
 class Group:
-    """The ranks, as rank 0 sees them.
+    """The ranks, from the side of rank 0.
 
     Attributes:
-        size: how many there are.
-        model: what is open; the others follow it.
+        size: number of ranks.
+        model: the open model, which the other ranks follow.
     """
 
     size: int
@@ -37,13 +37,13 @@ class Group:
     def compile(
         self, checkpoint: Path, other: Path | None = None, noise: float = 0.0, **options: Any
     ) -> mtpc.SpecModel:
-        """One model on all ranks.
+        """Compile a model on all ranks.
 
         Args:
             checkpoint: its directory.
             other: another directory for the other ranks.
-            noise: what the other ranks' final norm is off by.
-            **options: of `mtpc.compile`.
+            noise: error to add to the final norm of the other ranks.
+            **options: options of `mtpc.compile`.
         """
         self.close()
         given = {"tensor_parallel_size": self.size, "backend": "eager", **options}
@@ -52,7 +52,7 @@ class Group:
         return self.model
 
     def close(self) -> list[Any]:
-        """Let the others return from the open model; what each rank holds in the end."""
+        """Close the open model; returns the final state of each rank."""
         model, self.model = self.model, None
         if model is None:
             return []
@@ -61,7 +61,7 @@ class Group:
 
 
 def states(model: mtpc.SpecModel, size: int) -> list[Any]:
-    """What each rank holds of tokens and lengths."""
+    """Tokens and lengths of each rank."""
     shared = [model.program.shared[f"state.{name}"] for name in ("token_ids", "committed_lens")]
     results = [
         model.program.steps[key].buffers["batch.out_token_ids"]
@@ -73,13 +73,13 @@ def states(model: mtpc.SpecModel, size: int) -> list[Any]:
 
 
 def memory_shared_by(pid: int) -> int:
-    """How many files of /dev/shm that have no name there a process has mapped."""
+    """The number of unnamed files of /dev/shm that a process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return len(re.findall(r" /dev/shm/#\d+ \(deleted\)$", maps, re.MULTILINE))
 
 
 def join(store: str, rank: int, size: int) -> None:
-    """Enter the process group, whose ranks meet in a file."""
+    """Join the process group through a file store."""
     wait = timedelta(seconds=120)
     address = f"file://{store}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=wait)
@@ -120,7 +120,7 @@ def main(store: str, size: str, rank: str) -> None:
         try:
             model = mtpc.compile(directory, **options)
         except MtpcError:
-            continue  # Rank 0 has the same error, or names this rank's.
+            continue  # Rank 0 raises the same error, or one that names this rank.
         for step in model.program.steps.values() if noise else ():
             assert step.graph is not None, "steps of a cache have no weights to disturb"
             norm = step.graph.weights["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""A grammar of records, and plain decoding that is constrained by it."""
+"""A grammar of records, and plain decoding under it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STATES: dict[str, dict[int, str]] = {
     "last": {4: "key", 5: "done"},
     "done": {STOP: "over"},
 }
-"""Records, { key : digits , key : digits }: places with one token, with few, and with many."""
+"""Records { key : digits , key : digits }: some states allow one token, some few, some many."""
 MASKED = {**PRESSED, "num_pages": 14, "batch_buckets": (3,), "sampling": True, "token_mask": True}
 
 
 class Records:
-    """A grammar by the table above; `mtpc.Grammar`, and what an oracle asks."""
+    """The grammar of the table above: `mtpc.Grammar`, and methods for the oracle."""
 
     def __init__(self) -> None:
         self.states = ["open"]
@@ -68,7 +68,7 @@ def wanted(plain: SamplingOracle, prompt: list[int], params: SamplingParams) -> 
 
 
 def run(spec: mtpc.SpecModel) -> dict[int, Any]:
-    """To the end; tokens, how each request ended, and its error."""
+    """Run to the end; returns tokens, finish reasons and errors."""
     found: dict[int, Any] = {}
     while spec.engine.has_work:
         for output in spec.engine.step():

@@ -1,5 +1,5 @@
-"""Buffers that Inductor would copy before our kernels write them, before and after it looked which
-it need not copy, printed as JSON; run by the tests of cross-compiling.
+"""Prints, as JSON, the buffers that Inductor copies before mtpc's kernels write them, before and
+after its pass that removes such copies; for the cross-compile tests.
 
 In a process of its own: the analysis asks Triton's driver for a target, so one is put in its
 place that only says "sm_90".
@@ -37,7 +37,7 @@ class Step(nn.Module):
 
 
 def arguments() -> tuple[Any, ...]:
-    """Of eight rows of two requests."""
+    """Arguments for eight rows of two requests."""
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         # Not on "cuda": torch's builds for the CPU cannot write back what is mutated there.
@@ -62,7 +62,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def copies(graph: torch.fx.Graph) -> list[list[str]]:
-    """What each launch would have copied first."""
+    """The buffers that are copied before each launch."""
     nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
     return [list(n.kwargs["tensors_to_clone"]) for n in nodes]
 

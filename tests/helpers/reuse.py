@@ -1,10 +1,10 @@
-"""Random schedules of conversations on an engine with reuse, compared with fresh runs without it.
+"""Random schedules of chats on an engine with prefix reuse, compared with runs without reuse.
 
 Both engines run on one program. So a schedule has three parts: fresh runs of all its prompts, the
-schedule itself, and the comparison of the drafts that were seen. With files of evicted pages, the
-schedule runs twice: the second time on a new engine, from wild memory and the files. Texts of tiny
-models hardly change where the state of a layer is wrong, but the rows of later layers do. So the
-rows in pages are compared, too.
+schedule itself, and the comparison of the drafts. With files of evicted pages, the schedule runs
+twice: the second time on a new engine, from poisoned memory and the files. A wrong state of a layer
+hardly changes the texts of tiny models, but it changes the rows of later layers. So the rows in
+pages are compared, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BASES = [
     for seed in (5, 6)
 ]
 TAILS = ((), (7,), (7, 9, 11), (9, 4, 30, 31, 32, 33, 34, 35, 36))
-"""What follows a beginning: texts part at, before and behind page ends."""
+"""Endings of prompts: texts diverge at, before and after page ends."""
 NEW, LONGEST = 12, 40
 """New tokens of a fresh run, and the longest beginning of a prompt."""
 
@@ -39,11 +39,11 @@ class Ask:
     """Requests that arrive together: copies of one prompt.
 
     Attributes:
-        base, length, tail: the prompt, a beginning of `BASES[base]` and one of `TAILS`.
-        turn_of: the earlier ask of which this is the next turn, by place, or None.
-        stripped: tokens of that ask's answer that the turn leaves out at its end.
-        new: new tokens.
-        stop: the place of the new token at which the text stops, or None.
+        base, length, tail: the prompt is a beginning of `BASES[base]` and one of `TAILS`.
+        turn_of: index of the earlier ask of which this is the next turn, or None.
+        stripped: number of last tokens of that ask's answer that the turn leaves out.
+        new: number of new tokens.
+        stop: index of the new token that stops the text, or None.
         copies: number of requests.
     """
 
@@ -73,7 +73,7 @@ schedules = st.lists(
     min_size=5,
     max_size=8,
 )
-"""Requests that arrive, steps after them, and the request to abort then, by place, or None."""
+"""Arriving requests, the number of steps after them, the index of a request to abort or None."""
 Drawn: TypeAlias = "list[tuple[Ask, int, int | None]]"
 engines = st.fixed_dictionaries(
     {
@@ -98,7 +98,7 @@ def rows_in_pages(engine: Engine, request: Request) -> dict[str, torch.Tensor]:
 
 
 class Fresh:
-    """Texts and drafts of a program that reuses nothing, memoised."""
+    """Texts and drafts of a program without reuse, memoised."""
 
     def __init__(self, spec: mtpc.SpecModel):
         options = replace(spec.options, prefix_caching=False)
@@ -140,8 +140,8 @@ class Live:
 
     Attributes:
         prompt: its prompt.
-        wanted: what it must emit.
-        found: what it has emitted.
+        wanted: the expected tokens.
+        found: the emitted tokens.
         request: the engine's request.
     """
 
@@ -152,10 +152,10 @@ class Live:
 
 
 class Conversations:
-    """Schedules on engines of one program, and what was seen over all of them.
+    """Schedules on engines of one program, and counts of events over all of them.
 
     Args:
-        spec: has the program.
+        spec: the model with the program.
         offload: a directory for the files of each schedule; None: engines keep nothing in files.
     """
 
@@ -166,7 +166,7 @@ class Conversations:
         self._offload = offload
 
     def run(self, drawn: Drawn, options: dict[str, Any]) -> None:
-        """Run one schedule from wild memory."""
+        """Run one schedule from poisoned memory."""
         prompts = self._prompts([ask for ask, _, _ in drawn])
         self.seen_drafts: dict[Text, list[int]] = {}
         if self._offload is None:
@@ -181,10 +181,10 @@ class Conversations:
                 self._run(drawn, prompts, options | files)
         for text, found in self.seen_drafts.items():
             assert found == self.fresh.drafts(text)
-        self.spec.engine.reset_prefix_cache()  # Its pages were written over.
+        self.spec.engine.reset_prefix_cache()  # The fresh runs overwrote its pages.
 
     def _run(self, drawn: Drawn, prompts: list[Text], options: dict[str, Any]) -> None:
-        """Run a schedule on a new engine from wild memory, and close it."""
+        """Run a schedule on a new engine from poisoned memory, and close the engine."""
         poison(self.spec)
         self.engine = self._engine(**options)
         self.live: dict[int, Live] = {}
@@ -201,7 +201,7 @@ class Conversations:
         self._check_empty()
 
     def _engine(self, snapshots: int, **options: Any) -> Engine:
-        """An engine on its program, with fresh memory for that many snapshots."""
+        """A new engine on the program, with memory for a number of snapshots."""
         nbytes = self.spec.engine._states.nbytes
         made = replace(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
         return Engine(self.program, made, self.spec.engine.vocab_size)
@@ -247,7 +247,7 @@ class Conversations:
             assert snapshots.num_used <= snapshots.count
 
     def _note_drafts(self) -> None:
-        """What the state rows hold: the last token, and the drafts after it."""
+        """Record the last token and the drafts of the state rows."""
         shared = self.spec.program.shared
         for one in self.live.values():
             slot = one.request.slot
@@ -263,7 +263,7 @@ class Conversations:
                 self.seen["drafts"] += 1
 
     def _check_rows(self, one: Live) -> None:
-        """What a running request has in pages is what a fresh run had there."""
+        """Compare a running request's rows in pages with those of a fresh run."""
         wanted = self.fresh.rows[one.prompt]
         for name, rows in rows_in_pages(self.engine, one.request).items():
             count = min(len(rows), len(wanted[name]))
@@ -272,7 +272,7 @@ class Conversations:
             )
 
     def _check_empty(self) -> None:
-        """Pages, slots and snapshots are as at the start, or idle and known."""
+        """Check that pages, request slots and snapshots are free, or idle and indexed."""
         engine, pages = self.engine, self.engine.pages
         snapshots = pages.index.snapshots
         assert pages.num_free == pages.count
@@ -291,7 +291,7 @@ class Conversations:
 
 
 def check_reuse(conversations: Conversations, count: int) -> None:
-    """Draw `count` schedules; what they were drawn for has to have happened."""
+    """Draw `count` schedules; the events that they should cover must have happened."""
     run = given(schedules, engines)(conversations.run)
     settings(
         max_examples=count,

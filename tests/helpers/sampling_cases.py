@@ -1,4 +1,4 @@
-"""What requests may ask of `mtpc::sample` and its companions, for those who test kernels."""
+"""Sampling parameters for the kernel tests of `mtpc::sample` and related operators."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def make_rows(case: dict[str, Any], vocab: int, biased: bool, seed: int) -> Rows
 
 
 def _vary(rows: Rows, vocab: int) -> None:
-    """No two slots alike, so that a row taken from another's is seen."""
+    """Make all request slots different, so that a wrong row is detected."""
     by_name = {name: rows.ints[:, i] for i, name in enumerate(INTS)}
     by_name |= {name: rows.floats[:, i] for i, name in enumerate(FLOATS)}
     for slot in range(SLOTS):
@@ -100,7 +100,7 @@ def _vary(rows: Rows, vocab: int) -> None:
 
 
 def call(ops: Any, logits: Tensor, rows: Rows, seed: int, mask: Tensor | None = None) -> Tensor:
-    """Three requests, the second off, with as many rows each as fit."""
+    """A call with three requests, the second off, with as many rows each as fit."""
     gen = torch.Generator().manual_seed(seed)
     count, vocab = logits.shape
     ids = torch.randint(0, vocab, (count,), generator=gen)
@@ -114,8 +114,7 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def compare_records(ours: Any, width: int = 3, dtype: torch.dtype = torch.float32) -> None:
-    """Counts and reports of a batch of up to `width` emitted tokens, of `ours` and of the
-    reference."""
+    """Compare counts and reports of `ours` with the reference, for up to `width` emitted tokens."""
     vocab = 50
     logits = make_logits(4 * width, vocab, dtype, 5)
     ids = torch.randint(0, vocab, (4, width), generator=torch.Generator().manual_seed(1))

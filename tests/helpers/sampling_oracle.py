@@ -1,4 +1,4 @@
-"""Plain sampling with transformers and numpy, and the parameters that it is asked for."""
+"""Plain sampling with transformers and numpy, and its parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEW = 14
 
 
 class SamplingOracle:
-    """Plain sampling with transformers, uncached, in numpy: nothing of mtpc takes part."""
+    """Plain uncached sampling with transformers and numpy, without mtpc."""
 
     def __init__(self, oracle: Oracle):
         self.oracle = oracle
@@ -82,7 +82,7 @@ def distribution(
     params: SamplingParams,
     stop_ids: set[int],
 ) -> np.ndarray:
-    """Logits after all that stands before the noise; -inf where a token is out."""
+    """Logits after all stages before the noise; -inf for removed tokens."""
     x = logits.copy()
     for token, bias in dict(params.logit_bias).items():
         x[token] += bias

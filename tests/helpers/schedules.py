@@ -29,14 +29,14 @@ PROMPTS = [
     for length in (1, 4, 8, 9, 13, 20)
     for tail in ((), (7,), (7, 9, 11), (9, 4))
 ]
-"""They share prefixes that end on, before and behind the borders of pages and chunks."""
+"""They share prefixes that end at, before and after the ends of pages and chunks."""
 PRESSED: dict[str, Any] = {"num_pages": 12, "batch_buckets": (1, 3)}
 MASKABLE: dict[str, Any] = {**PRESSED, "sampling": True, "token_mask": True}
 """11 pages of 4 tokens: the longest request alone fits, three do not."""
 
 
 class Session:
-    """A compiled model under test with memoised oracles, and what was seen over all schedules."""
+    """A compiled model with memoised oracles, and counts of events over all schedules."""
 
     def __init__(self, spec: mtpc.SpecModel, plain: Any):
         self.spec, self.plain = spec, plain
@@ -52,7 +52,7 @@ class Session:
         return self._drafts[key]
 
     def check_drafts(self) -> None:
-        """What the state rows hold is the last token and the oracle's drafts."""
+        """Check that the state rows have the last token and the oracle's drafts."""
         rows = self.spec.program.shared["state.token_ids"]
         for request in self.spec.engine.running:
             if request.is_prefilled:
@@ -63,7 +63,7 @@ class Session:
                     self.seen["drafts compared"] += 1
 
     def text(self, request: Request) -> list[int] | None:
-        """How far a request has come, read or not; None where it has ended unread."""
+        """A request's text, including tokens that are not read yet; None if it has ended unread."""
         if not request.num_unread:
             return request.prompt_ids + request.output_ids
         shared = self.spec.program.shared
@@ -79,7 +79,7 @@ class Session:
         return text[:length]
 
     def check_empty(self) -> None:
-        """Pages, slots and references are as at the start."""
+        """Check that pages, request slots and references are as at the start."""
         engine = self.spec.engine
         assert not engine.has_work
         assert engine.pages.num_free == engine.pages.count
@@ -107,7 +107,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """From wild memory, of which nothing is known."""
+        """Begin with poisoned memory and an empty index."""
         poison(self.session.spec)
         before = self.session.spec.stats
         self.before = (before.preemptions, before.reused_tokens)
@@ -170,7 +170,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 def run_schedules(session: Session, count: int) -> None:
-    """Draw `count` schedules; what they were drawn for has to have happened."""
+    """Draw `count` schedules; the events that they should cover must have happened."""
     machine = type("BoundSchedules", (Schedules,), {"session": session})
     run_state_machine_as_test(
         machine,

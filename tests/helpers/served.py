@@ -1,4 +1,4 @@
-"""Servers for tests: really listening, in a thread of this process, and always ended."""
+"""Servers for tests, which listen in a thread of this process and always end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mtpc.server.options import ServerOptions
 from mtpc.server.run import Running, run_server
 
 IDLE_TASKS = 5
-"""Tasks of a server that does nothing: uvicorn's, its lifespan, ours that wait."""
+"""Number of tasks of an idle server: uvicorn's, the lifespan, and waiting ones of mtpc."""
 
 
 @contextmanager
 def serving(spec: mtpc.SpecModel, **options: Any) -> Iterator[Running]:
-    """A server on a free port; at its end nothing of it is left."""
+    """Run a server on a free port, and check at the end that nothing of it is left."""
     news: queue.Queue[Running | BaseException] = queue.Queue()
 
     def run() -> None:
@@ -51,7 +51,7 @@ def serving(spec: mtpc.SpecModel, **options: Any) -> Iterator[Running]:
 
 
 def is_empty(spec: mtpc.SpecModel) -> bool:
-    """Whether no request holds anything."""
+    """Whether no request holds pages or a request slot."""
     engine = spec.engine
     return (
         not engine.has_work
@@ -61,7 +61,7 @@ def is_empty(spec: mtpc.SpecModel) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for another thread to get there."""
+    """Wait until a condition of another thread is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not get there"
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def is_idle(running: Running, spec: mtpc.SpecModel) -> bool:
-    """Whether requests have left nothing: no pages, no slots, no tasks, no mailboxes."""
+    """Whether requests have left no pages, request slots, tasks or mailboxes."""
     service = running.service
     tasks = [task for task in asyncio.all_tasks(running.loop) if not task.done()]
     return (
@@ -91,7 +91,7 @@ def connect(running: Running, receive_buffer: int | None = None) -> socket.socke
 
 
 def exchange(running: Running, data: bytes) -> bytes:
-    """What comes back until the server closes."""
+    """Send bytes; returns what the server sends until it closes."""
     with connect(running) as client:
         client.sendall(data)
         return read_all(client)
@@ -130,7 +130,7 @@ SIZES = ["--max-len", "64", "--page-size", "4", "--prefill-chunk", "8", "--dtype
 
 @contextmanager
 def process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`mtpc serve` as users run it, and where it listens."""
+    """Run the command `mtpc serve`; returns its address."""
     command = [*COMMAND, str(directory), *OPTIONS, *SIZES, *options]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""Launches of every kernel at sizes of shipped models, on tensors that are only sizes."""
+"""Launches of every kernel at sizes of released models, on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' own `generate` and mtpc's, side by side."""
+"""Compares transformers' own `generate` with mtpc's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers import generation
 from helpers.theorem import PROMPTS
 
 EOS = [17, 24, 46]
-"""Ids that the trained models emit often: rows end apart."""
+"""Ids that the trained models emit often, so that rows end at different steps."""
 
 
 def batch(*prompts: list[int]) -> dict[str, torch.Tensor]:
-    """Left-padded, as a tokenizer does it."""
+    """A left-padded batch, as a tokenizer makes it."""
     length = max(map(len, prompts))
     pads = [length - len(prompt) for prompt in prompts]
     rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
@@ -28,7 +28,7 @@ RAGGED = batch(PROMPTS[5], PROMPTS[2], PROMPTS[8])
 
 
 class Streamer(generation.BaseStreamer):
-    """Keeps what it is given."""
+    """A streamer that records its calls."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -41,7 +41,7 @@ class Streamer(generation.BaseStreamer):
 
 
 def same(generator: Any, **arguments: Any) -> torch.Tensor:
-    """Both loops' output and streams, compared."""
+    """Assert that output and stream of both loops are equal."""
     plain, ours = Streamer(), Streamer()
     wanted = generator.model.generate(**arguments, streamer=plain)
     found = generator.generate(**arguments, streamer=ours)

@@ -1,4 +1,4 @@
-"""Ragged batches for attention to keys by request slot."""
+"""Ragged batches for attention to keys that are stored by request slot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from mtpc.layout import SCRATCH_SLOT
 
 REQUESTS = ((50, 4), (3, 1), (0, 5), (7, 3))
-"""Of each request: positions before a forward, and rows; the third begins. Then rows of none."""
+"""(positions before the forward, rows) of each request; the third is new. Free rows follow."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of slot_attention; what no row sees is NaN."""
+    """Arguments of slot_attention; keys that no row sees are NaN."""
 
     query: Tensor
     fresh: Tensor

@@ -28,8 +28,8 @@ class Function(nn.Module):
 def small_graph(function: Callable[..., Any], **tensors: Tensor) -> StepGraph:
     """A flat StepGraph of `function(*tensors)`, which must write `batch.out` (a buffer).
 
-    Tensors named `batch_*` and `kv_*` are buffers, the others weights; dots stand for the first
-    underscore.
+    Tensors named `batch_*` and `kv_*` are buffers, the others weights. In buffer names, a dot
+    replaces the first underscore.
     """
     named = {
         (n.replace("_", ".", 1) if n.startswith(("batch_", "kv_")) else n): t
@@ -52,7 +52,7 @@ def small_graph(function: Callable[..., Any], **tensors: Tensor) -> StepGraph:
 
 
 def run(graph: StepGraph) -> Tensor:
-    """What the graph leaves in `batch.out`."""
+    """Run the graph; returns `batch.out`."""
     graph.buffer("batch.out").fill_(-7)
     graph.module.recompile()
     graph.module()
@@ -62,7 +62,7 @@ def run(graph: StepGraph) -> Tensor:
 def check_pass(
     graph: StepGraph, step: Pass, before: str, after: str, rewrites: int, exact: bool = True
 ) -> None:
-    """The contract of every pass."""
+    """Check the contract of every pass."""
     assert operations(graph) == before.split()
     expected = run(graph)
     history = len(graph.history)

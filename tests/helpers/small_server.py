@@ -1,4 +1,4 @@
-"""A server with small limits and little patience, and what is said to it."""
+"""A server with small limits and short timeouts, and requests for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtpc.server.run import Running
 NAME = "tiny"
 LIMIT = 4096
 QUICK = dict(header_seconds=1.0, body_seconds=1.0, write_seconds=1.0, keep_alive_seconds=1)
-"""Not less: all of Python's garbage may be collected meanwhile, which takes half a second."""
+"""Not shorter, because a garbage collection may take half a second."""
 
 
 @pytest.fixture(scope="module", params=["httptools", "h11"])

@@ -1,4 +1,4 @@
-"""Graphs whose calls are spelled another way: the same operators, each argument by its name."""
+"""Rewrites graphs so that calls give each argument by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the store put into entries, do to them, and run in other processes.
+"""Entries for the tests of the store, damage to them, and programs for other processes.
 
 python store_writer.py build ROOT              one digest a line: found | waited | wrote
 python store_writer.py replace ROOT FROM       replaces DIGEST for ever; prints each generation
@@ -29,16 +29,16 @@ from mtpc.store.entries import SUMS, Entry, EntryStore
 from mtpc.store.key import digest
 
 DIGEST = "0123456789abcdef" * 2
-"""The entry that most tests are about."""
+"""The entry that most tests use."""
 FIRST, SECOND = "part-0.bin", "part-1.bin"
 Tampering = Callable[[Path], object]
-"""Does something to the directory of an entry."""
+"""A function that changes an entry's directory."""
 FIELDS = {"kind": "kernels", "model": "tiny", "options.size": "4", "machine.compiler": "g++ 13"}
 UNKNOWN = {name: value for name, value in FIELDS.items() if name != "machine.compiler"}
 """A key, and the same where no compiler is installed."""
 SMALL = "mount -t tmpfs -o size=256k,mode=755 tmpfs store"
 READ_ONLY = "mount --bind store store && mount -o remount,bind,ro store"
-"""Commands that put another file system in the place of the store, or make it read-only."""
+"""Commands that mount another file system over the store, or make it read-only."""
 PLACES = {
     "root": ".",
     "entries": "entries",
@@ -46,11 +46,11 @@ PLACES = {
     "file": f"entries/{DIGEST}/{FIRST}",
     "sums": f"entries/{DIGEST}/{SUMS}",
 }
-"""What is checked before an entry is read."""
+"""Faults that are found before an entry is read."""
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The message of a refusal, which is neither damage nor a failure to write."""
+    """The message of a CacheError that is neither damage nor a failure to write."""
     try:
         call()
     except (DamagedEntryError, CacheWriteError):
@@ -61,23 +61,23 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def no_wait(line: str) -> None:
-    """What a lock tells that must be free."""
+    """A `wait` callback for a lock that must be free."""
     raise AssertionError(line)
 
 
 def in_tmp(store: EntryStore) -> list[str]:
-    """Names of what lies in the store's tmp."""
+    """Names of the entries in the store's tmp."""
     return sorted(os.listdir(store.root / "tmp"))
 
 
 def modes(*paths: Path) -> set[int]:
-    """Permissions that are found among these files."""
+    """The permissions of these files."""
     return {stat.S_IMODE(path.stat().st_mode) for path in paths}
 
 
 @contextmanager
 def started(command: str, store: EntryStore, *words: int) -> Iterator[subprocess.Popen[str]]:
-    """This program, run with a pipe at either end, and killed in the end."""
+    """Run this program with pipes, and kill it at the end."""
     line = [sys.executable, __file__, command, str(store.root), *map(str, words)]
     pipe = subprocess.PIPE
     with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
@@ -94,7 +94,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def _in_namespace(mount: str, directory: Path) -> list[str]:
-    """Words before a command that sees this mount; it is gone when the command ends."""
+    """Prefix of a command that runs with a mount, in its own namespace."""
     words = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     if shutil.which("unshare") is None:
         raise SkipTest("the tool unshare is not here")
@@ -105,7 +105,7 @@ def _in_namespace(mount: str, directory: Path) -> list[str]:
 
 
 def attempt(store: EntryStore, *steps: str, mount: str = "", **limits: Any) -> list[Any]:
-    """Outcomes of steps in a process of its own, which knows the store by a relative path."""
+    """Run steps in another process, which opens the store by a relative path; return outcomes."""
     settings = json.dumps({"steps": steps, **limits})
     before = _in_namespace(mount, store.root.parent) if mount else []
     line = [*before, sys.executable, __file__, "attempt", store.root.name, settings]
@@ -117,7 +117,7 @@ def attempt(store: EntryStore, *steps: str, mount: str = "", **limits: Any) -> l
 def filled(
     generation: int, size: int = 4000, files: int = 6, seconds: float = 0.0
 ) -> Callable[[Path], None]:
-    """What fills an entry: every line of every file says its generation and its name."""
+    """A function that fills an entry: every line of every file has the generation and the name."""
 
     def fill(directory: Path) -> None:
         for index in range(files):
@@ -130,7 +130,7 @@ def filled(
 
 
 def generation(entry: Entry | None) -> int | None:
-    """The one generation that all files of an entry are of; None where there is no entry."""
+    """The generation of all files of an entry; None without an entry."""
     if entry is None:
         return None
     found = {tuple(line.split()) for name in entry.files for line in entry.read(name).splitlines()}
@@ -141,7 +141,7 @@ def generation(entry: Entry | None) -> int | None:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """With a bit flipped, or with its end cut off."""
+    """Flip a bit of a file, or cut off its end."""
     at = chance.randrange(len(data))
     flipped = bytes([data[at] ^ (1 << chance.randrange(8))])
     return data[:at] + chance.choice((flipped + data[at + 1 :], b""))
@@ -187,7 +187,7 @@ TAMPERINGS: dict[str, tuple[Tampering, str]] = {
     "sums in capitals": (_edit(bytes.upper), NO_LIST),
     "sums unsorted": (_edit(_unsort), NO_LIST),
 }
-"""Damage by name, and a part of the message that tells of it."""
+"""Damage by name, with a part of its error message."""
 
 
 def put(store: EntryStore, **changes: str) -> Entry:

@@ -1,4 +1,4 @@
-"""Which memory the operators of a recorded step take, and small steps to record."""
+"""Checks the memory of recorded operators, and makes small steps to record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def taken(tape: Tape, known: set[int]) -> set[int]:
-    """Storages that a tape's operators take; fails where one is neither known nor its own."""
+    """The storages that a tape's operators read; each must be known or the tape's own."""
     made, found = set[int](), set[int]()
     for entry in tape.entries:
         given: list[Tensor] = []
@@ -49,7 +49,7 @@ class _Body(nn.Module):
 
 
 def counting_graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
-    """A step whose Python code runs as it is (so that host reads happen where they stand)."""
+    """A step whose Python code runs unchanged, so that host reads happen during capture."""
     module: Any = _Body(function)
     module.graph = fx.Graph()
     return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), WeightTable({}))

@@ -17,14 +17,14 @@ from helpers.oracles import DraftOracle, Oracle
 from mtpc.layout import SCRATCH_SLOT
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15, 16, 17, 21)
-"""Prompt lengths on both sides of page edges (4) and prefill chunk edges (8)."""
+"""Prompt lengths just below and above multiples of the page size (4) and the prefill chunk (8)."""
 PROMPTS = [
     torch.randint(2, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in LENGTHS
 ]
 Drawn: TypeAlias = "list[tuple[int, int, int, int | None]]"
-"""Requests: prompt by its place, max_new_tokens, the step after which it joins, and which of its
-tokens, by place, is its stop token."""
+"""A request: the index of its prompt, max_new_tokens, the step after which it joins, and the index
+of the token that is its stop token."""
 FULL: Drawn = [
     *((place, new, 0, None) for place, new in enumerate((7, 6, 8, 9, 11, 13))),
     *[(2, 15, 0, 5), (0, 20, 0, None), (11, 12, 6, None)],
@@ -44,7 +44,7 @@ FEW = requests(2, 4, 12)
 
 
 def poison(spec: mtpc.SpecModel) -> None:
-    """Fill everything a padded row or an unwritten page could read with garbage."""
+    """Fill everything that a padded row or an unwritten page could read with NaN or invalid ids."""
     assert not spec.engine.has_work
     spec.engine.reset_prefix_cache()
     wild = {torch.int8: 77, torch.int32: 2**30, torch.int64: -(2**40)}
@@ -66,16 +66,16 @@ def poison(spec: mtpc.SpecModel) -> None:
 
 @dataclass
 class Seen:
-    """What happened while drawn requests were served.
+    """Counts of events while random requests ran.
 
     Attributes:
         spec: the model that served them.
         stopped: requests that a stop token ended.
-        split: steps after which a prompt was prefilled in part.
-        grown: steps after which a text had reached another page.
-        replays: replays of each step before.
-        accepted: drafts accepted at each position before.
-        drafted: drafts verified at each position before.
+        split: number of steps after which a prompt was prefilled in part.
+        grown: number of steps after which a text had reached another page.
+        replays: replays of each step before these requests.
+        accepted: accepted drafts at each position before these requests.
+        drafted: verified drafts at each position before these requests.
     """
 
     spec: mtpc.SpecModel
@@ -92,7 +92,7 @@ class Seen:
         self.accepted, self.drafted = list(stats.accepted), list(stats.drafted)
 
     def look(self, before: dict[int, int]) -> None:
-        """Note what one step did; `before` has the pages of each request's text."""
+        """Count the events of one step; `before` has the number of pages of each request's text."""
         for request in self.spec.engine.running:
             pages = request.num_tokens // self.spec.options.page_size
             self.split += 0 < request.num_prefilled < request.num_input
@@ -100,7 +100,7 @@ class Seen:
             before[request.request_id] = pages
 
     def check_all_happened(self) -> None:
-        """Every bucket ran, prompts were cut, texts grew over pages, and some requests stopped.
+        """Assert: all buckets ran, prompts were split, texts reached new pages, requests stopped.
 
         Drafts were accepted in part: more of the first ones than of the last ones, and not all.
         """
@@ -150,7 +150,7 @@ def check_theorem(
 ) -> Seen:
     """Draw batches of requests and compare each output with plain decoding; some stop early.
 
-    Each family and each K has draws of its own.
+    Each family and each K has its own random draws.
     """
     seen = Seen(spec)
     own_draws = zlib.crc32(f"{plain.name}, K={spec.options.spec_tokens}".encode())
@@ -186,7 +186,7 @@ def check_theorem(
 
 
 def check_after_rejection(spec: mtpc.SpecModel, plain: Oracle, num_accepted: int) -> None:
-    """One request alone, K = 3: the planted step accepts what is right, then all is plain."""
+    """Run one request with K = 3 and planted drafts: right ones are accepted, the text is plain."""
     prompt = PROMPTS[8]
     truth = plain.generate(prompt, 12, stop=False)
     poison(spec)
@@ -228,8 +228,8 @@ def check_drafts(spec: Any, oracle: DraftOracle, prompts: list[list[int]], new: 
 def check_caches(spec: mtpc.SpecModel, prompt: list[int], new: int = 12) -> None:
     """Decode a prompt, then prefill prompt and text at once: the caches hold the same rows.
 
-    Of rings, these are the last few rows. Rows that rest on drafts are left out: one of the last
-    for each draft.
+    For rings, these are the last few rows. Rows that depend on drafts are left out: one of the last
+    rows per draft.
     """
     text = [*prompt, *spec.generate(prompt, new, ignore_eos=True)]
     count = len(text) - 1 - spec.options.spec_tokens
@@ -240,13 +240,14 @@ def check_caches(spec: mtpc.SpecModel, prompt: list[int], new: int = 12) -> None
 
 
 FLOAT32_STEPS = 1e-5
-"""How far rows of two float64 runs may part.
+"""The largest difference between rows of two float64 runs.
 
-transformers' norms and routers round to float32, whatever the model's dtype. Where products over
-different row counts part by 1e-16, that rounding makes one step of float32 of it: 2.4e-7 at 2.
+transformers' norms and routers round to float32, whatever the model's dtype. If products over
+different numbers of rows differ by 1e-16, that rounding can make it one step of float32: 2.4e-7 at
+2.
 """
 IN_RINGS = 6
-"""Rows that every ring of the tiny models still has: their windows are as wide."""
+"""Number of rows that every ring of the tiny models keeps: the width of their windows."""
 
 
 def _rows(spec: mtpc.SpecModel, start: list[int], count: int) -> dict[str, torch.Tensor]:

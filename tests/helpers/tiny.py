@@ -62,7 +62,7 @@ _QWEN_MOE: dict[str, Any] = dict(
 
 
 def _step3p7(layers: int) -> dict[str, Any]:
-    """A multimodal config as released ones are: lists go on for the MTP layers."""
+    """A multimodal config like released ones, whose lists have entries for the MTP layers."""
     full, sliding, dense, sparse = "full_attention", "sliding_attention", "dense", "sparse"
     text = {
         **_COMMON,
@@ -273,11 +273,11 @@ CONFIGS["glm_moe_dsa@shared"] = {
 
 
 OWN = {"step3p5": ("head",), "step3p7": ("head",)}
-"""What MTP layers have of their own, in released checkpoints of these families."""
+"""Embeddings and heads that MTP layers store in released checkpoints of these families."""
 
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
-    """The family table's row of this name, which may end in "@" and what this model has."""
+    """The family of a model's name, which may end in "@" and a variant."""
     return next(f for f in FAMILIES if f.name == name.partition("@")[0])
 
 
@@ -320,10 +320,10 @@ def is_norm(name: str) -> bool:
 
 
 def spread(weight: torch.Tensor) -> None:
-    """Move a norm's weights far from where they begin, 0 or 1, each its own way.
+    """Move a norm's weights far from their initial value, 0 or 1, each in another way.
 
-    A norm with equal weights changes nothing that was normalised before: it would hide which of two
-    norms a model applies.
+    A norm with equal weights does not change normalised values, so it would hide which of two norms
+    a model applies.
     """
     weight.add_(torch.empty_like(weight).uniform_(-0.6, 0.9))
 
@@ -378,7 +378,7 @@ def make_checkpoint(
 
 
 def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries: Any) -> Path:
-    """A copy of a checkpoint whose config.json lacks some entries and has others."""
+    """A copy of a checkpoint whose config.json has some entries removed and others added."""
     shutil.copytree(source, directory, dirs_exist_ok=True)
     path = directory / "config.json"
     config = {n: v for n, v in json.loads(path.read_text()).items() if n not in drop}
@@ -387,12 +387,12 @@ def with_entries(source: Path, directory: Path, drop: tuple[str, ...], **entries
 
 
 def drafter(directory: Path) -> dict[str, Path]:
-    """The option `draft` of a checkpoint that `make_checkpoint` wrote, where it has a drafter."""
+    """The option `draft` for a checkpoint of `make_checkpoint`, if it has a drafter."""
     return {"draft": directory / "draft"} if (directory / "draft").is_dir() else {}
 
 
 def apart(full: Path, directory: Path, rename: tuple[str, str] = ("", "")) -> tuple[Path, Path]:
-    """A full checkpoint as two: the target without MTP layers, and a directory with these alone."""
+    """Split a checkpoint in two: the target without MTP layers, and a directory with only these."""
     target, draft = directory / "target", directory / "draft"
     shutil.copytree(full, target)
     draft.mkdir()

@@ -37,7 +37,7 @@ def cyclic_text(num_rows: int, length: int, generator: torch.Generator) -> torch
 def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -> None:
     """A few seconds of training of target and MTP layers: drafts are then accepted in part.
 
-    Also for a test that runs without gradients, if it is the first that wants the checkpoint.
+    It also works under `torch.no_grad`, in which the first test that needs it may run.
     """
     generator = torch.Generator().manual_seed(3)
     parameters = [*target.parameters(), *(p for layer in layers for p in layer.parameters())]
@@ -67,7 +67,8 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
     layers = [] if name in (*DRAFTED, *ASSISTED) else build_mtp_layers(name, target, seed + 1)
     with torch.no_grad():
         for layer in layers:
-            if layer.head is not None:  # A head of its own that has not gone far in a few seconds.
+            # In a few seconds, the layer's own head stays close to the target's.
+            if layer.head is not None:
                 head = target.get_output_embeddings().weight
                 layer.head.weight.copy_(head + 0.03 * torch.randn_like(head))
     steps = {"deepseek_v4": 16, **dict.fromkeys((*DRAFTED, *ASSISTED), 30)}.get(name, 18)

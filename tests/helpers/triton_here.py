@@ -1,4 +1,4 @@
-"""Whether Triton is here, and what it does: `tests/run_triton.sh` brings it along."""
+"""Whether Triton is installed, and in which mode; `tests/run_triton.sh` installs it."""
 
 from __future__ import annotations
 

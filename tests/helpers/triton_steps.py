@@ -13,7 +13,7 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
-"""Chunks of six: the second one is prefilled in a step that the first one decodes in."""
+"""Chunks of six, so that the second prompt is prefilled in a step in which the first decodes."""
 OPTIONS = CompileOptions(
     spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=6, num_pages=20
 )
@@ -38,10 +38,10 @@ FAMILIES = {
     "deepseek_v4": {"experts", "topk", "sinkhorn", "choose_slots", "slot_attention"},
     "deepseek_v32": {"latent_attention", "experts", "group_topk", "choose_slots"},
 }
-"""What the steps of a family call of ours, beside what each step calls."""
+"""The mtpc operators that the steps of a family call, in addition to those of every step."""
 EACH_STEP = {"write_cache", "accept"}
 SLOW = pytest.mark.slow
 EACH_FAMILY = [
     name if name == "deepseek_v32" else pytest.param(name, marks=SLOW) for name in FAMILIES
 ]
-"""Steps take half a minute a family: the fast part has the one that calls most kernels."""
+"""Steps take half a minute per family: the fast tests have only the one with the most kernels."""

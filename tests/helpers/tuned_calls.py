@@ -2,7 +2,7 @@
 
     tuned_calls.py STORE CONFIG    # prints how many launches were timed, and what was chosen
 
-The timer of the process prefers CONFIG, by its place, and takes its time; nothing is launched.
+The process's timer prefers the configuration of index CONFIG, and is slow; nothing is launched.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def paged_call(
 
 
 def names_of(call: Call) -> list[str]:
-    """The configurations of its one kernel that has several."""
+    """The names of the configurations of the only kernel with several."""
     return [str(config) for config in configs_of(node_launches(call.node)[0])]
 
 

@@ -1,4 +1,4 @@
-"""A scheduler without a model, and its turns played as the engine plays them."""
+"""A scheduler without a model, and a stand-in for the engine that executes its turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request(number: int, length: int, new: int, kind: int = 0) -> Request:
 
 
 def play(scheduler: Scheduler, turn: Turn, emitted: Callable[[], int]) -> list[Request]:
-    """Do what the engine does with a turn; returns who finished."""
+    """Execute a turn as the engine does; returns the finished requests."""
     assert (turn.phase == "prefill") == bool(turn.prompts)
     assert all(one.is_prefilled for one in turn.decoding)
     if turn.phase == "prefill":

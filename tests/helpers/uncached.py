@@ -12,7 +12,7 @@ from mtpc.models.hf import MTPLayer
 
 
 def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What rows [B, L] feed to the draft: after the final norm, or before a stream head."""
+    """The target's features of rows [B, L]: after the final norm, or before a stream head."""
     decoder, seen = target.get_decoder(), []
     if not hasattr(decoder, "hc_head"):
         return decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -23,7 +23,7 @@ def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def fed_features(name: str, target: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What rows [B, L] of the target feed to the first MTP layer."""
+    """The features of rows [B, L] that the first MTP layer is fed."""
     if family_of(name).wiring.first_features == "after":
         return target_features(target, ids)
     seen: list[torch.Tensor] = []
@@ -50,7 +50,7 @@ def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None
 def run_mtp_uncached(
     name: str, target: Any, layer: MTPLayer, ids: torch.Tensor, features: torch.Tensor
 ) -> torch.Tensor:
-    """What an MTP layer feeds to the next draft, over whole rows [B, L], uncached.
+    """The features of an MTP layer that the next draft is fed, over whole rows [B, L], uncached.
 
     Attention is transformers' own.
     """

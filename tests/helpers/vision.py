@@ -1,4 +1,4 @@
-"""Tiny checkpoints that take images, and what transformers makes of the same prompts."""
+"""Tiny checkpoints that take images, and transformers' results for the same prompts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ IMAGE, START, END, VIDEO = 90, 91, 92, 93
 """Token ids of a part of an image, of the marks around one, and of a video."""
 MARKS = {"<patch_start>": 85, "<patch_end>": 86, "<patch_newline>": 87, "<im_patch>": IMAGE}
 MARKS |= {"<im_start>": START, "<im_end>": END}
-"""Step-3.7's tokens beside images."""
+"""Step-3.7's tokens around images."""
 ROPE = {
     "rope_type": "default",
     "rope_theta": 100.0,
     "partial_rotary_factor": 1.0,
     "mrope_section": [4, 2, 2],
 }
-"""Each grid has some of the eight frequencies, and a small base keeps places far apart."""
+"""Each grid has some of the eight frequencies; the small base makes positions very different."""
 TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 16,
@@ -118,7 +118,7 @@ def make_vision_checkpoint(family: str, directory: Path) -> Path:
     generator = torch.Generator().manual_seed(5)
     for name, tensor in sorted(named.items()):
         if name.startswith(_OF_TOWERS):
-            # Weights so large that what an image shows decides the text.
+            # The weights are so large that the image decides the text.
             is_norm = name.endswith("weight") and ("norm" in name or ".ln_" in name)
             named[name] = torch.randn(tensor.shape, generator=generator) * 0.3 + float(is_norm)
     save_file(named, target / "model.safetensors", metadata={"format": "pt"})
@@ -179,7 +179,7 @@ class Crops:
 
 
 def crops(rows: int, columns: int, seed: int = 0) -> Crops:
-    """A picture that is cut in rows and columns, or in nothing."""
+    """A picture that is cut into rows and columns, or not cut."""
     generator = torch.Generator().manual_seed(seed)
     count = rows * columns
     ends = [c == columns - 1 and r < rows - 1 for r in range(rows) for c in range(columns)]
@@ -240,7 +240,7 @@ class VisionOracle:
 
     @torch.no_grad()
     def generate(self, ids: list[int], images: list[Any], new: int) -> list[int]:
-        """Greedy continuation; the margin of each token is asserted.
+        """Greedy continuation; asserts the margin of each token.
 
         After a prompt that ends in an image `generate` goes on from the last row's position in
         each grid, where `get_rope_index` begins after the whole image, as training does. No chat
@@ -302,7 +302,7 @@ class VisionOracle:
 
     @torch.no_grad()
     def choices(self, ids: list[int], images: list[Any], text: list[int]) -> list[int]:
-        """The model's choice in the place of each token of a text, after those before it."""
+        """The model's choice at each position of a text, given the tokens before it."""
         inputs = self.inputs(ids, images)
         hidden, _, _ = self.hidden(inputs, text)
         first = inputs["input_ids"].shape[1] - 1
@@ -310,7 +310,7 @@ class VisionOracle:
 
 
 class _Pictured(ReleasedMTP):
-    """MTP layers by their released names after a prompt with images; none of it is mtpc's."""
+    """MTP layers by their released names after a prompt with images, without mtpc's code."""
 
     def __init__(self, oracle: VisionOracle, ids: list[int], images: list[Any], count: int = 1):
         self.oracle, self.inputs, self.shift = oracle, oracle.inputs(ids, images), 1

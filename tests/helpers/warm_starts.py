@@ -1,4 +1,4 @@
-"""Warm starts from the session's graph cache, and copies of checkpoints to be changed."""
+"""Warm starts from the session's graph cache, and changes to copies of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def damage(cache: Path, step: CachedStep, file: str) -> None:
 
 
 def option_words(**changes: object) -> list[str]:
-    """CPU_OPTIONS as they are typed."""
+    """CPU_OPTIONS as command-line arguments."""
     words: list[str] = []
     for name, value in {**CPU_OPTIONS, **changes}.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

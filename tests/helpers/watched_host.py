@@ -1,4 +1,4 @@
-"""A host whose every replay is watched, over memory full of garbage."""
+"""A host over poisoned memory that checks every write of every replay."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WILD = {torch.int32: 2**30, torch.int64: -(2**40)}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Its bytes, so that NaN equals NaN: [first dim, ...]."""
+    """The bytes of a tensor, [first dim, ...], so that NaN equals NaN."""
     return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def poison(tensors: Mapping[str, Tensor]) -> None:
-    """NaN and wild ids in everything that the contract does not say the host has written."""
+    """Write NaN and invalid ids to everything that, by the contract, the host need not write."""
     for name, tensor in tensors.items():
         if name != "batch.state_indices":
             tensor.fill_(math.nan if tensor.is_floating_point() else WILD.get(tensor.dtype, 1))
@@ -50,7 +50,7 @@ def layers_of(model: mtpc.HostedModel) -> tuple[int, int]:
 
 
 class Watched:
-    """A `HostProgram` under watch: what each replay writes, where tensors are, and fused replay.
+    """A `HostProgram` with checks: writes of each replay, addresses, and the fused replay.
 
     Attributes:
         seen: how often each check was made.
@@ -105,7 +105,7 @@ class Watched:
         self.seen["replays"] += 1
 
     def _may_write(self, key: StepKey, part: str, name: Any) -> Tensor:
-        """Bytes that the contract allows this half to write in a buffer."""
+        """The bytes of a buffer that a half may write by the contract."""
         tensor = self._tensors(self.program)[name]
         allowed = torch.zeros(bits(tensor).shape, dtype=torch.bool)
         by = {"verify", "propose"} if part == "both" else {part}
@@ -131,7 +131,7 @@ class Watched:
         return [s for s in self.before[key, "batch.state_indices"].tolist() if s]
 
     def _allow_pages(self, key: StepKey, allowed: Tensor, window: int) -> None:
-        """The places of a step's rows, and of K drafts behind them, in pages that requests own."""
+        """Allow the KV slots of a step's rows, and of K drafts, in pages that requests own."""
         size, before = self.model.options.page_size, self.before
         for slot in self._slots(key):
             start = int(before["state.committed_lens"][slot])
@@ -147,21 +147,21 @@ class Watched:
                     allowed[page, position % size] = True
 
     def _compare_with_fused(self, key: StepKey) -> None:
-        """The fused step, from the state before verify: the same drafts, bit for bit."""
+        """Run the fused step from the state before verify, and compare its drafts bit for bit."""
         shadows = self._tensors(self.fused)
         for name, shadow in shadows.items():
             shadow.copy_(self.before[name])
         self.fused.step(key)
         for name, tensor in self._tensors(self.program).items():
             if isinstance(name, tuple) and not name[1].startswith(("batch.out", "batch.num")):
-                continue  # What crosses is not written by a fused step; metadata is its own.
+                continue  # A fused step writes no `cross.*` buffers, and has its own metadata.
             assert torch.equal(bits(tensor), bits(shadows[name])), f"{name} after {key}"
         drafts = self.program.shared["state.token_ids"][self._slots(key), 1:]
         self.seen["drafts compared"] += drafts.numel()
 
 
 class Server(example.Host):
-    """The example host; some requests end because it says so, between verify and propose."""
+    """The example host, which ends some requests between verify and propose."""
 
     def __init__(self, model: mtpc.HostedModel):
         super().__init__(model)
@@ -181,7 +181,7 @@ class Server(example.Host):
 
 
 def serve(server: Server, plain: Oracle, seed: int) -> None:
-    """Random arrivals; each text is plain decoding's, an aborted one its beginning."""
+    """Run random arrivals; each text must be plain decoding's, or its beginning if aborted."""
     draw, stop = random.Random(seed), next(iter(plain.stop_ids))
     arrivals = sorted((draw.randrange(12), draw.randrange(len(PROMPTS))) for _ in range(8))
     requests, step = [], 0
@@ -205,7 +205,7 @@ def serve(server: Server, plain: Oracle, seed: int) -> None:
 
 
 def finish(server: example.Host) -> None:
-    """Until nothing is left to do."""
+    """Run until nothing is left to do."""
     while server.step():
         pass
 
@@ -213,7 +213,7 @@ def finish(server: example.Host) -> None:
 def bind_poisoned(
     model: mtpc.HostedModel, shared: Mapping[str, Any], steps: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    """Bind tensors full of garbage, and see that binding leaves the shared ones as they were."""
+    """Bind poisoned tensors, and check that binding does not change shared ones."""
     for tensors in (shared, *steps.values()):
         poison(tensors)
     before = {name: bits(tensor).clone() for name, tensor in shared.items()}
@@ -222,7 +222,7 @@ def bind_poisoned(
 
 
 def tensors_for(model: mtpc.HostedModel) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
-    """What a host would hand over."""
+    """The tensors of a host."""
     steps = {
         key: {name: buffer.allocate() for name, buffer in model.step_buffers(key).items()}
         for key in model.keys

@@ -1,4 +1,4 @@
-"""Steps of whole models after the passes, and that a pass changes no token."""
+"""Steps of whole models after the passes, and a check that passes change no token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mtpc.program.compiler import StepCompiler
 def rewritten(
     directory: Path, dtype: str = "bfloat16", backend: Backend | None = None, **options: Any
 ) -> StepGraph:
-    """A decode step's graph after the passes, the cpu backend's unless told otherwise."""
+    """A decode step's graph after the passes, by default those of the cpu backend."""
     chosen = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **options)
     compiler = StepCompiler(load(str(directory), dtype, True), chosen, backend or CpuBackend())
     return compiler.rewritten(compiler.keys[0])
@@ -37,8 +37,7 @@ def named(graph: StepGraph) -> Counter[str]:
 
 
 def check_no_token_changes(directory: Path, *enabled: tuple[str, ...]) -> None:
-    """With these passes and with those, on the reference operators: the same tokens and
-    acceptance."""
+    """Check that two sets of passes give the same tokens and acceptance by reference operators."""
     prompts = [[5, 9, 17, 33], [3], list(range(40, 51))]
     seen = []
     for passes in enabled:
@@ -78,7 +77,7 @@ NUMBERS = {
     "batch.num_input": 4,
     "batch.next_prompt_id": -1,
 }
-"""What the integers of a buffer are; 0 elsewhere."""
+"""The values of integer buffers; 0 for others."""
 
 
 def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A tiny model whose vocabulary is words, for tests of text. Imports nothing of the server."""
+"""A tiny model whose vocabulary is words, for tests of text. It does not import the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def word_checkpoint(source: Path, directory: Path) -> Path:
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    # As many models have it: a text gets a first token, a conversation has its own.
+    # As in many models, a text gets a first token, and the chat template writes its own.
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="w0 $A", special_tokens=[("w0", 0)]
     )
@@ -54,7 +54,7 @@ def compile_words(directory: Path) -> mtpc.SpecModel:
 
 
 def words(ids: list[int]) -> str:
-    """Their text, the special token w5 left out."""
+    """The text of words, without the special token w5."""
     return " ".join(f"w{i}" for i in ids if i != SPECIAL)
 
 
