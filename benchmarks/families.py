@@ -56,6 +56,7 @@ FAMILIES = (
     "exaone_moe",
     "nemotron_h",
     "longcat_flash",
+    "qwen4_exp",
 )
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"
@@ -97,7 +98,7 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
 """Column -> the test of a family, below tests/, and those with other names."""
 SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
 """Server -> its column. `tests/peers/SERVER_agreement.py` is behind each cell."""
-WITHOUT_PEERS = ("glm4v_moe",)
+WITHOUT_PEERS = ("glm4v_moe", "qwen4_exp")
 """Families of which tests/peers make no checkpoint."""
 SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}
 """Server -> the K of its runs."""

@@ -24,6 +24,7 @@ NEAR_FAMILIES = (
     "exaone_moe",
     "nemotron_h",
     "longcat_flash",
+    "qwen4_exp",
 )
 """Families whose parts are those of the ones above: the default run has their text and their drafts
 at K = 3, the slow run what it has of the others."""
