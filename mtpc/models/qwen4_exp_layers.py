@@ -39,6 +39,15 @@ class IndexedKV(PagedKV):
 
     index: Tensor
 
+    def by_token(self) -> PagedKV:
+        """The pools of K and V, in pages of one token."""
+        scales = (s if s is None else _by_token(s) for s in (self.k_scale, self.v_scale))
+        return PagedKV(_by_token(self.k), _by_token(self.v), *scales)
+
+
+def _by_token(pool: Tensor) -> Tensor:
+    return pool.view(-1, 1, *pool.shape[2:])
+
 
 @dataclass(frozen=True)
 class LinearState(RecurrentState):
@@ -84,6 +93,14 @@ class BlockAttention(nn.Module):
         source: transformers' `Qwen4ExpTextAttention`; its parameters are shared.
     """
 
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    indexer: Any
+
     def __init__(self, source: Any):
         super().__init__()
         for name, child in source.named_children():
@@ -110,9 +127,7 @@ class BlockAttention(nn.Module):
         asked = self._index(hidden, firsts, state.index, context)
         asked = rotate_halves(asked, cos, sin)
         chosen = self._attended(asked, state.index, context)
-        pools = (state.k, state.v, state.k_scale, state.v_scale)
-        tokens = PagedKV(*(p if p is None else p.view(-1, 1, *p.shape[2:]) for p in pools))
-        out = tokens.attend(self, query.transpose(0, 1)[None], self.scaling, chosen)[0]
+        out = state.by_token().attend(self, query.transpose(0, 1)[None], self.scaling, chosen)[0]
         return self.o_proj(out.flatten(1) * torch.sigmoid(gate.flatten(1)))[None], None
 
     def _heads(self, rows: Tensor, width: int) -> Tensor:
@@ -140,7 +155,7 @@ class BlockAttention(nn.Module):
                 f"page_size={keys.shape[1]}; expected a multiple of {self.ratio}, the model's "
                 "indexer_compress_ratio, so that a page holds whole blocks"
             )
-        indexer: Any = self.indexer
+        indexer = self.indexer
         rows = self._heads(indexer.index_qk_proj(hidden), indexer.index_head_dim)
         asked, key = rows.split([indexer.index_n_heads, 1], 1)
         ops.write_cache(keys, key[:, 0], context.slot_mapping, None)
@@ -178,7 +193,7 @@ class BlockAttention(nn.Module):
             context.block_table[request],
             closed,
             row,
-            self.indexer.block_topk,  # type: ignore[arg-type]
+            self.indexer.block_topk,
         )
         offset = torch.arange(self.ratio, device=asked.device)
         slots = (blocks.long()[..., None] * self.ratio + offset).flatten(1)
@@ -202,6 +217,14 @@ class NGramLayer(nn.Module):
     Args:
         source: transformers' `Qwen4ExpTextPLELayer`; its parameters are shared.
     """
+
+    ple_embedding: Any
+    key_proj: nn.Module
+    value_proj: nn.Module
+    norm_key: nn.Module
+    norm_query: nn.Module
+    norm_conv: nn.Module
+    conv1d: nn.Conv1d
 
     def __init__(self, source: Any):
         super().__init__()
@@ -230,7 +253,7 @@ class NGramLayer(nn.Module):
 
     def _embed(self, ids: Tensor, rows: Rows, ring: SlotRing) -> Tensor:
         """Embeddings of the n-grams that end in each row, side by side: [T, E]."""
-        table: Any = self.ple_embedding
+        table = self.ple_embedding
         tokens = self._before(ids[:, None], table.ngram_size, 1, rows, ring, table.eos_token_id)
         ring.write(ids[:, None], rows)
         mixed = ids * table.layer_multipliers[0]
@@ -246,7 +269,7 @@ class NGramLayer(nn.Module):
 
     def _convolve(self, inputs: Tensor, rows: Rows, ring: SlotRing) -> Tensor:
         """The convolution of inputs [T, C] over each row and earlier ones: [T, C]."""
-        conv: Any = self.conv1d
+        conv = self.conv1d
         taps = self._before(inputs, conv.kernel_size[0], conv.dilation[0], rows, ring, 0)
         ring.write(inputs, rows)
         wide = torch.promote_types(inputs.dtype, torch.float32)
