@@ -56,6 +56,7 @@ FAMILIES = (
     "exaone_moe",
     "nemotron_h",
     "longcat_flash",
+    "qwen4_exp",
     "gemma4",
     "gemma4_unified",
     "llama",
@@ -111,8 +112,8 @@ TESTS: dict[str, tuple[str, dict[str, str]]] = {
 SERVERS = {"vllm": "text and drafts = vLLM", "sglang": "text and drafts = SGLang"}
 """Server -> its column. `tests/peers/SERVER_agreement.py` fills its cells."""
 WITHOUT_PEERS = {
-    "vllm": ("glm4v_moe", "gemma4", "gemma4_unified", "qwen2"),
-    "sglang": ("glm4v_moe", "gemma4", "gemma4_unified", "llama", "qwen2", "qwen3"),
+    "vllm": ("glm4v_moe", "qwen4_exp", "gemma4", "gemma4_unified", "qwen2"),
+    "sglang": ("glm4v_moe", "qwen4_exp", "gemma4", "gemma4_unified", "llama", "qwen2", "qwen3"),
 }
 """Server -> the families for which its program in tests/peers makes no checkpoint."""
 SPEC_TOKENS = {"vllm": (1, 3), "sglang": (3,)}

@@ -162,7 +162,10 @@ REUSING_WHEN_SLOW = ("nemotron_h", "gemma4")
 
 @pytest.mark.parametrize(
     "family",
-    [*REUSING, *(pytest.param(name, marks=pytest.mark.slow) for name in REUSING_WHEN_SLOW)],
+    [
+        *REUSING,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (*REUSING_WHEN_SLOW, "qwen4_exp")),
+    ],
 )
 def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[..., Any]) -> None:
     """Turns, forks, copies, evictions, preemption and aborts against runs that reuse nothing.

@@ -16,6 +16,7 @@ from mtpc.models.families.mimo import MIMO
 from mtpc.models.families.mimo_v2 import MIMO_V2
 from mtpc.models.families.nemotron_h import NEMOTRON_H
 from mtpc.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mtpc.models.families.qwen4_exp import QWEN4_EXP
 from mtpc.models.families.step3p5 import STEP3P5
 from mtpc.models.families.step3p7 import STEP3P7
 from mtpc.models.family import ModelFamily
@@ -32,6 +33,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN4_EXP,
     STEP3P5,
     STEP3P7,
     MIMO_V2,
@@ -47,11 +49,4 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 """The family table. A new model is one file in this package and one row here."""
 
-LACKING = dict.fromkeys(
-    ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-    "embeddings of n-grams, and attention to blocks that an indexer chooses",
-)
-"""Architectures of transformers that mtpc does not run -> what it has no state and operators for;
-docs/models.md has more."""
-
-__all__ = ["FAMILIES", "LACKING", "ModelFamily"]
+__all__ = ["FAMILIES", "ModelFamily"]

@@ -44,6 +44,8 @@ class MTPWiring(WiringRules):
             layer adds both outputs.
         stream_head: prefix of the stream head's tensor names, in checkpoints and in transformers'
             module; None for layers without residual streams. Features are then all streams.
+        streams: config -> residual streams that features hold side by side, [T, streams * H], under
+            one norm of that width. By default 1; features [T, streams, H] have a norm of width H.
         only_rules: the rules that have a meaning for these layers; () is all.
     """
 
@@ -54,6 +56,7 @@ class MTPWiring(WiringRules):
     embedding_projection: str = ""
     hidden_projection: str = ""
     stream_head: tuple[str, str] | None = None
+    streams: Callable[[Any], int] = lambda config: 1
     only_rules: tuple[str, ...] = ()
 
     def joints(self) -> dict[str, str]:
@@ -225,5 +228,6 @@ def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
 
 
 def find_norm_class(block: Any) -> type[nn.Module]:
-    """The RMSNorm class of a decoder block, taken from its input norm."""
-    return type(getattr(block, "input_layernorm", None) or block.norm)
+    """The RMSNorm class of a decoder block, taken from its input norm, or else its first norm."""
+    norm = getattr(block, "input_layernorm", None) or getattr(block, "norm", None)
+    return type(norm or next(m for n, m in block.named_modules() if n.endswith("norm")))

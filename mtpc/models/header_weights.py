@@ -7,6 +7,7 @@ passes and lowering see its dtype, shape and strides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import allocate
+
+_SHARD = re.compile(r"\.shard_\d+(?=\.\w+$)")
+"""What a name has where a tensor is stored in shards of rows."""
 
 
 class HeaderWeights:
@@ -37,9 +41,16 @@ class HeaderWeights:
         self._stored[made.untyped_storage()._cdata] = (made, name)
         return made
 
-    def slice(self, name: str) -> Any:
-        """The stored tensor in the form of a safetensors slice, as transformers takes it."""
-        return _HeaderSlice(self, name)
+    def slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Stored tensors by name, in the form of safetensors slices, as transformers takes them.
+
+        Shards of rows, `X.shard_0.weight` and so on, are one `X.weight`. What transformers joins of
+        them it moves to a device, which a meta tensor cannot.
+        """
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(_SHARD.sub("", name), []).append(name)
+        return {name: _HeaderSlice(self, tuple(parts)) for name, parts in found.items()}
 
     def reserve(self, roots: Iterable[nn.Module]) -> None:
         """Give every meta tensor of these modules memory; tied ones stay tied."""
@@ -77,11 +88,12 @@ class _HeaderSlice:
     """What transformers reads by `slice[...].to(device, dtype)`; the device stays meta."""
 
     weights: HeaderWeights
-    name: str
+    parts: tuple[str, ...]
 
     def __getitem__(self, index: Any) -> _HeaderSlice:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor, of this dtype."""
-        return self.weights.tensor(self.name, dtype)
+        first, *more = (self.weights.tensor(name, dtype) for name in self.parts)
+        return torch.cat([first, *more]) if more else first

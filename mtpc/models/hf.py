@@ -266,7 +266,7 @@ class MTPLayer(nn.Module):
         hidden = config.hidden_size
         eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.embedding_norm = norm_class(hidden, eps=eps)
-        self.hidden_norm = norm_class(hidden, eps=eps)
+        self.hidden_norm = norm_class(wiring.streams(config) * hidden, eps=eps)
         if wiring.projection:
             self.projection = nn.Linear(2 * hidden, hidden, bias=False)
         else:
@@ -283,15 +283,19 @@ class MTPLayer(nn.Module):
 
         Args:
             embedding: of the rows' token ids, [..., T, H].
-            features: [..., T, H], or [..., T, streams, H] if they have a projection of their own.
+            features: [..., T, H]. If they have a projection of their own, [..., T, streams, H], or
+                [..., T, streams * H].
             positions: int64 [T].
         """
         if self.wiring.zero_first_embedding:
             embedding = torch.where(positions[..., None] == 0, 0, embedding)
         parts = [self.embedding_norm(embedding), self.hidden_norm(features)]
         if not self.wiring.projection:
-            embedded = self.embedding_projection(parts[0])
-            return embedded.unsqueeze(-2) + self.hidden_projection(parts[1])
+            embedded = self.embedding_projection(parts[0]).unsqueeze(-2)
+            if parts[1].dim() == embedded.dim():
+                return embedded + self.hidden_projection(parts[1])
+            streams = parts[1].unflatten(-1, (-1, embedded.shape[-1]))
+            return (embedded + self.hidden_projection(streams)).flatten(-2)
         if self.wiring.hidden_first:
             parts.reverse()
         return self.projection(torch.cat(parts, -1))

@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import chain_specs
-from mtpc.models import FAMILIES, LACKING, ModelFamily
+from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.draft import drafted_family
@@ -320,9 +320,6 @@ def find_family(architectures: list[str]) -> ModelFamily:
     known = [name for family in FAMILIES for name in family.architectures]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
-    lacking = next((LACKING[name] for name in architectures if name in LACKING), None)
-    if lacking:
-        hint = f": mtpc lacks {lacking} (docs/models.md)"
     raise UnsupportedModelError(
         f"architectures {architectures} are not supported{hint}; expected one of {', '.join(known)}"
     )
@@ -377,8 +374,8 @@ def read_target(
     if dtype is None:
         checkpoint.check_dtype()
     # Tensors come from mtpc's own reader: given a directory, transformers would follow other files.
-    unread = headers.slice if headers else partial(_Unread, checkpoint)
-    state = {name: unread(name) for name in checkpoint.target_tensors}
+    names = checkpoint.target_tensors
+    state = headers.slices(names) if headers else {n: _Unread(checkpoint, n) for n in names}
     with explaining(checkpoint, family), quiet_transformers():
         check_size(checkpoint, family)
         model, info = model_class(family).from_pretrained(
@@ -396,9 +393,9 @@ def read_target(
     if info["mismatched_keys"]:
         raise misshapen(checkpoint, family, info["mismatched_keys"])
     if info["missing_keys"]:
-        names = sorted(info["missing_keys"])
+        absent = sorted(info["missing_keys"])
         raise CheckpointError(
-            f"{directory} lacks {len(names)} tensor(s) of the target: {listing(names)}; download "
+            f"{directory} lacks {len(absent)} tensor(s) of the target: {listing(absent)}; download "
             "the checkpoint again, or correct its config.json"
         )
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mtpc.models.mtp_layers import (
 )
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
-from mtpc.weights.recipes import Recipe, make, make_grouped, names, spec_of
+from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
@@ -109,18 +110,22 @@ def _by_headers(
 def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Recipe]:
     """Recipes whose tensors are all in the checkpoint.
 
-    A weight is stored under one of its names, or its experts are stored one by one, or the gate and
-    the up projections of all experts are one tensor each.
+    A weight is stored under one of its names, or in shards of rows, or its experts are stored one
+    by one, or the gate and the up projections of all experts are one tensor each.
     """
     for stored in _stored_names(name, loaded):
         if stored in checkpoint.tensors:
             yield stored
         stem, _, part = stored.rpartition(".")
+        names_of_shards = (f"{stem}.shard_{i}.{part}" for i in count())
+        shards = tuple(takewhile(checkpoint.tensors.__contains__, names_of_shards))
+        if shards:
+            yield Join("cat", shards)
         if not stem.endswith(".experts") or not expert_projections(part, loaded.family):
             continue
         last = f".{loaded.family.expert_names[2]}.weight"
-        count = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
-        stacks = [stacked_experts(stem, part, loaded.family, count)]
+        experts = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
+        stacks = [stacked_experts(stem, part, loaded.family, experts)]
         stacks += [joined_gate_up(stem, loaded.family)] if part == "gate_up_proj" else []
         for recipe in stacks:
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):

@@ -77,4 +77,6 @@ def _(
     query_start_loc: Tensor, count: int,
 ) -> Tensor:  # fmt: skip
     context = block_table.shape[1] * index_cache.shape[1]
-    return query.new_empty((query.shape[0], min(count, context)), dtype=torch.int32)
+    # Not `min`, which while a model is traced leaves a number that depends on the size.
+    chosen = count if count <= context else context
+    return query.new_empty((query.shape[0], chosen), dtype=torch.int32)

@@ -24,6 +24,7 @@ NEAR_FAMILIES = (
     "exaone_moe",
     "nemotron_h",
     "longcat_flash",
+    "qwen4_exp",
 )
 """Families whose parts the families above have, too. The default run checks their text and drafts
 at K = 3, the slow run everything."""

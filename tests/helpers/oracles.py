@@ -17,7 +17,7 @@ MIN_MARGIN = 1e-6
 another order of summation does not change a token."""
 
 
-FLOAT32_INSIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
+FLOAT32_INSIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "qwen4_exp")
 """Families whose recurrence transformers computes in float32, whatever the model's dtype."""
 MIN_MARGIN_FLOAT32 = 1e-4
 """Their margin: logits of the tiny models differ from float64's by about 4e-6."""

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from helpers import assistant, eagle, longcat
+from helpers import assistant, eagle, longcat, qwen4
 from helpers.families import ASSISTED, DRAFTED
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer, model_class
@@ -213,6 +213,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
     },
     "longcat_flash": longcat.CONFIG,
+    "qwen4_exp": {**_COMMON, **_GATED_DELTA, **_QWEN_MOE, **qwen4.CONFIG},
     "qwen3_next": {
         **_COMMON,
         **_GATED_DELTA,
@@ -302,6 +303,8 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if is_norm(parameter_name):
                 spread(parameter)
+            elif ".ple." in parameter_name and "_proj" not in parameter_name:
+                parameter.normal_(std=0.5)  # The convolution begins with zeros.
             elif parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for buffer_name, buffer in model.named_buffers():

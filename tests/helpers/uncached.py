@@ -14,12 +14,18 @@ from mtpc.models.hf import MTPLayer
 def target_features(target: Any, ids: torch.Tensor) -> torch.Tensor:
     """The target's features of rows [B, L]: after the final norm, or before a stream head."""
     decoder, seen = target.get_decoder(), []
-    if not hasattr(decoder, "hc_head"):
+    head = stream_head(decoder)
+    if head is None:
         return decoder(input_ids=ids, use_cache=False).last_hidden_state
-    hook = decoder.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    hook = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     decoder(input_ids=ids, use_cache=False)
     hook.remove()
     return seen[0]
+
+
+def stream_head(decoder: Any) -> Any:
+    """What joins a decoder's residual streams: DeepSeek-V4's or Qwen4-Exp's; None elsewhere."""
+    return getattr(decoder, "hc_head", None) or getattr(decoder, "hyper_connection_mixer", None)
 
 
 def fed_features(name: str, target: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -39,11 +45,12 @@ def logits_of(target: Any, features: torch.Tensor, layer: MTPLayer | None = None
     decoder, head = target.get_decoder(), target.get_output_embeddings()
     if layer is not None:
         head = layer.head or head
-    if not hasattr(decoder, "hc_head"):
+    if stream_head(decoder) is None:
         is_bare = layer is not None and layer.wiring.next_features == "before"
         return head(final_norm_of(decoder, layer)(features) if layer and is_bare else features)
     if layer is None:
-        return head(decoder.norm(decoder.hc_head(features)))
+        norm = getattr(decoder, "norm", torch.nn.Identity())
+        return head(norm(stream_head(decoder)(features)))
     return head(layer.final_norm(layer.stream_head(features)))
 
 
@@ -56,7 +63,7 @@ def run_mtp_uncached(
     """
     positions = torch.arange(ids.shape[1])[None]
     embedding = target.get_input_embeddings()(ids)
-    if layer.wiring.stream_head:
+    if features.dim() == 4:  # [B, L, streams, H]
         hidden = layer.embedding_projection(layer.embedding_norm(embedding))[:, :, None]
         hidden = hidden + layer.hidden_projection(layer.hidden_norm(features))
         mask = torch.full((ids.shape[1], ids.shape[1]), float("-inf"), dtype=hidden.dtype)
@@ -78,9 +85,9 @@ def run_mtp_uncached(
     kind = family_of(name).rotary_type(config, number - config.num_hidden_layers)
     out = layer.block(
         hidden,
-        attention_mask=mask.to(hidden.dtype)[None, None],
+        attention_mask=mask.to(hidden.dtype).expand(len(ids), 1, -1, -1),
         position_ids=positions,
-        position_embeddings=rotate(target, hidden, positions, kind),
+        position_embeddings=rotate(target, hidden, positions.expand_as(ids), kind),
     )
     hidden = out[0] if isinstance(out, tuple) else out
     if layer.wiring.next_features == "before":
@@ -91,12 +98,12 @@ def run_mtp_uncached(
 def rotate(
     target: Any, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None = None
 ) -> Any:
-    """Rotary embedding of text at positions [1, L], of an attention type where types differ;
+    """Rotary embedding of text at positions [B, L], of an attention type where types differ;
     Qwen3.5 wants them for three grids."""
     rotary = getattr(target.get_decoder(), "rotary_emb", None)
     if rotary is None:
         return None
-    grids = positions.expand(3, 1, -1) if _has_grids(rotary) else positions
+    grids = positions.expand(3, *positions.shape) if _has_grids(rotary) else positions
     return rotary(hidden, grids, **({"layer_type": kind} if kind else {}))
 
 

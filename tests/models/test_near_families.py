@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import longcat
+from helpers import longcat, qwen4
 from helpers.families import NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
@@ -79,6 +79,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
     "longcat_flash": longcat.RELEASED,
+    "qwen4_exp": qwen4.RELEASED,
 }
 """Entries of the authors' config.json, with the sizes of the tiny models."""
 

@@ -15,6 +15,7 @@ from mtpc.errors import CheckpointError
 from mtpc.models.load import load
 from mtpc.models.save import save_checkpoint
 
+_INDEXER = ("layers.0.self_attn.indexer.index_qk_proj", "layers.0.mlp.experts.3.down_proj")
 SOME_NAMES = {
     "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "self_attn.q_proj")),
     "glm4_moe": ("model.layers.2.", ("eh_proj", "shared_head.norm", "mlp.experts.3.down_proj")),
@@ -30,6 +31,10 @@ SOME_NAMES = {
     "ernie4_5_moe": ("model.mtp_", ("emb_norm.0", "linear_proj.0", "block.0.mlp.up_proj")),
     "nemotron_h": ("mtp.", ("layers.0.eh_proj", "layers.1.mixer.experts.3.up_proj")),
     "longcat_flash": ("model.mtp.", ("layers.0.enorm.m", "layers.0.eh_proj", "norm")),
+    "qwen4_exp": (
+        "mtp.",
+        ("fc_hidden", "pre_fc_norm_hidden", "hyper_connection_mixer.hc_norm", *_INDEXER),
+    ),
     "exaone_moe": ("mtp.", ("fc", "norm", "layers.0.self_attn.q_norm")),
     "glm4_moe_lite": ("model.layers.2.", ("hnorm", "self_attn.kv_b_proj", "mlp.gate")),
     "deepseek_v4": ("mtp.0.", ("e_proj", "attn.kv_norm", "ffn.experts.3.w2")),

@@ -46,6 +46,7 @@ _CHOICE = "models/test_shared_choice.py::"
 _ACCEPT = "ops/test_accept.py"
 _SCHEDULES = "engine/test_schedules.py"
 _LONGCAT = "test_theorem.py::test_speculative_output_equals_plain_decoding[longcat_flash-3]"
+_QWEN4 = "models/test_qwen4_exp.py::test_rows_equal_transformers_uncached[4-8-3-3-4]"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
@@ -58,6 +59,8 @@ HF = "models/hf.py"
 EAGLE3 = "models/eagle3.py"
 GEMMA4 = "models/families/gemma4.py"
 LONGCAT = "models/families/longcat_flash.py"
+QWEN4 = "models/qwen4_exp_layers.py"
+QWEN4_FAMILY = "models/families/qwen4_exp.py"
 ASSISTANT = "models/gemma4_assistant.py"
 SINGLE = "step/single_position.py"
 HEADS = "models/heads.py"
@@ -497,6 +500,56 @@ FAULTS = (
         'embedding_norm="layers.0.enorm.m",\n        hidden_norm="layers.0.hnorm.m"',
         'embedding_norm="layers.0.hnorm.m",\n        hidden_norm="layers.0.enorm.m"',
         f"{_WIRING}[longcat_flash]",
+    ),
+    # Blocks and n-grams.
+    Fault(
+        "qwen4: rejected token ids overwrite those that n-grams read",
+        QWEN4_FAMILY,
+        "ids = (S, config.ngram_size - 1 + K_MAX, 1)",
+        "ids = (S, config.ngram_size - 1, 1)",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: n-grams reach over an end of a sequence",
+        QWEN4,
+        "token = torch.where(last == table.eos_token_id, table.eos_token_id, token)",
+        "token = token + 0",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: rejected rows overwrite those that the convolution of n-grams reads",
+        QWEN4_FAMILY,
+        "sympy.Max(1, past + K_MAX)",
+        "sympy.Max(1, past)",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: rows do not attend to their open block",
+        QWEN4,
+        "lens = taken + left.int()",
+        "lens = taken",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: a block's key is the mean of tokens one earlier",
+        QWEN4,
+        "offset = torch.arange(1 - self.ratio, 1,",
+        "offset = torch.arange(-self.ratio, 0,",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: a block's key is rotated as its last token is",
+        QWEN4,
+        "first = positions - positions % self.ratio",
+        "first = positions",
+        _QWEN4,
+    ),
+    Fault(
+        "qwen4: the MTP layer is fed the streams in another order",
+        HF,
+        "streams = parts[1].unflatten(-1, (-1, embedded.shape[-1]))",
+        "streams = parts[1].unflatten(-1, (-1, embedded.shape[-1])).flip(-2)",
+        f"{_WIRING}[qwen4_exp]",
     ),
     # Caches.
     Fault(

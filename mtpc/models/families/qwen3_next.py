@@ -32,7 +32,7 @@ Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values side by side, [T, C]; z [T, HV, Dv]; b and a, each [T, HV]."""
 
 
-def _gated_delta_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+def gated_delta_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers of one Gated DeltaNet layer by request slot."""
     heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
     value_dim = config.linear_value_head_dim
@@ -100,11 +100,11 @@ def num_mtp_layers(config: Any) -> int:
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's type; MTP layers follow the last and are full attention."""
     if layer < config.num_hidden_layers and config.layer_types[layer] == "linear_attention":
-        return _gated_delta_specs(config, layer, dtype)
+        return gated_delta_specs(config, layer, dtype)
     return paged_kv_specs(config, layer, dtype)
 
 
-_SEPARATE = partial(GatedDelta, project=_separate_projections)
+SEPARATE = partial(GatedDelta, project=_separate_projections)
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
@@ -128,7 +128,7 @@ QWEN3_5 = replace(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     hf_config_class="Qwen3_5TextConfig",
-    canonical={"Qwen3_5GatedDeltaNet": _SEPARATE},
+    canonical={"Qwen3_5GatedDeltaNet": SEPARATE},
     stored_prefixes={"model.": "model.language_model."},
     position_grids=3,
     vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
@@ -139,6 +139,6 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     hf_config_class="Qwen3_5MoeTextConfig",
-    canonical={"Qwen3_5MoeGatedDeltaNet": _SEPARATE},
+    canonical={"Qwen3_5MoeGatedDeltaNet": SEPARATE},
     vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "grids", _TOWER),
 )

@@ -20,6 +20,7 @@ from helpers.released.mimo_v2 import MimoV2
 from helpers.released.nemotron import Nemotron
 from helpers.released.nextn import Glm4v, GlmDsa, NextN
 from helpers.released.qwen import Exaone, Qwen
+from helpers.released.qwen4 import Qwen4
 from helpers.released.step import Step
 
 PAGES: Mapping[str, type[ReleasedMTP | Eagle3 | Gemma4Assistant]] = {
@@ -37,6 +38,7 @@ PAGES: Mapping[str, type[ReleasedMTP | Eagle3 | Gemma4Assistant]] = {
     "qwen3_next": Qwen,
     "qwen3_5": Qwen,
     "qwen3_5_moe": Qwen,
+    "qwen4_exp": Qwen4,
     "mimo_v2": MimoV2,
     "step3p5": Step,
     "step3p7": Step,

@@ -14,13 +14,15 @@ class Qwen(ReleasedMTP):
     """Features from after both norms; the block is a full-attention layer."""
 
     adds_one = True
+    kind = "full_attention"
+    """Layer type of the block."""
 
     def prefix(self, index: int) -> str:
         return "mtp."
 
     def block(self, index: int) -> Any:
         config = self.private_config()
-        config.layer_types = [*config.layer_types, "full_attention"]
+        config.layer_types = [*config.layer_types, self.kind]
         block = type(self.decoder.layers[0])(config, config.num_hidden_layers)
         state = self.state(index, ("layers.0.",))
         state = {name.removeprefix("layers.0."): tensor for name, tensor in state.items()}

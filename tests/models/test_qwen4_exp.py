@@ -1,0 +1,195 @@
+"""Qwen4-Exp: rows against transformers' own, the choice of blocks, released files, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import qwen4, tiny
+from helpers.families import TINY
+from helpers.oracles import DraftOracle, Oracle
+from helpers.theorem import PROMPTS
+
+import mtpc
+from mtpc.errors import OptionError, UnsupportedModelError
+from mtpc.layout import Layout
+from mtpc.layout.buffers import K_MAX, C, M, N, P, S
+from mtpc.models.load import SteppedModel, load
+from mtpc.models.shards import ShardPlan
+from mtpc.models.weight_recipes import weight_recipes
+from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Metadata
+from mtpc.weights.recipes import Join
+
+FAMILY, SLOTS, DRAFTS = "qwen4_exp", 4, 3
+EAGER: dict[str, Any] = {**TINY, "backend": "eager", "batch_buckets": (2,)}
+TABLE = "layers.0.ple.ple_embedding.ngram_embedding"
+
+
+class Stepper:
+    """A loaded model on poisoned state, stepped by hand: requests in slots 2 and 3."""
+
+    def __init__(self, directory: Path, max_len: int, page: int):
+        loaded, blocks = load(directory, "float64", True), -(-max_len // page)
+        sizes = {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: page, N: 3 * blocks + 1, C: 64}
+        layout = Layout(loaded.state_specs, sizes)
+        pools = {name: layout.allocate(name) for name in layout if name.startswith("kv.")}
+        for pool in pools.values():
+            pool.fill_(math.nan if pool.is_floating_point() else 2**30)
+        self.model, self.page = SteppedModel(loaded, pools, SLOTS), page
+        self.slots, self.lens = torch.tensor([2, 0, 3]), torch.zeros(3, dtype=torch.int32)
+        self.table = (torch.arange(3 * blocks) + 1).view(3, blocks).int()
+
+    def metadata(self, counts: list[int]) -> Metadata:
+        """Of `counts` rows a request, and one padded row; the request in the middle is off."""
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        rows = flat_metadata(
+            self.lens, self.slots != 0, self.table, starts, int(starts[-1]) + 1, self.page
+        )
+        certain = torch.tensor(counts if max(counts) > DRAFTS + 1 else [1, 0, 1]).int()
+        return Metadata(*rows, starts, self.table, self.slots, certain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("ratio", "budget", "ngram", "kernel", "page"),
+    [(4, 8, 3, 3, 4), (4, 8, 3, 4, 8), (2, 4, 2, 2, 4), (1, 3, 4, 1, 2), (8, 64, 3, 3, 8)],
+)
+def test_rows_equal_transformers_uncached(
+    ratio: int, budget: int, ngram: int, kernel: int, page: int, tmp_path: Path
+) -> None:
+    """Ragged chunks, then steps of which drafts are rejected; texts with many ends."""
+    changes = {"indexer_compress_ratio": ratio, "indexer_budget": budget}
+    changes |= {"ngram_size": ngram, "ple_conv_kernel_size": kernel}
+    directory, length = tiny.make_checkpoint(FAMILY, tmp_path, **changes), 44
+    generator = torch.Generator().manual_seed(ratio + ngram)
+    texts = torch.randint(2, 96, (2, length), generator=generator)
+    texts[torch.rand(2, length, generator=generator) < 0.2] = qwen4.EOS
+    page_of_code = DraftOracle(Oracle(FAMILY, directory)).page
+    expected = [page_of_code.first(text.tolist()) for text in texts]
+    drafted = [
+        page_of_code.run(0, text[1:].tolist(), fed[:-1])
+        for text, fed in zip(texts, expected, strict=True)
+    ]
+    stepper = Stepper(directory, length + DRAFTS, page)
+
+    def step(counts: list[int], right: list[int]) -> None:
+        """Run `counts` rows of each text, the first `right` of them its own; compare those."""
+        begins = [int(stepper.lens[0]), int(stepper.lens[2])]
+        ids, nexts = [], []
+        for text, begin, count, own in zip(texts, begins, counts, right, strict=True):
+            wrong = torch.randint(2, 96, (count - own,), generator=generator)
+            ids.append(torch.cat([text[begin : begin + own], wrong]))
+            nexts.append(torch.cat([text[begin + 1 : begin + own + 1], wrong]))
+        metadata = stepper.metadata([counts[0], 0, counts[1]])
+        features = stepper.model.target(torch.cat([*ids, torch.tensor([0])]), *metadata)
+        out = stepper.model.drafts[0](torch.cat([*nexts, torch.tensor([0])]), features, *metadata)
+        starts = [0, counts[0]]
+        for i, (begin, own, start) in enumerate(zip(begins, right, starts, strict=True)):
+            rows, at = slice(start, start + own), slice(begin, begin + own)
+            torch.testing.assert_close(features[rows], expected[i][at], rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(out[rows], drafted[i][at], rtol=2e-5, atol=2e-5)
+        stepper.lens += torch.tensor([right[0], 0, right[1]])
+
+    for counts in ([7, 6], [5, 9]):
+        step(counts, counts)
+    while int(stepper.lens.max()) < length - DRAFTS - 2:
+        right = (torch.randint(0, DRAFTS + 1, (2,), generator=generator) + 1).tolist()
+        step([DRAFTS + 1] * 2, right)
+
+
+@torch.no_grad()
+def test_the_choice_of_blocks_decides(oracle: Callable[..., Oracle]) -> None:
+    """Else nothing here would show that rows leave tokens out."""
+    plain = oracle(FAMILY, "random")
+    indexer = plain.model.get_decoder().layers[1].self_attn.indexer
+    chosen = plain.hidden(PROMPTS[12])[0]
+    indexer.block_topk, indexer.token_budget = 99, 396
+    try:
+        all_seen = plain.hidden(PROMPTS[12])[0]
+    finally:
+        indexer.block_topk, indexer.token_budget = 2, 8
+    differs = ~torch.isclose(chosen, all_seen, rtol=1e-3).all(1)
+    assert not differs[:11].any()
+    assert differs[11:].all()
+
+
+def test_a_budget_beyond_the_longest_text(tmp_path: Path) -> None:
+    """Rows then attend to all tokens, and a choice has as many places as there are blocks."""
+    directory = tiny.make_checkpoint(FAMILY, tmp_path, indexer_budget=400)
+    spec = mtpc.compile(directory, spec_tokens=2, dtype="float64", **EAGER)
+    wanted = Oracle(FAMILY, directory).generate(PROMPTS[12], 12, stop=False)
+    assert spec.generate(PROMPTS[12], 12, ignore_eos=True) == wanted
+
+
+def test_pages_of_broken_blocks(checkpoint: Callable[..., Path]) -> None:
+    options = {**EAGER, "page_size": 6}
+    with pytest.raises(OptionError, match="page_size=6; expected a multiple of 4"):
+        mtpc.compile(checkpoint(FAMILY, "random"), spec_tokens=0, **options)
+
+
+@pytest.mark.parametrize("headers_only", [False, True])
+def test_released_files(
+    headers_only: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A text model inside a multimodal one, whose table of n-grams is stored in shards."""
+    source = checkpoint(FAMILY, "random")
+    directory = qwen4.as_released(source, tmp_path / "released")
+    loaded = load(directory, None, needs_mtp=True, headers_only=headers_only)
+    recipes = weight_recipes(loaded)
+    assert recipes.keys() == loaded.weights().keys()
+    shards = tuple(f"model.language_model.{TABLE}.shard_{i}.weight" for i in range(4))
+    assert recipes[f"model.{TABLE}.weight"] == Join("cat", shards)
+    if headers_only:
+        return
+    usual = load(source, None, needs_mtp=True)
+    for name, tensor in usual.weights().items():
+        assert torch.equal(loaded.weights()[name], tensor), name
+    assert loaded.config.layer_types == ["linear_attention", "indexed_attention"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings True; expected"),
+        ({"index_share_for_mtp_iteration": True}, "index_share_for_mtp_iteration True; expected"),
+        ({"mtp": {"mtp_use_hidden_state_from_layer": 3}}, "from_layer 3; expected null"),
+        ({"attn_output_gate": False}, "has attn_output_gate False; expected True"),
+    ],
+)
+def test_configs_of_other_models(
+    entries: dict[str, Any], said: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = tiny.with_entries(checkpoint(FAMILY, "random"), tmp_path / "other", (), **entries)
+    with pytest.raises(UnsupportedModelError, match=said) as raised:
+        load(directory, None, needs_mtp=True)
+    assert str(directory) in str(raised.value)
+
+
+def test_images_are_refused(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises((OptionError, UnsupportedModelError), match="qwen4_exp"):
+        mtpc.compile(checkpoint(FAMILY, "random"), spec_tokens=0, images=True, **EAGER)
+
+
+def test_ranks_are_refused(checkpoint: Callable[..., Path]) -> None:
+    """transformers' plan cuts the table of n-grams in a way that mtpc does not know."""
+    loaded = load(checkpoint(FAMILY, "random"), None, True)
+    with pytest.raises(UnsupportedModelError, match="embedding_colwise"):
+        ShardPlan(loaded, 2)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_a_request_holds(drafts: int, checkpoint: Callable[..., Path]) -> None:
+    """Token ids and rows of the convolution, in closed form."""
+    loaded = load(checkpoint(FAMILY, "random"), "bfloat16", True)
+    specs = [spec for spec in loaded.cache_specs(0) if ".ple_" in spec.name]
+    layout = Layout(specs, {S: 1, K_MAX: drafts})
+    ids, rows = (3 - 1 + drafts) * 8, ((3 - 1) * 3 + drafts) * 3 * 64 * 2
+    assert {name: layout.nbytes(name) for name in layout} == {
+        "kv.0.ple_ids": ids,
+        "kv.0.ple_rows": rows,
+    }
