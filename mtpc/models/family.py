@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from mtpc.errors import OptionError
+from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
 from mtpc.wiring import Rules, WiringRules
@@ -225,6 +225,24 @@ def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
         if getattr(extended, name, None) is not None:
             setattr(extended, name, [*getattr(extended, name), *([kind] * count)])
     return extended
+
+
+def check_computed(entries: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
+    """Check entries of config.json whose value mtpc and transformers compute in any case.
+
+    Args:
+        entries: those of the config; an absent or null one is right.
+        computed: the value of each.
+
+    Raises:
+        UnsupportedModelError: one asks for what is not computed.
+    """
+    for name, value in computed.items():
+        if entries.get(name) not in (None, value):
+            raise UnsupportedModelError(
+                f"the config has {name} {entries[name]!r}; expected {value!r}, which is what "
+                "mtpc computes with transformers' layers"
+            )
 
 
 def find_norm_class(block: Any) -> type[nn.Module]:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import paged_latent_specs
 from mtpc.models.families.qwen3_next import num_mtp_layers
-from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.family import ModelFamily, MTPWiring, check_computed
 from mtpc.ops.experts import experts
 
 _COMPUTED: dict[str, Any] = {
@@ -104,12 +103,7 @@ def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: one asks for what is not computed.
     """
-    for name, computed in _COMPUTED.items():
-        if entries.get(name) not in (None, computed):
-            raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected {computed!r}, which is what "
-                "mtpc computes with transformers' layers"
-            )
+    check_computed(entries, _COMPUTED)
     return entries
 
 

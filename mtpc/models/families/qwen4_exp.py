@@ -26,7 +26,7 @@ from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, P, S
 from mtpc.models.caches import CachePool, paged_kv_specs, paged_spec, slot_spec
 from mtpc.models.families.qwen3_next import SEPARATE, gated_delta_specs, num_mtp_layers
-from mtpc.models.family import ModelFamily, MTPWiring, layers_after
+from mtpc.models.family import ModelFamily, MTPWiring, check_computed, layers_after
 from mtpc.models.heads import NormedHead, head_of
 from mtpc.models.hf import CACHE, HFDraft, MTPLayer, StepContext, StepParts, TextRotary
 from mtpc.models.qwen4_exp_layers import (
@@ -118,12 +118,7 @@ def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: one asks for what is not computed.
     """
-    for name, computed in _COMPUTED.items():
-        if entries.get(name) not in (None, computed):
-            raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected {computed!r}, which is what "
-                "mtpc computes"
-            )
+    check_computed(entries, _COMPUTED)
     given = entries.get("mtp") or {}
     source = given.get("mtp_use_hidden_state_from_layer")
     if source is not None:
