@@ -245,10 +245,11 @@ class Engine:
             if request is None:
                 return
             self._is_torn = True
+            emission = self._outbox.put(request, StepOutput(request_id, [], reason))
             self._finish(request, reason)
-            self._rest()
             self._is_torn = False
-            self._outbox.call_back(request, StepOutput(request_id, [], reason))
+            self._outbox.hand(emission)
+            self._rest()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Call this after the weights change, while nothing runs."""

@@ -6,27 +6,30 @@ the output counts. Whatever interrupts the engine later, `Emission.settle` repea
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mtpc.engine.request import Request, StepOutput
+from mtpc.engine.request import OnOutput, Request, StepOutput
 from mtpc.errors import ServingError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Emission:
-    """A request and an output that a step gave it.
+    """A request and an output that a step or `abort` gave it.
 
     Attributes:
         request: the request.
         output: its new tokens, and why it ended, if it did.
         start: number of the request's new tokens before this output.
+        is_begun: whether the call of the request's callback has begun.
+        handed: the output that the engine's caller gets. None until the callback has returned.
     """
 
     request: Request
     output: StepOutput
     start: int
+    is_begun: bool = False
+    handed: StepOutput | None = None
 
     def settle(self) -> None:
         """Give the request its tokens and its end. A second call changes nothing."""
@@ -53,7 +56,7 @@ class Outbox:
     """
 
     def __init__(self, blame: Callable[[Request, BaseException | None], None]):
-        self._blame, self._emissions = blame, deque[Emission]()
+        self._blame, self._emissions = blame, list[Emission]()
         self._blamed = 0  # Identifies the exception that has ended a request already.
 
     @property
@@ -61,11 +64,12 @@ class Outbox:
         """Whether an output waits. It does between two steps only if one was interrupted."""
         return bool(self._emissions)
 
-    def put(self, request: Request, output: StepOutput) -> None:
+    def put(self, request: Request, output: StepOutput) -> Emission:
         """Add an output, and change its request accordingly."""
         emission = Emission(request, output, len(request.output_ids))
         self._emissions.append(emission)
         emission.settle()
+        return emission
 
     def put_failure(self, request: Request, error: BaseException) -> None:
         """Add the last output of a request that ends because the engine raised this error."""
@@ -76,44 +80,56 @@ class Outbox:
 
     def settle(self) -> None:
         """Repeat all changes of requests, after an interrupt."""
-        for emission in list(self._emissions):
+        for emission in self._emissions:
             emission.settle()
 
     def hand_out(self) -> list[StepOutput]:
-        """Call the requests' callbacks, in order. An interrupt leaves the rest for the next call.
+        """Call the requests' callbacks, in order. After an interrupt, the next call goes on.
 
         Returns:
-            The outputs.
+            The outputs. After an interrupt they begin with those that were handed out before it.
         """
-        handed = []
         self._blamed = 0
-        while self._emissions:
-            emission = self._emissions[0]
-            try:
-                output = emission.output
-                if not emission.is_void:
-                    output = self.call_back(emission.request, output)
-                handed.append(output)
-            finally:
-                self._emissions.popleft()
+        handed = [self._hand(emission) for emission in self._emissions]  # Callbacks may add some.
+        self._emissions.clear()
         return handed
 
-    def call_back(self, request: Request, output: StepOutput) -> StepOutput:
-        """Call a request's callback, if it has one. If it raises, only its own request ends.
+    def hand(self, emission: Emission) -> None:
+        """Call the callback of one emission, before those that wait."""
+        self._hand(emission)
+        self._emissions.remove(emission)
+
+    def _hand(self, emission: Emission) -> StepOutput:
+        """Call a request's callback once, if it has one. If it raises, only its own request ends.
 
         An interrupt is raised again. It is unknown whether the callback took its output, so the
-        request ends, and the next step says so to its callback.
+        request ends, and a later output says so to its callback.
         """
-        if request.on_output is None:
-            return output
+        request, output = emission.request, emission.output
+        if emission.handed is not None:
+            return emission.handed
+        if emission.is_void or request.on_output is None:
+            emission.handed = output
+        elif emission.is_begun:  # A second interrupt came before the request had ended.
+            self._blame(request, KeyboardInterrupt())
+            emission.handed = output
+        else:
+            self._call_back(emission, request.on_output)
+        assert emission.handed is not None
+        return emission.handed
+
+    def _call_back(self, emission: Emission, on_output: OnOutput) -> None:
         try:
-            request.on_output(output)
+            emission.is_begun = True
+            on_output(emission.output)
+            emission.handed = emission.output
+        except Exception as error:
+            self._blame(emission.request, None)
+            emission.handed = replace(emission.output, finish_reason="error", error=error)
         except BaseException as error:
-            if isinstance(error, Exception):
-                self._blame(request, None)
-                return replace(output, finish_reason="error", error=error)
-            if self._blamed != id(error):  # Else another request's callback raised it, by `abort`.
-                self._blamed = id(error)
-                self._blame(request, error)
+            if emission.is_begun and emission.handed is None:
+                if self._blamed != id(error):  # Else another's callback raised it, by `abort`.
+                    self._blamed = id(error)
+                    self._blame(emission.request, error)
+                emission.handed = emission.output
             raise
-        return output
