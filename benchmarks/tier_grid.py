@@ -3,7 +3,7 @@
     python -m benchmarks.tier_grid --processes 2 --out benchmarks/results/paper/tier-grid.json
 
 The real policy chooses K; steps, drafts and arrivals are random (`harness.loads`). It takes about
-twenty minutes of CPU time. `--every 100` takes every hundredth load. `--short` simulates bursts of
+80 minutes of CPU time. `--every 100` takes every hundredth load. `--short` simulates bursts of
 one request per row, with a policy that knows nothing and with one that knows the costs of steps.
 """
 
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, decode, measured
+from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, Moment, decode, measured
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.engine.tiers import TierPolicy
 
-BURSTS = 12
+BURSTS, DRAWS = 12, 4
 BEST, FLOOR = 0.98, 0.95
 """The goals of "auto", relative to the best fixed K and to K = 0."""
 COLUMNS = (
@@ -34,7 +34,8 @@ NOTES = (
     "simulated: steps cost what records and formulas say, with noise and outliers.",
     'of best: the time at the best fixed K, 0 among them, over that with "auto": once the seconds '
     "in which there was work, once those that requests took to decode; the lesser of both. Each "
-    "load begins with a policy that knows nothing.",
+    f"load begins with a policy that knows nothing. Times are means of {DRAWS} draws: of which "
+    "drafts are accepted, of noise, of arrivals, and of where the drift begins.",
     "at any time: seconds with work, after each 64th of the tokens, from the second on.",
     "drift: memory: what a step reads takes up to a third more or less; all: the whole step does; "
     "abrupt: from one step to the next drafts cost three times as much, later memory half more.",
@@ -53,7 +54,10 @@ SHORT_NOTES = (
 
 
 class Shares(NamedTuple):
-    """The speed of "auto" relative to the best fixed K, to K = 0, and to K = 0 at its worst."""
+    """The speed of "auto" relative to the best fixed K, to K = 0, and to K = 0 at its worst.
+
+    Times are those of all draws of a load together.
+    """
 
     best: float
     plain: float
@@ -62,8 +66,8 @@ class Shares(NamedTuple):
 
 def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
     """Compare "auto" with every fixed K."""
-    fixed = [decode(load, tier) for tier in TIERS]
-    auto = decode(load, policy(TIERS))
+    fixed = [decoded(load, lambda tier=tier: tier) for tier in TIERS]  # type: ignore[misc]
+    auto = decoded(load, lambda: policy(TIERS))
     best, plain = (
         min(
             min(moments[-1].work for moments in beside) / auto[-1].work,
@@ -73,6 +77,12 @@ def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
     )
     floors = [plain.work / own.work for plain, own in zip(fixed[0], auto, strict=True)]
     return Shares(best, plain, min(floors[1:]))
+
+
+def decoded(load: Load, chosen: Callable[[], TierPolicy | int]) -> list[Moment]:
+    """The mean times of a load's draws, each with a policy of its own."""
+    draws = [decode(replace(load, draw=draw), chosen()) for draw in range(DRAWS)]
+    return [Moment(*map(mean, zip(*each, strict=True))) for each in zip(*draws, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +118,7 @@ def row(number: int) -> dict[str, Any]:
 def short_row(number: int) -> dict[str, Any]:
     """The record's entry of a short load, without and with known costs."""
     load = SHORT[number]
-    bursts = [replace(load, short=burst) for burst in range(1, BURSTS + 1)]
+    bursts = [replace(load, draw=burst) for burst in range(1, BURSTS + 1)]
 
     def work(chosen: Callable[[], TierPolicy | int]) -> float:
         return sum(decode(burst, chosen())[-1].work for burst in bursts)

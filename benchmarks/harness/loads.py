@@ -126,8 +126,9 @@ class Load:
         drift: what changes. "memory": what a step reads in any case takes up to a third more or
             less time, in seconds; "all": so does the whole step. "abrupt": from one step to the
             next what drafts add takes three times as long, later what is read one and a half times.
-        short: 0, or the number of a burst of one request a row, of half as many tokens; its draws
-            are its own.
+        is_short: whether it is a burst of one request a row, of half as many tokens.
+        draw: its number among loads that differ by chance alone: by which drafts are accepted, by
+            when requests arrive, by noise, and by where in its swing the drift begins.
     """
 
     cost: Cost
@@ -136,21 +137,22 @@ class Load:
     chance: Chance
     is_burst: bool
     drift: str = "nothing"
-    short: int = 0
+    is_short: bool = False
+    draw: int = 0
 
     @property
     def requests(self) -> int:
         """Most of a burst's time is spent with all rows at work."""
-        return self.batch if self.short else max(64, 32 * self.batch)
+        return self.batch if self.is_short else max(64, 32 * self.batch)
 
     @property
     def new(self) -> int:
         """Tokens of a request, the first one of which comes with its prompt."""
-        return NEW // 2 if self.short else NEW
+        return NEW // 2 if self.is_short else NEW
 
     def arrivals(self) -> list[float]:
         """In milliseconds: all at once, or at about the speed at which requests end."""
-        draw = random.Random(5)
+        draw = random.Random(5 + self.draw)
         pace = self.new * self.cost(1, 0, self.context) * 1.2 / max(1, 0.6 * self.batch)
         gaps = (0.0 if self.is_burst else draw.expovariate(1 / pace) for _ in range(self.requests))
         return list(itertools.accumulate(gaps))
@@ -167,7 +169,7 @@ class Load:
             return taken
         slower = taken if self.drift == "all" else self.cost(1, 0, 0)
         # All is slower with all K alike.
-        return taken + slower * 0.33 * math.sin(now / 1000)
+        return taken + slower * 0.33 * math.sin(now / 1000 + self.draw * math.pi / 2)
 
 
 @dataclass
@@ -200,7 +202,7 @@ def decode(load: Load, chosen: TierPolicy | int) -> list[Moment]:
         load: what is asked.
         chosen: K, or who chooses it.
     """
-    first = load.requests * load.short
+    first = load.requests * load.draw
     noise, now, work, waited, tokens = random.Random(2 + first), 0.0, 0.0, 0.0, 0
     draws = [random.Random(first + n) for n in range(load.requests)]
     luck = [[draw.random() for _ in range(load.new + 4)] for draw in draws]
@@ -252,12 +254,12 @@ GRID = [
 ]
 """Batches 1 to 8, contexts to 8,000 tokens, acceptance 0 to 1, bursts and random arrivals."""
 SHORT = [
-    Load(cost, batch, 64, chance, True, short=1)
+    Load(cost, batch, 64, chance, True, is_short=True)
     for cost in (zen5, xeon, gpu, compute)
     for batch in BUCKETS
     for chance in CHANCES[:-2]
 ]
-"""Bursts that are over before a policy that knows nothing has learnt much; see `Load.short`."""
+"""Bursts that are over before a policy that knows nothing has learnt much; see `Load.is_short`."""
 
 
 def measured(cost: Cost) -> dict[Place, EarlierCosts]:

@@ -41,7 +41,7 @@ class Desk:
 
 
 def was_interrupted(action: Callable[[], object], moment: int) -> bool:
-    """Run the action. Raise KeyboardInterrupt before this instruction of the module, if it comes."""
+    """Run the action, and raise KeyboardInterrupt before this instruction of the module."""
     left = moment
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -55,7 +55,11 @@ def test_drafts_equal_the_wiring(
 
 
 @pytest.mark.parametrize(
-    ("layers", "changes"), [(1, {"index_topk": 99}), (2, {"num_nextn_predict_layers": 2})]
+    ("layers", "changes"),
+    [
+        pytest.param(1, {"index_topk": 99}, marks=pytest.mark.slow),
+        (2, {"num_nextn_predict_layers": 2}),
+    ],
 )
 def test_other_models(layers: int, changes: dict[str, int], tmp_path: Path) -> None:
     """A choice that is as wide as the longest text; two layers, of which the last hands its on."""
@@ -110,6 +114,7 @@ def sampled(spec: Any, asks: list[Request], **options: Any) -> tuple[list[Any], 
     return [(ask.output_ids, seen) for ask, seen in zip(asks, drafts, strict=True)], engine
 
 
+@pytest.mark.slow
 def test_sampling(compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]) -> None:
     """Text of plain sampling by seed; in company, from cached pages and after preemption, text and
     drafts are those of a request alone."""

@@ -76,7 +76,7 @@ def quantised_pair(
     return fp8, plain
 
 
-@pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("mimo", marks=pytest.mark.slow), "deepseek_v3"])
 def test_fp8_runs_as_the_weights_it_stands_for(
     family: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
