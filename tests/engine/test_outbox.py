@@ -66,7 +66,7 @@ def was_interrupted(action: Callable[[], object], moment: int) -> bool:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("second", (0, 1, 20, 45, 70))
+@pytest.mark.parametrize("second", [0, 1, 20, 45, 70])
 def test_an_interrupt_loses_no_output(second: int) -> None:
     """At each moment in turn; unless `second` is 0, it interrupts the next call, too."""
     for moment in range(1, 1000):
