@@ -124,8 +124,9 @@ class Load:
         chance: that a draft is accepted.
         is_burst: whether all requests come at once.
         drift: what changes. "memory": what a step reads in any case takes up to a third more or
-            less time, in seconds; "all": so does the whole step. "abrupt": from one step to the
-            next what drafts add takes three times as long, later what is read one and a half times.
+            less time, in turns of 400 tokens a row; "all": so does the whole step. "abrupt": from
+            one step to the next what drafts add takes three times as long, later what is read one
+            and a half times.
         is_short: whether it is a burst of one request a row, of half as many tokens.
         draw: its number among loads that differ by chance alone: by which drafts are accepted, by
             when requests arrive, by noise, and by where in its swing the drift begins.
@@ -157,8 +158,8 @@ class Load:
         gaps = (0.0 if self.is_burst else draw.expovariate(1 / pace) for _ in range(self.requests))
         return list(itertools.accumulate(gaps))
 
-    def ms(self, num_reqs: int, tier: int, context: int, now: float, tokens: int) -> float:
-        """A step's time, at a moment and after so many tokens."""
+    def ms(self, num_reqs: int, tier: int, context: int, tokens: int) -> float:
+        """A step's time, after so many tokens."""
         taken = self.cost(num_reqs, tier, context)
         if self.drift == "abrupt":
             phase = tokens // (1500 * self.batch) % 4
@@ -168,8 +169,9 @@ class Load:
         if self.drift == "nothing":
             return taken
         slower = taken if self.drift == "all" else self.cost(1, 0, 0)
-        # All is slower with all K alike.
-        return taken + slower * 0.33 * math.sin(now / 1000 + self.draw * math.pi / 2)
+        # By tokens and not by time, so that each K meets the same machine at the same token.
+        swing = math.sin(tokens / (64 * self.batch) + self.draw * math.pi / 2)
+        return taken + 0.33 * slower * swing
 
 
 @dataclass
@@ -221,7 +223,7 @@ def decode(load: Load, chosen: TierPolicy | int) -> list[Moment]:
             tier = chosen
         else:
             tier = chosen.choose(num_reqs, context, [r.acceptance for r in running])
-        taken = load.ms(num_reqs, tier, context, now, tokens) * noise.gauss(1, 0.03)
+        taken = load.ms(num_reqs, tier, context, tokens) * noise.gauss(1, 0.03)
         taken *= 1.6 if noise.random() < 0.01 else 1
         drafts = []
         for request in running:

@@ -261,9 +261,11 @@ class TierPolicy:
         self.steps += 1
         for k in self.tiers:
             self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])
+        share, rate = BUDGET / (len(self.tiers) - 1), self._rate(cell.costs, self.current)
         for other in self.tiers:
-            if other != tier:
-                cell.allowed[other] += BUDGET / (len(self.tiers) - 1) * seconds
+            if other != tier:  # The slower it seems, the less it gets.
+                hope = min(1.0, self._rate(cell.costs, other) / rate)
+                cell.allowed[other] += share * hope * seconds
         if tier != self.current and not self.rests:
             lost = seconds - self._tokens / self._rate(cell.costs, self.current)
             self._wins = self._verified and lost < 0
