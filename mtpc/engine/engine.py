@@ -114,7 +114,9 @@ class Engine:
         stats.replays = self.program.replays.copy()
         stats.host_writes, stats.building = self.program.host_writes, self.program.building
         stats.fallbacks |= self.program.fallbacks
-        stats.tiers, stats.forced_drafts = self.tiers.tiers, self._masks.forced_drafts
+        arrived = [tiers for tiers, _ in list(self.program.arrived)]  # For the next decode step.
+        stats.tiers = arrived[-1] if arrived else self.tiers.tiers
+        stats.forced_drafts = self._masks.forced_drafts
         self.scheduler.describe(stats)
         self._states.describe(stats, self.pages.index)
         return stats
