@@ -110,11 +110,11 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """The counts so far, and the current state of the queue and the page pool."""
-        stats = self._stats
-        stats.replays = self.program.replays.copy()
-        stats.host_writes, stats.building = self.program.host_writes, self.program.building
-        stats.fallbacks |= self.program.fallbacks
-        stats.tiers, stats.forced_drafts = self.tiers.tiers, self._masks.forced_drafts
+        program, stats = self.program, self._stats
+        stats.replays, stats.forced_drafts = program.replays.copy(), self._masks.forced_drafts
+        stats.host_writes, stats.building = program.host_writes, program.building
+        stats.fallbacks |= program.fallbacks
+        stats.tiers = program.ready or self.tiers.tiers
         self.scheduler.describe(stats)
         self._states.describe(stats, self.pages.index)
         return stats

@@ -125,7 +125,7 @@ class Stats:
         images_embedded: images that the vision tower embedded.
         images_reused: images whose embeddings were kept from an earlier prompt.
         image_bytes: bytes of the embeddings that are kept.
-        tiers: the K that the engine chooses from.
+        tiers: the K that the engine chooses from at its next decode step.
         building: the state of a build in another process; "" if there is none.
         replays: replays per captured step.
         host_writes: buffer writes by the host.

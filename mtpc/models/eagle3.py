@@ -51,7 +51,7 @@ ARCHITECTURES = (
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BLOCKS = ("midlayer.", "layers.0.")
 """Prefixes of the layer's names: the authors' and SpecForge's, and speculators'."""
-_NORM_FIRST = "norm_before_residual"
+_NORM_FIRST, _NORM_OUTPUT = "norm_before_residual", "norm_output"
 _UNKNOWN = ("norm_before_fc", "fc_norm")
 """Entries for parts that mtpc does not know, if they are set."""
 
@@ -67,6 +67,7 @@ class Eagle3Config:
         draft_vocab_size: rows of the head.
         target_width: width of a captured row.
         norm_first: whether the residual is taken after the norm of the features.
+        norm_output: whether the next draft is fed what the head's norm gives (EAGLE-3.1).
     """
 
     llama: Any
@@ -74,6 +75,7 @@ class Eagle3Config:
     draft_vocab_size: int
     target_width: int
     norm_first: bool
+    norm_output: bool
 
     @classmethod
     def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> Eagle3Config:
@@ -105,7 +107,8 @@ class Eagle3Config:
                 f"stand for (vocab_size is {vocab}); download or export the head again"
             )
         found = _layer_ids(entries, layers, where)
-        return cls(config, found, rows, width, bool(entries.get(_NORM_FIRST)))
+        rules = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
+        return cls(config, found, rows, width, *rules)
 
 
 def _check_known(entries: Mapping[str, Any], config: Any, where: Any) -> None:
@@ -128,13 +131,14 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     """The layers whose inputs are captured.
 
     At the top of config.json, ids are vLLM's and speculators': the input of layer i. In
-    `eagle_config` they are SGLang's and SpecForge's: the output of layer i. The default is the
-    authors'.
+    `eagle_config` they are those of the trainers SpecForge and ModelOpt: the output of layer i. But
+    the authors' own choice of inputs, and ids that name the final norm, are taken as they are.
     """
-    ids = entries.get(_LAYER_IDS)
-    if not ids:
-        of_outputs = (entries.get("eagle_config") or {}).get(_LAYER_IDS)
-        ids = [i + 1 for i in of_outputs] if of_outputs else [2, layers // 2, layers - 3]
+    authors = [2, layers // 2, layers - 3]
+    nested = (entries.get("eagle_config") or {}).get(_LAYER_IDS) or []
+    if sorted(nested) != authors and layers not in nested:
+        nested = [i + 1 for i in nested]
+    ids = entries.get(_LAYER_IDS) or nested or authors
     found = tuple(sorted(set(ids)))
     if len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
         raise CheckpointError(
@@ -340,7 +344,7 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         hidden_norm=f"{block}hidden_norm",
         projection="fc",
         final_norm="norm",
-        next_features="before",
+        next_features="after" if config.norm_output else "before",
         only_rules=("next_features", "embedding"),
     )
     return replace(

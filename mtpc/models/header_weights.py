@@ -7,9 +7,9 @@ passes and lowering see its dtype, shape and strides.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -18,8 +18,22 @@ from torch import Tensor, nn
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import allocate
 
-_SHARD = re.compile(r"\.shard_\d+(?=\.\w+$)")
-"""What a name has where a tensor is stored in shards of rows."""
+_SHARD = ".shard_"
+"""A tensor `X.weight` may be stored in shards of rows, `X.shard_0.weight` and so on."""
+
+
+def whole_name(name: str) -> str:
+    """The name of the tensor that a stored one is a shard of; its own name if it is none."""
+    stem, _, part = name.rpartition(".")
+    whole, _, number = stem.rpartition(_SHARD)
+    return f"{whole}.{part}" if whole and number.isdecimal() else name
+
+
+def shards_of(name: str, stored: Container[str]) -> tuple[str, ...]:
+    """The shards of a tensor among stored ones, in the order of their rows."""
+    stem, _, part = name.rpartition(".")
+    numbered = (f"{stem}{_SHARD}{number}.{part}" for number in count())
+    return tuple(takewhile(stored.__contains__, numbered))
 
 
 class HeaderWeights:
@@ -44,12 +58,12 @@ class HeaderWeights:
     def slices(self, names: Iterable[str]) -> dict[str, Any]:
         """Stored tensors by name, in the form of safetensors slices, as transformers takes them.
 
-        Shards of rows, `X.shard_0.weight` and so on, are one `X.weight`. What transformers joins of
-        them it moves to a device, which a meta tensor cannot.
+        Shards of rows are one tensor. What transformers joins of them it moves to a device, which a
+        meta tensor cannot.
         """
         found: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(_SHARD.sub("", name), []).append(name)
+            found.setdefault(whole_name(name), []).append(name)
         return {name: _HeaderSlice(self, tuple(parts)) for name, parts in found.items()}
 
     def reserve(self, roots: Iterable[nn.Module]) -> None:

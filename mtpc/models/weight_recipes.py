@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, takewhile
 
 import torch
 from torch import Tensor
 
+from mtpc.models.header_weights import shards_of
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import (
     expert_projections,
@@ -116,11 +116,10 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
     for stored in _stored_names(name, loaded):
         if stored in checkpoint.tensors:
             yield stored
-        stem, _, part = stored.rpartition(".")
-        names_of_shards = (f"{stem}.shard_{i}.{part}" for i in count())
-        shards = tuple(takewhile(checkpoint.tensors.__contains__, names_of_shards))
+        shards = shards_of(stored, checkpoint.tensors)
         if shards:
             yield Join("cat", shards)
+        stem, _, part = stored.rpartition(".")
         if not stem.endswith(".experts") or not expert_projections(part, loaded.family):
             continue
         last = f".{loaded.family.expert_names[2]}.weight"

@@ -77,6 +77,12 @@ class Program:
         """The numbers of drafts that have decode steps, ascending."""
         return tuple(sorted({k.spec_tokens for k in self.steps if k.phase == "decode"}))
 
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The K to choose from once all steps that arrived are taken over; () if none wait."""
+        waiting = list(self.arrived)
+        return waiting[-1][0] if waiting else ()
+
     def take(self) -> tuple[int, ...]:
         """Take over the steps that arrived first; returns the K to choose from now on."""
         tiers, steps = self.arrived.popleft()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny, uncached
+from helpers.stepped_rows import DRAFTS, SLOTS, SteppedRows, poisoned
 from safetensors.torch import load_file, save_file
 
 from mtpc.errors import UnsupportedModelError
@@ -22,10 +22,8 @@ from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.step.metadata import flat_metadata
-from mtpc.step.records import Metadata
 
-SLOTS, PAGE, DRAFTS = 4, 4, 3
+PAGE = 4
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 
 
@@ -42,37 +40,18 @@ def config_of(ratios: tuple[int, int], window: int, topk: int) -> dict[str, Any]
     }
 
 
-class Stepper:
-    """A target, and its MTP layer, on poisoned state, stepped by hand."""
-
-    def __init__(self, model: Any, max_len: int, layer: Any = None):
-        blocks = -(-max_len // PAGE)
-        family = tiny.family_of("deepseek_v4")
-        layers = model.config.num_hidden_layers + (layer is not None)
-        specs = [s for i in range(layers) for s in cache_specs(model.config, i, torch.float64)]
-        layout = Layout(specs, {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: PAGE})
-        tensors = {name: layout.allocate(name).fill_(math.nan) for name in layout}
-        pool = CachePool(tensors, SLOTS, family.cache_kinds)
-        decoder = share_model(model, family.canonical).get_decoder()
-        self.target = StreamTarget(decoder, pool, family.wiring)
-        if layer is not None:
-            use_seams(layer.block.mlp.experts.config)
-            stand_in(layer, family.canonical)
-            self.draft = StreamDraft(
-                decoder, TextRotary(decoder.rotary_emb, 1, "main"), layer, pool
-            )
-        self.slots, self.lens = torch.tensor([2, 0, 3]), torch.zeros(3, dtype=torch.int32)
-        self.table = (torch.arange(3 * blocks) + 1).view(3, blocks).int()
-
-    def metadata(self, counts: list[int]) -> Metadata:
-        """Of `counts` rows a request, and one padded row; the request in the middle is off."""
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        tokens, active = int(starts[-1]) + 1, self.slots != 0
-        positions, slots, seq_lens = flat_metadata(
-            self.lens, active, self.table, starts, tokens, PAGE
-        )
-        certain = torch.tensor(counts, dtype=torch.int32)
-        return Metadata(positions, slots, seq_lens, starts, self.table, self.slots, certain)
+def pieces(model: Any, layer: Any, blocks: int) -> tuple[StreamTarget, StreamDraft]:
+    """A target and its MTP layer, on poisoned state."""
+    family = tiny.family_of("deepseek_v4")
+    layers = model.config.num_hidden_layers + 1
+    specs = [s for i in range(layers) for s in cache_specs(model.config, i, torch.float64)]
+    layout = Layout(specs, {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: PAGE})
+    pool = CachePool(poisoned(layout), SLOTS, family.cache_kinds)
+    decoder = share_model(model, family.canonical).get_decoder()
+    use_seams(layer.block.mlp.experts.config)
+    stand_in(layer, family.canonical)
+    rotary = TextRotary(decoder.rotary_emb, 1, "main")
+    return StreamTarget(decoder, pool, family.wiring), StreamDraft(decoder, rotary, layer, pool)
 
 
 @torch.no_grad()
@@ -91,35 +70,13 @@ def test_rows_equal_transformers_uncached(
     texts = torch.randint(2, 96, (2, length), generator=generator)
     expected = uncached.target_features(model, texts)
     drafted = uncached.run_mtp_uncached("deepseek_v4", model, layer, texts[:, 1:], expected[:, :-1])
-    stepper = Stepper(model, length + DRAFTS, layer)
-
-    def step(counts: list[int], right: list[int]) -> None:
-        """Run `counts` rows of each text, the first `right` of them its own; compare those."""
-        begins = [int(stepper.lens[0]), int(stepper.lens[2])]
-        ids, nexts = [], []
-        for text, begin, count, own in zip(texts, begins, counts, right, strict=True):
-            wrong = torch.randint(2, 96, (count - own,), generator=generator)
-            ids.append(torch.cat([text[begin : begin + own], wrong]))
-            nexts.append(torch.cat([text[begin + 1 : begin + own + 1], wrong]))
-        metadata = stepper.metadata([counts[0], 0, counts[1]])
-        features = stepper.target(torch.cat([*ids, torch.tensor([0])]), *metadata)
-        out = stepper.draft(torch.cat([*nexts, torch.tensor([0])]), features, *metadata)
-        assert torch.isfinite(features).all()
-        assert torch.isfinite(out).all()
-        starts = [0, counts[0]]
-        for i, (begin, own, start) in enumerate(zip(begins, right, starts, strict=True)):
-            rows, at = slice(start, start + own), slice(begin, begin + own)
-            torch.testing.assert_close(features[rows], expected[i, at], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(out[rows], drafted[i, at], rtol=1e-5, atol=1e-5)
-        stepper.lens += torch.tensor([right[0], 0, right[1]])
-
+    made = pieces(model, layer, SteppedRows.blocks(length, PAGE))
+    stepped = SteppedRows(*made, texts, expected, drafted, generator, PAGE, tolerance=1e-5)
     first, second = length // 3, 2 * length // 5
-    while int(stepper.lens[0]) < first:
-        count = [min(7, first - int(stepper.lens[0])), second // (-(-first // 7))]
-        step(count, count)
-    while int(stepper.lens.max()) < length - DRAFTS - 2:
-        right = (torch.randint(0, DRAFTS + 1, (2,), generator=generator) + 1).tolist()
-        step([DRAFTS + 1] * 2, right)
+    while int(stepped.lens[0]) < first:
+        count = [min(7, first - int(stepped.lens[0])), second // (-(-first // 7))]
+        stepped.step(count, count)
+    stepped.verify_the_rest()
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -28,6 +28,7 @@ from mtpc.weights.paired_checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
 DEFAULT_LAYERS = {"eagle_config": None}
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def head(directory: Path, rename: dict[str, str] | None = None, **changes: Any) -> Path:
@@ -59,6 +60,8 @@ def head(directory: Path, rename: dict[str, str] | None = None, **changes: Any) 
         pytest.param("llama", 8, DEFAULT_LAYERS, marks=pytest.mark.slow),
         pytest.param("qwen2", 7, DEFAULT_LAYERS, marks=pytest.mark.slow),
         pytest.param("mimo", 7, DEFAULT_LAYERS, marks=pytest.mark.slow),
+        # EAGLE-3.1, without the norms of captured rows.
+        ("llama", 7, {**DEFAULT_LAYERS, "norm_output": True}),
         # The last layer's output is what enters the final norm.
         pytest.param(
             *("llama", 4),
@@ -248,19 +251,25 @@ def test_a_drafter_wins_over_mtp_layers(checkpoint: Callable[..., Path], tmp_pat
 @pytest.mark.parametrize(
     ("given", "layers"),
     [
-        ({"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, (1, 2, 3)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, (1, 2, 3)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}}, (2, 3, 4)),
+        ({IDS: [3, 1, 2]}, (1, 2, 3)),
+        ({"eagle_config": {IDS: [0, 1, 2]}}, (1, 2, 3)),
+        ({"eagle_config": {IDS: [3, 1, 2]}}, (2, 3, 4)),
+        ({"eagle_config": {IDS: [1, 2, 3]}, IDS: [0, 1, 2]}, (0, 1, 2)),
+        # Nothing but the final norm stands after the last of seven layers.
+        ({"eagle_config": {IDS: [1, 5, 7]}}, (1, 5, 7)),
+        # As outputs, these are the authors' [2, 3, 4]; as inputs, these are.
+        ({"eagle_config": {IDS: [1, 2, 3]}}, (2, 3, 4)),
+        ({"eagle_config": {IDS: [2, 3, 4]}}, (2, 3, 4)),
     ],
 )
 def test_where_ids_stand_says_what_they_count(
-    given: dict[str, Any], layers: tuple[int, ...], checkpoint: Callable[..., Path], tmp_path: Path
+    given: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """vLLM's at the top are inputs of layers, SGLang's in `eagle_config` are outputs."""
-    draft = head(tmp_path, **{**DEFAULT_LAYERS, **given})
-    loaded = load(open_checkpoint(checkpoint("llama"), draft), None, True, headers_only=True)
-    stepped = SteppedModel(loaded, {}, 2)
-    assert stepped.target.layer_ids == layers
+    """Inputs of layers at the top, and outputs in `eagle_config`, where they can be outputs."""
+    target = tiny.make_checkpoint("llama", tmp_path / "target", mtp=False, num_hidden_layers=7)
+    draft = head(tmp_path / "draft", **{**DEFAULT_LAYERS, **given})
+    loaded = load(open_checkpoint(target, draft), None, True, headers_only=True)
+    assert SteppedModel(loaded, {}, 2).target.layer_ids == layers
 
 
 def test_names_of_other_tools(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from helpers import qwen4, tiny
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
+from helpers.refused import check_refused
+from helpers.stepped_rows import DRAFTS, SLOTS, SteppedRows, poisoned
 from helpers.theorem import PROMPTS
 
 import mtpc
@@ -21,37 +22,11 @@ from mtpc.layout.buffers import K_MAX, C, M, N, P, S
 from mtpc.models.load import SteppedModel, load
 from mtpc.models.shards import ShardPlan
 from mtpc.models.weight_recipes import weight_recipes
-from mtpc.step.metadata import flat_metadata
-from mtpc.step.records import Metadata
 from mtpc.weights.recipes import Join
 
-FAMILY, SLOTS, DRAFTS = "qwen4_exp", 4, 3
+FAMILY = "qwen4_exp"
 EAGER: dict[str, Any] = {**TINY, "backend": "eager", "batch_buckets": (2,)}
 TABLE = "layers.0.ple.ple_embedding.ngram_embedding"
-
-
-class Stepper:
-    """A loaded model on poisoned state, stepped by hand: requests in slots 2 and 3."""
-
-    def __init__(self, directory: Path, max_len: int, page: int):
-        loaded, blocks = load(directory, "float64", True), -(-max_len // page)
-        sizes = {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: page, N: 3 * blocks + 1, C: 64}
-        layout = Layout(loaded.state_specs, sizes)
-        pools = {name: layout.allocate(name) for name in layout if name.startswith("kv.")}
-        for pool in pools.values():
-            pool.fill_(math.nan if pool.is_floating_point() else 2**30)
-        self.model, self.page = SteppedModel(loaded, pools, SLOTS), page
-        self.slots, self.lens = torch.tensor([2, 0, 3]), torch.zeros(3, dtype=torch.int32)
-        self.table = (torch.arange(3 * blocks) + 1).view(3, blocks).int()
-
-    def metadata(self, counts: list[int]) -> Metadata:
-        """Of `counts` rows a request, and one padded row; the request in the middle is off."""
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        rows = flat_metadata(
-            self.lens, self.slots != 0, self.table, starts, int(starts[-1]) + 1, self.page
-        )
-        certain = torch.tensor(counts if max(counts) > DRAFTS + 1 else [1, 0, 1]).int()
-        return Metadata(*rows, starts, self.table, self.slots, certain)
 
 
 @torch.no_grad()
@@ -75,31 +50,14 @@ def test_rows_equal_transformers_uncached(
         page_of_code.run(0, text[1:].tolist(), fed[:-1])
         for text, fed in zip(texts, expected, strict=True)
     ]
-    stepper = Stepper(directory, length + DRAFTS, page)
-
-    def step(counts: list[int], right: list[int]) -> None:
-        """Run `counts` rows of each text, the first `right` of them its own; compare those."""
-        begins = [int(stepper.lens[0]), int(stepper.lens[2])]
-        ids, nexts = [], []
-        for text, begin, count, own in zip(texts, begins, counts, right, strict=True):
-            wrong = torch.randint(2, 96, (count - own,), generator=generator)
-            ids.append(torch.cat([text[begin : begin + own], wrong]))
-            nexts.append(torch.cat([text[begin + 1 : begin + own + 1], wrong]))
-        metadata = stepper.metadata([counts[0], 0, counts[1]])
-        features = stepper.model.target(torch.cat([*ids, torch.tensor([0])]), *metadata)
-        out = stepper.model.drafts[0](torch.cat([*nexts, torch.tensor([0])]), features, *metadata)
-        starts = [0, counts[0]]
-        for i, (begin, own, start) in enumerate(zip(begins, right, starts, strict=True)):
-            rows, at = slice(start, start + own), slice(begin, begin + own)
-            torch.testing.assert_close(features[rows], expected[i][at], rtol=2e-5, atol=2e-5)
-            torch.testing.assert_close(out[rows], drafted[i][at], rtol=2e-5, atol=2e-5)
-        stepper.lens += torch.tensor([right[0], 0, right[1]])
-
+    loaded, blocks = load(directory, "float64", True), SteppedRows.blocks(length, page)
+    sizes = {S: SLOTS, K_MAX: DRAFTS, M: blocks, P: page, N: 3 * blocks + 1, C: 64}
+    model = SteppedModel(loaded, poisoned(Layout(loaded.state_specs, sizes)), SLOTS)
+    pieces = (model.target, model.drafts[0])
+    stepped = SteppedRows(*pieces, texts, expected, drafted, generator, page, tolerance=2e-5)
     for counts in ([7, 6], [5, 9]):
-        step(counts, counts)
-    while int(stepper.lens.max()) < length - DRAFTS - 2:
-        right = (torch.randint(0, DRAFTS + 1, (2,), generator=generator) + 1).tolist()
-        step([DRAFTS + 1] * 2, right)
+        stepped.step(counts, counts)
+    stepped.verify_the_rest()
 
 
 @torch.no_grad()
@@ -164,10 +122,7 @@ def test_released_files(
 def test_configs_of_other_models(
     entries: dict[str, Any], said: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    directory = tiny.with_entries(checkpoint(FAMILY, "random"), tmp_path / "other", (), **entries)
-    with pytest.raises(UnsupportedModelError, match=said) as raised:
-        load(directory, None, needs_mtp=True)
-    assert str(directory) in str(raised.value)
+    check_refused(checkpoint(FAMILY, "random"), tmp_path / "other", entries, said)
 
 
 def test_images_are_refused(checkpoint: Callable[..., Path]) -> None:

@@ -119,8 +119,9 @@ DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 argmax."""
 BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
-TRAINING_STEPS = dict.fromkeys(DTYPES, 30)
-"""Margins that bfloat16 does not move: both programs round, at other places."""
+TRAINING_STEPS = dict.fromkeys((*DTYPES, *DRAFTED), 30)
+"""Margins that bfloat16 does not move: both programs round, at other places. And targets that an
+EAGLE-3 head can learn."""
 HOST_RULES = {
     "glm4_moe": {"zero_first_embedding": True, "next_features": "before"},
     "glm4_moe_lite": {"zero_first_embedding": True, "next_features": "before"},

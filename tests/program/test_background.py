@@ -15,6 +15,7 @@ from helpers.compiled import give_kernels
 from helpers.families import TINY
 
 import mtpc
+from mtpc.layout import StepKey
 
 OPTIONS: dict[str, Any] = {
     **TINY, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
@@ -106,13 +107,31 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     assert warm.stats.building == ""
 
 
+def test_an_idle_engine_names_steps_that_were_bound(checkpoint: Callable[..., Path]) -> None:
+    """Only a decode step takes them over, and a server may wait long for one."""
+    options = {**TINY, "batch_buckets": (1,), "backend": "eager", **UP_TO_ONE}
+    spec = mtpc.compile(checkpoint("mimo", "random"), lambda p: None, **options)
+    step = spec.program.steps.pop(StepKey.decode(1, 1))
+    spec.engine.tiers.use((0,))
+    assert spec.stats.tiers == (0,)
+    spec.program.arrived.append(((0, 1), [step]))
+    assert spec.stats.tiers == (0, 1)
+    _text(spec)
+    assert not spec.program.arrived
+    assert spec.stats.tiers == (0, 1)
+
+
 @pytest.mark.slow
 def test_one_k_is_used_alone_when_it_is_there(start: Callable[..., Any]) -> None:
-    spec = start(spec_tokens=2)
+    """And an idle engine says that it is."""
+    spec, end = start(spec_tokens=2), time.monotonic() + 120
     assert spec.stats.tiers == (0,)
-    _serve_until(spec, (2,))
+    while spec.stats.building:
+        assert time.monotonic() < end, spec.stats.building
+        time.sleep(0.05)
+    assert spec.stats.tiers == (2,)
     before = spec.stats.replays.copy()
-    _text(spec)
+    _serve_until(spec, (2,))
     later = spec.stats.replays - before
     assert {key.spec_tokens for key in later if key.phase == "decode"} == {2}
 

@@ -24,6 +24,7 @@ CASES = [
     pytest.param("mimo", "eager", "3", marks=pytest.mark.slow),
     pytest.param("llama", "cpu", "3", marks=pytest.mark.slow),
     pytest.param("llama", "cpu", "auto", marks=pytest.mark.slow),
+    pytest.param("gemma4", "cpu", "auto", marks=pytest.mark.slow),
 ]
 """An EAGLE-3 head in the public format, and MTP layers of their own."""
 READY = 'spec_decode_tiers_ready{spec_tokens="3"}'

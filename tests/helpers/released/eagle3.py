@@ -76,9 +76,14 @@ def layer(t: Mapping[str, Tensor], config: Mapping[str, Any], token: Tensor, fed
     return hidden + (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
 
 
+def normed(t: Mapping[str, Tensor], config: Mapping[str, Any], given: Tensor) -> Tensor:
+    """What `layer` gave, after the head's norm."""
+    return rms(given, t["norm.weight"], config["rms_norm_eps"])
+
+
 def head(t: Mapping[str, Tensor], config: Mapping[str, Any], given: Tensor) -> Tensor:
     """Logits [..., V_d] of what `layer` gave."""
-    return rms(given, t["norm.weight"], config["rms_norm_eps"]) @ t["lm_head.weight"].t()
+    return normed(t, config, given) @ t["lm_head.weight"].t()
 
 
 class Eagle3:
@@ -125,5 +130,8 @@ class Eagle3:
             token = self.embedding[torch.tensor([ids])]
             given = layer(self.stored, self.config, token, fed)
             found.append(self.whole(head(self.stored, self.config, given[0, -1])))
-            ids, fed = [*ids, int(found[-1].argmax())], torch.cat([fed, given[:, -1:]], 1)
+            last = given[:, -1:]
+            if self.config.get("norm_output"):  # EAGLE-3.1
+                last = normed(self.stored, self.config, last)
+            ids, fed = [*ids, int(found[-1].argmax())], torch.cat([fed, last], 1)
         return found
