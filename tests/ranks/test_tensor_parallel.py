@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.ranks import Group, group_of
@@ -14,6 +15,7 @@ from helpers.theorem import PROMPTS, check_drafts, check_theorem
 
 import mtpc
 from mtpc.errors import OptionError, RankError, UnsupportedModelError
+from mtpc.passes import held
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache
 from mtpc.program.ranks import Ranks
@@ -23,7 +25,8 @@ SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
 FAMILIES = (
     *("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5", "glm4_moe_lite"),
-    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h"),
+    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h", "ernie4_5_moe"),
+    *("exaone_moe", "qwen4_exp", "mimo_v2@heads"),
 )
 
 
@@ -100,7 +103,7 @@ def test_the_same_of_tapes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "exaone_moe"])
 def test_bfloat16_text_depends_on_neither_drafts_nor_batch(
     family: str, two: Group, checkpoint: Callable[..., Path], cpu_cache: Path
 ) -> None:
@@ -175,10 +178,10 @@ def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Pa
 
 
 def test_what_is_wrong_is_said_on_every_rank(
-    two: Group, checkpoint: Callable[..., Path], tmp_path: Path
+    two: Group, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another model, other weights, a rank that fails, heads that do not divide, what a part cannot
-    run."""
+    """Another model, other weights, a rank that fails, heads that do not divide, an operator
+    without a rule."""
     options = {**OPTIONS, "spec_tokens": 1}
     with pytest.raises(RankError, match=r"rank 1 of 2 has model.* and rank 0 has .*on every rank"):
         two.compile(checkpoint("mimo"), checkpoint("glm4_moe"), **options)
@@ -188,6 +191,7 @@ def test_what_is_wrong_is_said_on_every_rank(
         two.compile(checkpoint("mimo"), checkpoint("mimo", "random"), **options)
     with pytest.raises(OptionError, match=r"1 key/value heads for 2 ranks: more ranks than heads"):
         two.compile(checkpoint("mimo_v2", "random"), **options)
+    monkeypatch.delitem(held._RULES, torch.ops.aten.stack.default)
     with pytest.raises(UnsupportedModelError, match=r"aten.stack.default .* reads dimension 1"):
         two.compile(checkpoint("ernie4_5_moe", "random"), **options)
 
