@@ -12,6 +12,8 @@ from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.ranks import Group, group_of
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
+from helpers.trained import make_trained_checkpoint
+from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import OptionError, RankError, UnsupportedModelError
@@ -83,6 +85,19 @@ def test_the_same_of_all_families(
 ) -> None:
     spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **SLOW)
     check_text_and_drafts(spec, oracle(family), 5)
+
+
+@pytest.mark.slow
+def test_each_head_has_its_own_sink(two: Group, tmp_path: Path) -> None:
+    """With sinks far apart, so that text depends on them."""
+    directory = make_trained_checkpoint("mimo_v2@heads", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    sinks = [name for name in tensors if name.endswith("attention_sink_bias")]
+    assert sinks
+    tensors |= {name: torch.tensor([6.0, 4.0, -6.0, -4.0]) for name in sinks}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spec = two.compile(directory, spec_tokens=1, **OPTIONS)
+    check_theorem(spec, Oracle("mimo_v2@heads", directory), 1)
 
 
 @pytest.mark.slow
