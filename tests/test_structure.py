@@ -274,7 +274,8 @@ LINES = {
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
-    "passes": 3520,
+    # Stacked values and rows of a table in parts (`held.py`).
+    "passes": 3530,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are

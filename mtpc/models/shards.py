@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from torch import Tensor
 
 from mtpc.errors import OptionError, UnsupportedModelError
-from mtpc.models.caches import PagedKV, RingKV
 from mtpc.models.layer_pattern import layers_prefix
 from mtpc.models.load import LoadedModel
 
 Kind = Literal["replicated", "colwise", "rowwise", "vocab", "expert"]
 Collective = Literal["all_reduce", "all_gather"]
-HEAD_ROLES = frozenset(field.name for kind in (PagedKV, RingKV) for field in fields(kind))
+HEAD_ROLES = frozenset({"k", "v", "k_scale", "v_scale", "ring_k", "ring_v"})
 """Roles of the buffers that have a dimension of key/value heads."""
 
 
@@ -31,8 +30,8 @@ class Shard:
     """How one tensor is cut.
 
     Attributes:
-        kind: "replicated": not at all; "colwise": by output features; "rowwise": by input features;
-            "vocab": by rows of the vocabulary; "expert": by experts.
+        kind: "replicated": not at all; "colwise": by output features; "rowwise": by input features,
+            or by columns of a table; "vocab": by rows of the vocabulary; "expert": by experts.
         dim: the dimension that is cut.
         parts: equal parts of that dimension, each cut by itself: 2 for joined gate and up.
     """
@@ -101,6 +100,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_rep": _REDUCED,
     "packed_rowwise": replace(_REDUCED, parts=2),
     "embedding_rowwise": Style("vocab", 1, "all_reduce"),
+    "embedding_colwise": Style("rowwise", 1, "all_gather"),
     "grouped_gemm": Style("expert"),
     "moe_tp_experts": _EXPERTS,
     "ep_dispatch_experts": _EXPERTS,

@@ -2,8 +2,8 @@
 
 A value is cut along one dimension into as many equal parts as there are ranks. From the whole
 shapes of a call, each rule here gives the dimension of the result that is cut. There are rules for
-elementwise operators, and for operators that move elements. A call without a rule, or one that
-combines elements of several parts, raises `NeedsWholeError`.
+elementwise operators, for operators that move elements, and for rows of a table. A call without a
+rule, or one that combines elements of several parts, raises `NeedsWholeError`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,19 @@ class Call:
         if self.first not in self.held or any(n in self.held for n in self.inputs[1:]):
             raise NeedsWholeError
         return self.held[self.first]
+
+    @property
+    def common_cut(self) -> int:
+        """The dimension along which every input is cut.
+
+        Raises:
+            NeedsWholeError: the inputs are not cut alike.
+        """
+        cuts = {self.held.get(node) for node in self.inputs}
+        cut = cuts.pop()
+        if cuts or cut is None:
+            raise NeedsWholeError
+        return cut
 
 
 def follow(call: Call) -> int:
@@ -135,9 +148,10 @@ def _transpose(call: Call) -> int:
     return {pair[0]: pair[1], pair[1]: pair[0]}.get(call.cut, call.cut)
 
 
-def _unsqueeze(call: Call) -> int:
-    dim = int(call.arguments["dim"]) % (len(call.shapes[call.first]) + 1)
-    return call.cut + (dim <= call.cut)
+def _add_dim(call: Call) -> int:
+    """Adds a dimension; of several inputs, all are cut along the same one."""
+    cut = call.common_cut
+    return cut + (int(call.arguments["dim"]) % len(call.shape) <= cut)
 
 
 def _drop(call: Call) -> int:
@@ -161,20 +175,23 @@ def _mean(call: Call) -> int:
 
 def _multiply(call: Call) -> int:
     """Batched matrix products: both operands are cut along the same batch dimension."""
-    cuts = {call.held.get(node, -1) for node in call.inputs}
-    cut = cuts.pop()
-    if cuts or not 0 <= cut < len(call.shape) - 2:
+    if call.common_cut >= len(call.shape) - 2:
         raise NeedsWholeError
-    return cut
+    return call.common_cut
 
 
 def _join(call: Call) -> int:
     """All inputs are cut along the same dimension, which is not the one that joins them."""
-    cuts = {call.held.get(node, -1) for node in call.inputs}
-    cut = cuts.pop()
-    if cuts or cut == call.dim():
+    if call.common_cut == call.dim():
         raise NeedsWholeError
-    return cut
+    return call.common_cut
+
+
+def _look_up(call: Call) -> int:
+    """Rows of a table of which each rank has some columns."""
+    if call.cut != 1:
+        raise NeedsWholeError
+    return len(call.shape) - 1
 
 
 _RULES: Mapping[Any, Callable[[Call], int]] = {
@@ -187,7 +204,8 @@ _RULES: Mapping[Any, Callable[[Call], int]] = {
     aten.flatten.using_ints: _reshape,
     aten.unflatten.int: _reshape,
     aten.transpose.int: _transpose,
-    aten.unsqueeze.default: _unsqueeze,
+    aten.unsqueeze.default: _add_dim,
+    aten.stack.default: _add_dim,
     aten.squeeze.dim: _drop,
     aten.select.int: _drop,
     aten.slice.Tensor: _beside,
@@ -197,4 +215,5 @@ _RULES: Mapping[Any, Callable[[Call], int]] = {
     aten.mean.dim: _mean,
     aten.matmul.default: _multiply,
     aten.cat.default: _join,
+    aten.embedding.default: _look_up,
 }

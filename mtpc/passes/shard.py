@@ -241,18 +241,19 @@ class _Cutter:
     def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
         """Query heads with the key/value heads that they use; of latents every rank has all."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        by_head = {"q": 1, "k_cache": 2, "v_cache": 2, "kv_up": 0}
-        wanted = {name: dim for name, dim in by_head.items() if name in given}
-        if cut != wanted or given.get("sinks") is not None:
+        by_head = {"q": 1, "k_cache": 2, "v_cache": 2, "kv_up": 0, "sinks": 0}
+        wanted = {name: dim for name, dim in by_head.items() if given.get(name) is not None}
+        if cut != wanted:
             raise NeedsWholeError
         self.held[node] = 1
         self._compute(node)
         return True
 
     def _embed(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Rows of a table that is cut by its rows."""
         weight, ids = given["weight"], given["indices"]
         if ids in self.held or not self.steps.get(weight):
-            raise NeedsWholeError
+            return False
         with self.fx.inserting_before(node):
             args = (weight, ids, self.steps[weight], self.sharding.group)
             found = emit(self.fx, ours.vocab_embedding.default, args, node)

@@ -271,6 +271,7 @@ CONFIGS["glm_moe_dsa@shared"] = {
     **CONFIGS["glm_moe_dsa"],
     "index_share_for_mtp_iteration": True,
 }
+CONFIGS["mimo_v2@heads"] = {**CONFIGS["mimo_v2"], "num_key_value_heads": 2}
 
 
 OWN = {"step3p5": ("head",), "step3p7": ("head",)}

@@ -22,7 +22,15 @@ from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.recipes import Packed, Rows, allocate, from_json, make, spec_of, to_json
 
+aten = torch.ops.aten
 WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+def compiler(directory: Path, rank: int, ranks: int = 2) -> StepCompiler:
+    """That of one rank; it builds steps without the others."""
+    loaded = load(str(directory), "float64", True)
+    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    return StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(rank, ranks, "0"))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -42,12 +50,9 @@ def test_a_part_of_a_weight(dim: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
     """Weights and caches by rank, two sums a layer, one message for each choice of tokens."""
-    loaded = load(str(checkpoint("deepseek_v3", "random")), "float64", True)
-    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for rank in (0, ranks - 1):
-        place = Ranks(rank, ranks, "0")
-        built = StepCompiler(loaded, options, make_backend("eager"), ranks=place)
+        built = compiler(checkpoint("deepseek_v3", "random"), rank, ranks)
         graph = built.rewritten(built.keys[0])
         named: dict[str, Tensor] = dict(graph.module.named_buffers(remove_duplicate=False))
         shapes[rank] = {n: tuple(t.shape) for n, t in named.items() if n.startswith("shard.")}
@@ -61,12 +66,28 @@ def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
     assert shapes[0]["shard.model_layers_1_mlp_experts_down_proj"] == (4, 64, 32 // ranks)
 
 
+def test_rings_are_cut_by_heads(checkpoint: Callable[..., Path]) -> None:
+    """As pages are; those of the MTP layer, too."""
+    built = compiler(checkpoint("exaone_moe", "random"), 1)
+    caches = ("kv.0.ring_k", "kv.0.ring_v", "kv.1.k", "kv.1.v", "kv.2.ring_k", "kv.2.ring_v")
+    assert {tuple(built.shared[name].shape[2:]) for name in caches} == {(1, 16)}
+    built.rewritten(built.keys[0])
+
+
+def test_a_table_is_cut_by_columns(checkpoint: Callable[..., Path]) -> None:
+    """Of n-grams, whose rows are gathered before they stand side by side."""
+    built = compiler(checkpoint("qwen4_exp", "random"), 1)
+    graph = built.rewritten(built.keys[0])
+    (row,) = (node for node, op in operators(graph.graph) if op is aten.embedding.default)
+    assert row.meta["val"].shape[1:] == (4, 6 // 2)
+    (whole,) = row.users
+    assert whole.target is torch.ops.mtpc.all_gather.default
+    assert whole.meta["val"].shape[1:] == (4, 6)
+
+
 def test_heads_of_latent_attention_are_cut(checkpoint: Callable[..., Path]) -> None:
     """In layers with two attentions and in the MTP layer; latents are whole."""
-    loaded = load(str(checkpoint("longcat_flash", "random")), "float64", True)
-    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
-    place = Ranks(1, 2, "0")
-    built = StepCompiler(loaded, options, make_backend("eager"), ranks=place)
+    built = compiler(checkpoint("longcat_flash", "random"), 1)
     graph = built.rewritten(built.keys[0])
     named: dict[str, Tensor] = dict(graph.module.named_buffers(remove_duplicate=False))
     blocks = ("model_layers_0_self_attn_0", "model_layers_1_self_attn_1", "mtp_0_block_self_attn_0")
@@ -79,4 +100,4 @@ def test_heads_of_latent_attention_are_cut(checkpoint: Callable[..., Path]) -> N
     # them, and twice in drafts.
     assert found["all_reduce"] == 4 * 2 + 2 + 2 * 2
     with pytest.raises(OptionError, match="layer 0 has 4 attention heads for 3 ranks"):
-        StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(0, 3, "0"))
+        compiler(checkpoint("longcat_flash", "random"), 0, 3)

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.ranks import Group, group_of
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
+from helpers.trained import make_trained_checkpoint
+from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import OptionError, RankError, UnsupportedModelError
+from mtpc.passes import held
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache
 from mtpc.program.ranks import Ranks
@@ -23,7 +27,8 @@ SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
 FAMILIES = (
     *("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "step3p5", "glm4_moe_lite"),
-    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h"),
+    *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h", "ernie4_5_moe"),
+    *("exaone_moe", "qwen4_exp", "mimo_v2@heads"),
 )
 
 
@@ -83,6 +88,19 @@ def test_the_same_of_all_families(
 
 
 @pytest.mark.slow
+def test_each_head_has_its_own_sink(two: Group, tmp_path: Path) -> None:
+    """With sinks far apart, so that text depends on them."""
+    directory = make_trained_checkpoint("mimo_v2@heads", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    sinks = [name for name in tensors if name.endswith("attention_sink_bias")]
+    assert sinks
+    tensors |= {name: torch.tensor([6.0, 4.0, -6.0, -4.0]) for name in sinks}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spec = two.compile(directory, spec_tokens=1, **OPTIONS)
+    check_theorem(spec, Oracle("mimo_v2@heads", directory), 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_of_tapes(
@@ -100,7 +118,7 @@ def test_the_same_of_tapes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "exaone_moe"])
 def test_bfloat16_text_depends_on_neither_drafts_nor_batch(
     family: str, two: Group, checkpoint: Callable[..., Path], cpu_cache: Path
 ) -> None:
@@ -175,10 +193,10 @@ def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Pa
 
 
 def test_what_is_wrong_is_said_on_every_rank(
-    two: Group, checkpoint: Callable[..., Path], tmp_path: Path
+    two: Group, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another model, other weights, a rank that fails, heads that do not divide, what a part cannot
-    run."""
+    """Another model, other weights, a rank that fails, heads that do not divide, an operator
+    without a rule."""
     options = {**OPTIONS, "spec_tokens": 1}
     with pytest.raises(RankError, match=r"rank 1 of 2 has model.* and rank 0 has .*on every rank"):
         two.compile(checkpoint("mimo"), checkpoint("glm4_moe"), **options)
@@ -188,6 +206,7 @@ def test_what_is_wrong_is_said_on_every_rank(
         two.compile(checkpoint("mimo"), checkpoint("mimo", "random"), **options)
     with pytest.raises(OptionError, match=r"1 key/value heads for 2 ranks: more ranks than heads"):
         two.compile(checkpoint("mimo_v2", "random"), **options)
+    monkeypatch.delitem(held._RULES, torch.ops.aten.stack.default)
     with pytest.raises(UnsupportedModelError, match=r"aten.stack.default .* reads dimension 1"):
         two.compile(checkpoint("ernie4_5_moe", "random"), **options)
 
