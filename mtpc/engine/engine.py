@@ -1,8 +1,7 @@
 """The engine: admits requests into slots and pages, replays steps, and reads results.
 
 The captured step makes every decision about tokens. The host admits and frees requests, and reads
-`out_token_ids` and `num_emitted`. `scheduler` decides which requests run in a step, and `rows`
-writes their rows of the buffers.
+`out_token_ids` and `num_emitted`. `scheduler` chooses a step's requests, `rows` writes their rows.
 
 Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add` and
 `abort`; a grammar's methods run in the middle of a step and may call neither.
@@ -12,8 +11,8 @@ says that one left the queues half-changed. The next call then builds them anew 
 which are the truth, and computes what was running again.
 
 With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
-same, because no decision about tokens waits for the host. The host knows each request's length one
-step late, so it allocates pages for the greatest possible length.
+same, because no decision about tokens waits for the host. The host knows lengths one step late, so
+it allocates pages for the greatest possible one.
 """
 
 from __future__ import annotations
@@ -111,10 +110,10 @@ class Engine:
     def stats(self) -> Stats:
         """The counts so far, and the current state of the queue and the page pool."""
         program, stats = self.program, self._stats
-        stats.replays, stats.forced_drafts = program.replays.copy(), self._masks.forced_drafts
-        stats.host_writes, stats.building = program.host_writes, program.building
+        stats.replays, stats.host_writes = program.replays.copy(), program.host_writes
+        stats.building, stats.tiers = program.building, program.ready or self.tiers.tiers
+        stats.forced_drafts = self._masks.forced_drafts
         stats.fallbacks |= program.fallbacks
-        stats.tiers = program.ready or self.tiers.tiers
         self.scheduler.describe(stats)
         self._states.describe(stats, self.pages.index)
         return stats

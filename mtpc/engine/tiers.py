@@ -216,9 +216,12 @@ class TierPolicy:
 
     def _loss(self, costs: StepCosts, tier: int) -> float:
         """The seconds that a step is expected to lose, if its K is better than it seems."""
+        return costs.seconds(tier) * (1 - self._hope(costs, tier))
+
+    def _hope(self, costs: StepCosts, tier: int) -> float:
+        """A K's rate over the preferred one's, at most 1, if its cost is a standard error lower."""
         ratio = self._rate(costs, tier) / self._rate(costs, self.current)
-        ratio *= math.exp(costs.doubt(tier, self.current))
-        return costs.seconds(tier) * (1 - min(ratio, 1.0))
+        return min(ratio * math.exp(costs.doubt(tier, self.current)), 1.0)
 
     def _change_cost(self, costs: StepCosts, tier: int) -> float:
         """The seconds lost by going from the preferred K to another and back.
@@ -261,11 +264,10 @@ class TierPolicy:
         self.steps += 1
         for k in self.tiers:
             self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])
-        share, rate = BUDGET / (len(self.tiers) - 1), self._rate(cell.costs, self.current)
+        share = BUDGET / (len(self.tiers) - 1) * seconds
         for other in self.tiers:
-            if other != tier:  # The slower it seems, the less it gets.
-                hope = min(1.0, self._rate(cell.costs, other) / rate)
-                cell.allowed[other] += share * hope * seconds
+            if other != tier:  # A hopeless K gets little.
+                cell.allowed[other] += share * self._hope(cell.costs, other)
         if tier != self.current and not self.rests:
             lost = seconds - self._tokens / self._rate(cell.costs, self.current)
             self._wins = self._verified and lost < 0
