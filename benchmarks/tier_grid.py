@@ -3,7 +3,7 @@
     python -m benchmarks.tier_grid --processes 2 --out benchmarks/results/paper/tier-grid.json
 
 The real policy chooses K; steps, drafts and arrivals are random (`harness.loads`). It takes about
-80 minutes of CPU time. `--every 100` takes every hundredth load. `--short` simulates bursts of
+70 minutes of CPU time. `--every 100` takes every hundredth load. `--short` simulates bursts of
 one request per row, with a policy that knows nothing and with one that knows the costs of steps.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, Moment, decode, m
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.engine.tiers import TierPolicy
 
-BURSTS, DRAWS = 12, 4
+BURSTS, DRAWS = 12, 3
 BEST, FLOOR = 0.98, 0.95
 """The goals of "auto", relative to the best fixed K and to K = 0."""
 COLUMNS = (

@@ -170,7 +170,7 @@ class Load:
             return taken
         slower = taken if self.drift == "all" else self.cost(1, 0, 0)
         # By tokens and not by time, so that each K meets the same machine at the same token.
-        swing = math.sin(tokens / (64 * self.batch) + self.draw * math.pi / 2)
+        swing = math.sin(tokens / (64 * self.batch) + self.draw * math.tau / 3)
         return taken + 0.33 * slower * swing
 
 
