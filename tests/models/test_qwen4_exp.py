@@ -20,7 +20,6 @@ from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, C, M, N, P, S
 from mtpc.models.load import SteppedModel, load
-from mtpc.models.shards import ShardPlan
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.recipes import Join
 
@@ -128,13 +127,6 @@ def test_configs_of_other_models(
 def test_images_are_refused(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises((OptionError, UnsupportedModelError), match="qwen4_exp"):
         mtpc.compile(checkpoint(FAMILY, "random"), spec_tokens=0, images=True, **EAGER)
-
-
-def test_ranks_are_refused(checkpoint: Callable[..., Path]) -> None:
-    """transformers' plan cuts the table of n-grams in a way that mtpc does not know."""
-    loaded = load(checkpoint(FAMILY, "random"), None, True)
-    with pytest.raises(UnsupportedModelError, match="embedding_colwise"):
-        ShardPlan(loaded, 2)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -404,7 +404,7 @@ FAULTS = (
     Fault(
         "a drafter is fed its own output after the norm",
         EAGLE3,
-        'next_features="before",',
+        'next_features="after" if config.norm_output else "before",',
         'next_features="after",',
         f"{_DRAFTS}[llama-trained]",
     ),
