@@ -358,3 +358,16 @@ def test_what_needs_triton_is_marked() -> None:
         for skip, marker in (("INTERPRETS", "triton"), ("COMPILES", "gpu_compile")):
             if f"if not {skip}:" in source and path != Path(__file__):
                 assert f"pytestmark = pytest.mark.{marker}\n" in source, path.name
+
+
+def test_lines_of_documents_wrap() -> None:
+    """At 120 characters; tables, pictures and the renderer's comments do not."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert len(pages) > 10
+    long = [
+        f"{page.name}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 120 and not re.search(r"^\||^!\[|<!--|-->", line)
+    ]
+    assert long == []
