@@ -15,28 +15,40 @@ from mtpc.engine.request import Request, StepOutput
 
 
 class Desk:
-    """Three requests of an outbox, and what their callbacks got."""
+    """Three requests of an outbox, and what their callbacks got.
 
-    def __init__(self) -> None:
+    Args:
+        raising: the request whose callback raises KeyboardInterrupt once it has got its tokens.
+    """
+
+    def __init__(self, raising: int = 0) -> None:
         self.got: dict[int, list[StepOutput]] = {1: [], 2: [], 3: []}
-        self.box = Outbox(self._blame)
+        self.raising, self.box = raising, Outbox(self._blame)
         self.requests = {
-            number: Request(number, [3], 8, on_output=took.append)
-            for number, took in self.got.items()
+            number: Request(number, [3], 8, on_output=self._take) for number in self.got
         }
-        for number, request in self.requests.items():
-            self.box.put(request, StepOutput(number, [number, number], None))
+        self.emissions = {
+            number: self.box.put(request, StepOutput(number, [number, number], None))
+            for number, request in self.requests.items()
+        }
+
+    def _take(self, output: StepOutput) -> None:
+        self.got[output.request_id].append(output)
+        if output.request_id == self.raising and output.token_ids:
+            raise KeyboardInterrupt
 
     def _blame(self, request: Request, interrupt: BaseException | None) -> None:
         assert interrupt is not None
         self.box.put_failure(request, interrupt)
 
     def check(self) -> None:
-        """Each callback got its tokens once, or was told of the interrupt."""
+        """Each callback got its tokens once; or its call had begun, and it was told so."""
         for number, outputs in self.got.items():
             tokens = [output.token_ids for output in outputs if output.finish_reason is None]
             failed = bool(outputs) and outputs[-1].finish_reason == "error"
             assert tokens == [[number, number]] or (failed and not tokens), (number, outputs)
+            assert not failed or self.emissions[number].is_begun
+            assert failed or number != self.raising
         assert not self.box.has_any
 
 
@@ -78,6 +90,15 @@ def test_an_interrupt_loses_no_output(second: int) -> None:
         if not went_on:
             break
     assert 100 < moment < 999
+
+
+def test_an_interrupt_in_a_callback_and_another_after_it() -> None:
+    for moment in range(1, 250):
+        desk = Desk(raising=2)
+        assert was_interrupted(desk.box.hand_out, moment)
+        was_interrupted(desk.box.hand_out, 0)
+        desk.box.hand_out()
+        desk.check()
 
 
 def test_an_abort_is_told_after_an_interrupt() -> None:

@@ -1,4 +1,4 @@
-"""Planted faults are seen: six in the default run, all in the slow one."""
+"""Planted faults are seen: four in the default run, all in the slow one."""
 
 from __future__ import annotations
 
