@@ -89,6 +89,13 @@ class LoadedModel:
         """Rows of the embedding; every token id is smaller."""
         return self.target.get_input_embeddings().weight.shape[0]
 
+    @property
+    def tables(self) -> set[int]:
+        """The `id` of each tensor of which steps read single rows: embeddings that are no head."""
+        modules = [m for root in (self.target, *self.mtp_layers) for m in root.modules()]
+        heads = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
+        return {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - heads
+
     def served(self) -> ServedModel:
         """What serving needs besides the model itself."""
         directory = self.checkpoint.directory if self.checkpoint else None

@@ -106,21 +106,15 @@ def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
 
 def _copies(compiler: StepCompiler) -> int:
     """Bytes of the weights that are packed, or made of several stored ones."""
-    loaded = compiler.loaded
-    target, headers = loaded.target, loaded.headers
-    rows, head = target.get_input_embeddings().weight, target.get_output_embeddings()
-    is_tied = head is not None and head.weight is rows
-    unread = set() if is_tied else {id(rows)}
-    unread |= {id(layer.embedding.weight) for layer in loaded.mtp_layers if layer.embedding}
-    total = 0
+    loaded, total = compiler.loaded, 0
+    headers, tables = loaded.headers, loaded.tables
     for name, tensor in loaded.weights().items():
-        if id(tensor) in unread:
-            continue
+        is_table, is_joined = id(tensor) in tables, headers and headers.origin(tensor) is None
         scheme = compiler.options.quantize
         spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
-        if spec is not None:
+        if spec is not None and not is_table:
             total += spec.nbytes(tensor.numel())
-        elif can_pack(tensor) or (headers is not None and headers.origin(tensor) is None):
+        elif is_joined or (can_pack(tensor) and not is_table):
             share = compiler.share
             total += tensor.nbytes if share is None else share.nbytes(name, tensor)
     return total

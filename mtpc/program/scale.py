@@ -283,10 +283,7 @@ class RankModel:
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
         stored, scheme = stored_groups(self.loaded), self.options.quantize
-        target = self.loaded.target
-        head = target.get_output_embeddings().weight
-        inputs = {id(target.get_input_embeddings().weight)} - {id(head)}
-        inputs |= {id(x.embedding.weight) for x in self.loaded.mtp_layers if x.embedding}
+        tables = self.loaded.tables
         for name, tensor in self.loaded.weights().items():
             spec = stored.specs.get(name) or spec_by_scheme(
                 None if is_head(name) else scheme, name, tensor
@@ -295,7 +292,7 @@ class RankModel:
             held = shard.count(tuple(tensor.shape), 0, self.ranks)
             nbytes = spec.nbytes(held) if spec else held * tensor.itemsize
             stacked = ".experts." in name and tensor.dim() == 3
-            role = "rows" if id(tensor) in inputs else "experts" if stacked else "dense"
+            role = "rows" if id(tensor) in tables else "experts" if stacked else "dense"
             total = tensor.shape[0] if tensor.dim() else 1
             yield name, Weight(_part(name), shard.kind, nbytes, role, total, tensor.numel())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from benchmarks import scale as page
+from mtpc.models.load import load
 from mtpc.program.scale import DEVICES, RankModel, Sum
 
 
@@ -71,6 +74,22 @@ def test_ranks_hold_the_model_together(name: str, ranks: int, experts: bool) -> 
             assert weight.nbytes * times == one.weights[key].nbytes, key
         cut = ranks if name.startswith("Qwen") else 1  # Latents are on every rank.
         assert rank.token_bytes * cut == one.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "tables"),
+    [
+        ("mimo", {"embed_tokens"}),
+        ("qwen4_exp", {"embed_tokens", "ngram_embedding"}),
+        ("gemma4", {"embed_tokens_per_layer"}),  # The other embedding is the head, too.
+    ],
+)
+def test_tables_are_read_by_rows(
+    family: str, tables: set[str], checkpoint: Callable[..., Path]
+) -> None:
+    loaded = load(checkpoint(family, "random"), None, False, headers_only=True)
+    found = {n.split(".")[-2] for n, w in loaded.weights().items() if id(w) in loaded.tables}
+    assert found == tables
 
 
 def test_the_terms_of_a_step() -> None:
