@@ -11,18 +11,19 @@ from benchmarks.tier_grid import BEST, FLOOR, Shares, compare
 from mtpc.engine.accepted import Acceptance
 from mtpc.engine.tiers import TierPolicy
 
-LEAST, USUAL = 0.95, 0.97
-"""Of the best fixed K in every load; and the share of loads that have `BEST`."""
+LEAST, USUAL, MOMENT = 0.97, 0.99, 0.94
+"""Of the best fixed K in every load; the share of loads that have `BEST`; and of K = 0 at any
+moment of every load."""
 
 
 def compared(loads: list[Load]) -> list[tuple[Shares, Load]]:
-    """The worst first. No load is ever under 0.95 of K = 0."""
+    """The worst first. No load is under 0.95 of K = 0 at its end."""
     found = sorted(((compare(load), load) for load in loads), key=lambda pair: pair[0])
     mean = sum(shares.best for shares, _ in found) / len(found)
     print(f"{len(found)} loads, mean {mean:.4f}, worst {found[:5]}")
     for shares, load in found:
         assert shares.plain >= FLOOR, load
-        assert shares.floor >= FLOOR, load
+        assert shares.floor >= MOMENT, load
         assert shares.best >= LEAST, load
     return found
 
