@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from statistics import mean
@@ -66,8 +66,9 @@ class Shares(NamedTuple):
 
 def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
     """Compare "auto" with every fixed K."""
-    fixed = [decoded(load, lambda tier=tier: tier) for tier in TIERS]  # type: ignore[misc]
-    auto = decoded(load, lambda: policy(TIERS))
+    draws = range(DRAWS)
+    fixed = [decoded(load, draws, lambda tier=tier: tier) for tier in TIERS]  # type: ignore[misc]
+    auto = decoded(load, draws, lambda: policy(TIERS))
     best, plain = (
         min(
             min(moments[-1].work for moments in beside) / auto[-1].work,
@@ -79,10 +80,12 @@ def compare(load: Load, policy: type[TierPolicy] = TierPolicy) -> Shares:
     return Shares(best, plain, min(floors[1:]))
 
 
-def decoded(load: Load, chosen: Callable[[], TierPolicy | int]) -> list[Moment]:
+def decoded(
+    load: Load, draws: Iterable[int], chosen: Callable[[], TierPolicy | int]
+) -> list[Moment]:
     """The mean times of a load's draws, each with a policy of its own."""
-    draws = [decode(replace(load, draw=draw), chosen()) for draw in range(DRAWS)]
-    return [Moment(*map(mean, zip(*each, strict=True))) for each in zip(*draws, strict=True)]
+    found = [decode(replace(load, draw=draw), chosen()) for draw in draws]
+    return [Moment(*map(mean, zip(*each, strict=True))) for each in zip(*found, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +121,9 @@ def row(number: int) -> dict[str, Any]:
 def short_row(number: int) -> dict[str, Any]:
     """The record's entry of a short load, without and with known costs."""
     load = SHORT[number]
-    bursts = [replace(load, draw=burst) for burst in range(1, BURSTS + 1)]
 
     def work(chosen: Callable[[], TierPolicy | int]) -> float:
-        return sum(decode(burst, chosen())[-1].work for burst in bursts)
+        return decoded(load, range(1, BURSTS + 1), chosen)[-1].work
 
     best = min(work(lambda tier=tier: tier) for tier in TIERS)  # type: ignore[misc]
     return {

@@ -1,7 +1,7 @@
 """The engine: admits requests into slots and pages, replays steps, and reads results.
 
 The captured step makes every decision about tokens. The host admits and frees requests, and reads
-`out_token_ids` and `num_emitted`. `scheduler` chooses a step's requests, `rows` writes their rows.
+`out_token_ids` and `num_emitted`. `scheduler` chooses a step's requests; `rows` writes their rows.
 
 Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add` and
 `abort`; a grammar's methods run in the middle of a step and may call neither.
@@ -86,7 +86,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
         self._lock = FairLock()
-        # Held during the calls they name. Who has `_lock` and finds one taken holds it.
+        # Held during the calls they name. A thread that has `_lock` and finds one taken holds it.
         self._stepping, self._advancing = threading.Lock(), threading.Lock()
         self._is_torn, self._failures = False, 0
         self._unread: PendingStep | None = None

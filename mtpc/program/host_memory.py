@@ -109,7 +109,8 @@ def _copies(compiler: StepCompiler) -> int:
     loaded, total = compiler.loaded, 0
     headers, tables = loaded.headers, loaded.tables
     for name, tensor in loaded.weights().items():
-        is_table, is_joined = id(tensor) in tables, headers and headers.origin(tensor) is None
+        is_table = id(tensor) in tables
+        is_joined = headers is not None and headers.origin(tensor) is None
         scheme = compiler.options.quantize
         spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
         if spec is not None and not is_table:

@@ -13,17 +13,17 @@ from mtpc.engine.tiers import TierPolicy
 
 LEAST, USUAL, MOMENT = 0.97, 0.99, 0.94
 """Of the best fixed K in every load; the share of loads that have `BEST`; and of K = 0 at any
-moment of every load."""
+moment of every load of the whole grid, in which two loads with a drift are below `FLOOR`."""
 
 
-def compared(loads: list[Load]) -> list[tuple[Shares, Load]]:
-    """The worst first. No load is under 0.95 of K = 0 at its end."""
+def compared(loads: list[Load], moment: float = FLOOR) -> list[tuple[Shares, Load]]:
+    """The worst first. No load is under 0.95 of K = 0 at its end, or under `moment` at any time."""
     found = sorted(((compare(load), load) for load in loads), key=lambda pair: pair[0])
     mean = sum(shares.best for shares, _ in found) / len(found)
     print(f"{len(found)} loads, mean {mean:.4f}, worst {found[:5]}")
     for shares, load in found:
         assert shares.plain >= FLOOR, load
-        assert shares.floor >= MOMENT, load
+        assert shares.floor >= moment, load
         assert shares.best >= LEAST, load
     return found
 
@@ -35,7 +35,7 @@ def test_part_of_the_grid() -> None:
 
 @pytest.mark.slow
 def test_the_grid() -> None:
-    found = compared(GRID)
+    found = compared(GRID, MOMENT)
     assert sum(shares.best >= BEST for shares, _ in found) >= USUAL * len(found)
 
 
