@@ -23,12 +23,13 @@ from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
-from mtpc.weights.packing import Fill
+from mtpc.weights.packing import TILE, Fill, allocate_packed, count_tiles
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.read_ahead import ReadAhead, Span
 from mtpc.weights.recipes import (
     Grouped,
     GroupedMaker,
+    Packed,
     Recipe,
     Rows,
     make,
@@ -213,9 +214,14 @@ class WeightSource:
                     records.setdefault(name, record)  # It is made once, for the first step.
         for name, record in records.items():
             stored = _stored_recipe(name, record)
-            if stored is not None:
-                for part in parts_read(take_early(stored, self._checkpoint.meta_tensor)):
-                    yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
+            if stored is None:
+                continue
+            whole = self._read_in_pieces(stored, _dtypes(record, name))
+            if whole is not None:
+                yield from self._checkpoint.piece_spans(whole)
+                continue
+            for part in parts_read(take_early(stored, self._checkpoint.meta_tensor)):
+                yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
 
     def weight(self, name: str, record: StepRecord) -> Tensor:
         """Make a weight by the recipes of a record."""
@@ -223,11 +229,7 @@ class WeightSource:
         for part in sorted(set(names(recipe)).intersection(record.ends)):
             for stored in names(record.stored[part]):
                 self._find_copy(stored)
-        dtypes = {
-            self._first_copy(stored): getattr(torch, record.dtypes[part])
-            for part in names(recipe)
-            for stored in names(record.stored[part])
-        }
+        dtypes = {self._first_copy(n): dtype for n, dtype in _dtypes(record, name).items()}
         stored_recipe = _stored_recipe(name, record)
         assert stored_recipe is not None
         made_of = substitute(stored_recipe, self._first_copy)
@@ -239,19 +241,23 @@ class WeightSource:
         return self._shared[key]
 
     def _make(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        whole = self._read_in_pieces(recipe, dtypes)
         if isinstance(recipe, Grouped):
             self._dtypes |= dtypes
             made = self._maker.make(recipe)
-        else:
+        elif whole is None:
             made = self._make_plain(take_early(recipe, self._checkpoint.meta_tensor), dtypes)
-        in_map = isinstance(recipe, str) and self._stays_in_map(recipe, made)
-        if in_map:
-            del made  # The next weights are read into its memory.
+        elif isinstance(recipe, Packed):
+            made = self._pack_in_pieces(whole, dtypes[whole])
+        else:
+            if whole not in self._finite:
+                self._finite[whole] = all([*map(is_finite, self._checkpoint.pieces(whole))])
+            made = self._checkpoint.tensor(whole)
         # The tensors that a weight was made of are not needed again. Of an embedding, steps read a
         # few rows.
         for name in dtypes:
             self._checkpoint.release(name)
-        return self._checkpoint.tensor(str(recipe)) if in_map else made
+        return made
 
     def _make_plain(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """Make a weight that is not grouped, and check what it is made of."""
@@ -267,11 +273,27 @@ class WeightSource:
             self._look(recipe, tensors)
         return made
 
-    def _stays_in_map(self, name: str, read: Tensor) -> bool:
-        """Whether steps read a stored weight from its file's memory map."""
-        if read.nbytes < _IN_MAP_BYTES or not self._checkpoint.is_plain(name):
-            return False
-        return self._checkpoint.meta_tensor(name).dtype == read.dtype
+    def _read_in_pieces(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> str | None:
+        """The weight that a recipe packs, or that steps read from its file's memory map."""
+        name = recipe.part if isinstance(recipe, Packed) else recipe
+        if not isinstance(name, str) or not self._checkpoint.is_plain(name):
+            return None
+        stored = self._checkpoint.meta_tensor(name)
+        if isinstance(recipe, Packed):
+            return name if stored.dim() == 2 else None
+        is_as_stored = dtypes[name] == stored.dtype and stored.nbytes >= _IN_MAP_BYTES
+        return name if is_as_stored else None
+
+    def _pack_in_pieces(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A packed weight, of which some rows at a time are in memory as they are stored."""
+        packed = allocate_packed(self._checkpoint.meta_tensor(name).shape, dtype)
+        begin, finite = 0, torch.ones(1, dtype=torch.bool)
+        for rows in self._checkpoint.pieces(name):
+            end = begin + len(rows)
+            self._fill(rows.to(dtype), packed[begin // TILE : count_tiles(end)], finite)
+            begin = end
+        self._finite[name] = self._finite.get(name, True) and bool(finite)
+        return packed
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight as codes of this form: as it is stored, or else rounded."""
@@ -311,9 +333,18 @@ class WeightSource:
             return False
         ours, theirs = checkpoint.parts_of(name), checkpoint.parts_of(other)
         return len(ours) == len(theirs) and all(
-            _equal(checkpoint.read(one), checkpoint.read(two))
-            for one, two in zip(ours, theirs, strict=True)
+            self._is_equal(one, two) for one, two in zip(ours, theirs, strict=True)
         )
+
+    def _is_equal(self, one: str, two: str) -> bool:
+        """Whether two tensors of the files have the same dtype and values."""
+        ours, theirs = self._checkpoint.read(one), self._checkpoint.read(two)
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        if ours.dim() and not torch.equal(ours[:_FIRST_ROWS], theirs[:_FIRST_ROWS]):
+            return False
+        pieces = zip(self._checkpoint.pieces(one), self._checkpoint.pieces(two), strict=True)
+        return all(torch.equal(*pair) for pair in pieces)
 
     def check(self) -> None:
         """Check the tensors that were read so far: all of them, once the steps are bound.
@@ -345,9 +376,10 @@ def _stored_recipe(name: str, record: StepRecord) -> Recipe | None:
     return substitute(recipe, record.stored.__getitem__)
 
 
-def _equal(one: Tensor, two: Tensor) -> bool:
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    if one.dim() and not torch.equal(one[:_FIRST_ROWS], two[:_FIRST_ROWS]):
-        return False
-    return torch.equal(one, two)
+def _dtypes(record: StepRecord, name: str) -> dict[str, torch.dtype]:
+    """The stored tensors that a weight is made of, and the dtypes that they are read in."""
+    return {
+        stored: getattr(torch, record.dtypes[part])
+        for part in names(record.derived.get(name, name))
+        for stored in names(record.stored[part])
+    }

@@ -197,6 +197,10 @@ class Checkpoint(CheckpointFiles):
         """Where in the files the tensors of a weight are, those of `parts_of`."""
         return [self.stored[part].span for part in self.parts_of(name)]
 
+    def piece_spans(self, name: str) -> list[Span]:
+        """Where in the files the `pieces` of a plain tensor are."""
+        return self.stored[name].pieces
+
     def is_plain(self, name: str) -> bool:
         """Whether `tensor` returns the stored bytes, without computing anything."""
         return name in self.stored and name not in self._quantised

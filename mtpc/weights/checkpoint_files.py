@@ -159,6 +159,10 @@ class CheckpointFiles(ConfigFile):
         """One tensor of the files, by its name there and as it is stored; see `TensorFile`."""
         return self._files[self.stored[name].path].tensor(name)
 
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """A tensor of the files, some rows at a time; see `TensorFile.pieces`."""
+        return self._files[self.stored[name].path].pieces(name)
+
     def sample(self, name: str, nbytes: int) -> bytes:
         """Some bytes from the middle of a tensor of the files."""
         return self._files[self.stored[name].path].sample(name, nbytes)

@@ -6,7 +6,7 @@ key and the binding of weights see one checkpoint, whichever directory holds a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,12 @@ class PairedCheckpoint(Checkpoint):
 
     def spans(self, name: str) -> list[Span]:
         return self._ask(Checkpoint.spans, name)
+
+    def piece_spans(self, name: str) -> list[Span]:
+        return self._ask(Checkpoint.piece_spans, name)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        return self._ask(Checkpoint.pieces, name)
 
     def is_plain(self, name: str) -> bool:
         return self._ask(Checkpoint.is_plain, name)

@@ -143,7 +143,8 @@ class ReadAhead:
             ) from None
 
     def release(self, span: Span) -> None:
-        """Forget a span that was taken. Tensors over its memory keep the memory."""
+        """Forget a span, taken or not. Tensors over its memory keep the memory."""
+        self._waiting.pop(span, None)
         if self._read.pop(span, None) is not None:
             self._held -= span.nbytes
             self._go_on()

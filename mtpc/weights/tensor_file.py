@@ -11,6 +11,7 @@ import contextlib
 import json
 import mmap
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,9 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.packing import NORESERVE
+from mtpc.weights.packing import NORESERVE, TILE
 from mtpc.weights.read_ahead import ReadAhead, Span
 
+_PIECE_BYTES = 1 << 26
+"""Bytes of a large matrix to read at a time. A head may have more than a gigabyte, and new memory
+for as much takes seconds."""
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -84,6 +88,18 @@ class StoredTensor:
     def span(self) -> Span:
         """Where its values are."""
         return Span(self.path, self.begin, self.nbytes)
+
+    @property
+    def pieces(self) -> list[Span]:
+        """The spans in which it is read: those of some rows each if it is a large matrix."""
+        if len(self.shape) != 2 or self.nbytes <= 2 * _PIECE_BYTES:
+            return [self.span]
+        row = self.nbytes // self.shape[0]
+        step = row * max(TILE, _PIECE_BYTES // row // TILE * TILE)
+        starts = range(0, self.nbytes, step)
+        return [
+            Span(self.path, self.begin + start, min(step, self.nbytes - start)) for start in starts
+        ]
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -174,15 +190,25 @@ class TensorFile:
             CheckpointError: torch does not have its dtype; or the file cannot be read.
         """
         stored = self.tensors[name]
-        return self._values(stored, self.dtype(name)).view(stored.shape)
+        return self._values(stored.span, self.dtype(name)).view(stored.shape)
 
-    def _values(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        """All values of a tensor in a row, as numbers of a dtype."""
-        count = stored.nbytes // dtype.itemsize
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """The rows of `StoredTensor.pieces`, one piece after the other, each as `tensor` gives it.
+
+        The memory of a piece is given back when the next one is asked for.
+        """
+        stored = self.tensors[name]
+        for span in stored.pieces:
+            yield self._values(span, self.dtype(name)).view(-1, *stored.shape[1:])
+            self._release(span)
+
+    def _values(self, span: Span, dtype: torch.dtype) -> Tensor:
+        """All values of a span in a row, as numbers of a dtype."""
+        count = span.nbytes // dtype.itemsize
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        read = self.ahead.take(stored.span) if self.ahead else None
-        memory, begin = read or (self._map, stored.begin)
+        read = self.ahead.take(span) if self.ahead else None
+        memory, begin = read or (self._map, span.begin)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
     def sample(self, name: str, nbytes: int) -> bytes:
@@ -193,7 +219,9 @@ class TensorFile:
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor; using it again reads the file again."""
-        span = self.tensors[name].span
+        self._release(self.tensors[name].span)
+
+    def _release(self, span: Span) -> None:
         if self.ahead:
             self.ahead.release(span)
         if not hasattr(mmap, "MADV_DONTNEED"):  # This system cannot do it.

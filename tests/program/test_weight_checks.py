@@ -18,13 +18,14 @@ from mtpc.backends.cpu_kernels import fill_packed, load_kernels
 from mtpc.errors import CheckpointError
 from mtpc.program import binding
 from mtpc.program.binding import WeightSource
-from mtpc.weights import packing
+from mtpc.weights import packing, tensor_file
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import Fill, pack
 from mtpc.weights.recipes import Blocks, Join, Packed, Recipe, Rows
 
 load_kernels()
-SHAPES = {"q": (64, 66), "k": (33, 66), "v": (31, 66), "down": (70, 34), "norm": (66,)}
+SHAPES = {"q": (64, 66), "k": (33, 66), "v": (31, 66), "down": (70, 34), "norm": (66,),
+          "embedding": (70, 34), "copy": (70, 34)}  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "qkv": Packed(Join("cat", ("q", "k", "v"))),  # The middle one fills no whole tiles.
     "two": Packed(Join("cat", ("q", "v"))),  # Packed part by part.
@@ -32,7 +33,12 @@ RECIPES: dict[str, Recipe] = {
     "share": Packed(Rows(((0, 32), (40, 48)), "down")),
     "heads": Packed(Blocks(2, 8, 24, True, "q")),
     "norm": "norm",
+    "embedding": "embedding",
+    "copy": "copy",
 }
+ENDS = ("embedding", "copy")
+ROWS = 32
+"""Rows of a piece, where a matrix is read in pieces. 70 rows have three, and the last is short."""
 
 
 @pytest.fixture(params=[False, True], ids=["mapped", "read ahead"])
@@ -42,12 +48,21 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["whole", "in pieces"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 2 * ROWS * 34)
+    monkeypatch.setattr(binding, "_IN_MAP_BYTES", 2 * 70 * 34)
+    return bool(request.param)
+
+
 @contextmanager
 def bound(
     directory: Path, names: list[str], bad: dict[str, int], fill: Fill = fill_packed
 ) -> Iterator[tuple[WeightSource, dict[str, Tensor], dict[str, Tensor]]]:
     """A source, its weights of these names, and what is stored; each bad tensor has one NaN."""
     stored = {name: bf16(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
+    stored["copy"] = stored["embedding"].clone()
     for i, (name, place) in enumerate(bad.items()):
         stored[name].view(-1)[place] = (torch.nan, -torch.inf)[i % 2]
     directory.mkdir(exist_ok=True)
@@ -57,7 +72,7 @@ def bound(
         derived={name: recipe for name, recipe in RECIPES.items() if name != recipe},
         stored={name: name for name in SHAPES},
         dtypes=dict.fromkeys(SHAPES, "bfloat16"),
-        ends=(),
+        ends=ENDS,
         package=SimpleNamespace(tensors=dict.fromkeys(names)),
     )
     source, steps = WeightSource(Checkpoint(directory), fill), {0: SimpleNamespace(record=record)}
@@ -74,6 +89,35 @@ def test_all_bad_tensors_are_in_one_error(tmp_path: Path, ahead: bool, fill: Fil
         pytest.raises(CheckpointError, match=r"4 tensor.* infinity: k, v, down, norm; expected"),
     ):
         source.check()
+
+
+@pytest.mark.parametrize("place", [0, 31 * 34, ROWS * 34, 64 * 34, 70 * 34 - 1])
+@pytest.mark.parametrize(("name", "stored"), [("down packed", "down"), ("embedding", "embedding")])
+def test_each_place_of_a_large_matrix_is_looked_at(
+    tmp_path: Path, ahead: bool, name: str, stored: str, place: int
+) -> None:
+    with (
+        bound(tmp_path, [name], {stored: place}) as (source, _, _),
+        pytest.raises(CheckpointError, match=rf"1 tensor\(s\) .* infinity: {stored}; expected"),
+    ):
+        source.check()
+
+
+@pytest.mark.parametrize("bad", [{}, {"copy": 64 * 34}])
+def test_a_copy_is_found_and_its_reading_ends(
+    tmp_path: Path, ahead: bool, bad: dict[str, int]
+) -> None:
+    """One that is equal but for a value in its last rows is none."""
+    names = ["embedding", "copy", "down packed"]
+    with bound(tmp_path, names, bad) as (source, made, stored):
+        assert (made["embedding"] is made["copy"]) == (not bad)
+        for name in ENDS:
+            assert torch.equal(made[name].view(torch.int16), stored[name].view(torch.int16))
+        assert torch.equal(made["down packed"], pack(stored["down"]))
+        (file,) = source._checkpoint.files
+        assert (file.ahead is not None) == ahead
+        assert not file.ahead or (file.ahead._held, len(file.ahead._read)) == (0, 0)
+        assert all(source._finite.values()) == (not bad)
 
 
 @pytest.mark.parametrize("place", [0, 33, 65, 33 * 66 // 2, 33 * 66 - 2, 33 * 66 - 1])

@@ -16,13 +16,14 @@ import torch
 from helpers.trained import cyclic_text
 from helpers.word_model import word_checkpoint
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from mtpc.cli.main import main
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning.chain import TrainedModel
 from mtpc.tuning.experts import ROUNDED_EXPERTS
 from mtpc.tuning.run import Plan, Tuning
-from mtpc.tuning.train import FeatureCache, Schedule, Training, draft_losses
+from mtpc.tuning.train import FeatureCache, Loss, Schedule, Training, draft_losses
 from mtpc.weights import shards
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.json_file import INDEX
@@ -122,6 +123,54 @@ def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     assert all(parameter.grad is None for parameter in model.loaded.target.parameters())
     unreached = [name for name, parameter in model.trained.items() if parameter.grad is None]
     assert unreached == []
+
+
+def test_the_loss_is_cross_entropy() -> None:
+    """Value and gradient, for logits that differ by thousands and certain distributions."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, 9, 33, generator=generator).double() * 10
+    logits[0, 0] *= 1e3
+    wanted = torch.randn(2, 9, 33, generator=generator).double().mul(5).softmax(-1)
+    wanted[1, 1] = functional.one_hot(torch.tensor(3), 33)
+    found = []
+    for loss in (Loss.apply, lambda x, y: functional.cross_entropy(x.mT, y.mT)):
+        given = logits.clone().requires_grad_()
+        value = loss(given, wanted)
+        found.append([value, *torch.autograd.grad(3 * value, given)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "mimo"])
+def test_products_in_float32_of_weights_in_bfloat16(
+    family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the processor multiplies no 16 bits: the drafts of the same weights in float32.
+
+    glm4_moe stores the target's head once more, mimo reads the target's own.
+    """
+    monkeypatch.setenv("MTPC_CPU_LEVEL", "portable")
+    base = shutil.copytree(checkpoint(family), tmp_path / "base")
+    halves = {name: tensor.bfloat16() for name, tensor in weights_of(base).items()}
+    save_file(halves, base / "model.safetensors", metadata={"format": "pt"})
+    models = [TrainedModel(Checkpoint(base), 3, dtype) for dtype in ("bfloat16", "float32")]
+    ids = torch.arange(32).view(2, 16)
+    features = models[0].features(ids)
+    assert features.dtype == torch.bfloat16
+    found = [
+        [model.target_logits(features.float())]
+        + [
+            model.draft_logits(depth, state)
+            for depth, state in enumerate(model.draft_states(ids, features.float()))
+        ]
+        for model in models
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    draft_losses(models[0], ids, features)[0].backward()
+    head = models[0].loaded.target.get_output_embeddings().weight
+    assert head.grad is None
+    assert head.dtype == torch.float32
 
 
 def test_rounded_experts_equal_transformers(words: Path) -> None:

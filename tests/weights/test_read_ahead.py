@@ -128,6 +128,17 @@ def test_no_more_in_memory_than_allowed(file: Path) -> None:
         assert ahead._held == 0
 
 
+def test_what_is_released_before_it_is_read_is_not_read(file: Path) -> None:
+    spans = [Span(file, 1000 * i, 1000) for i in range(40)]
+    with ReadAhead(spans, 2000, 8000) as ahead:
+        for span in spans[10:]:
+            ahead.release(span)
+        for span in spans[:10]:
+            assert len(tensor_of(ahead, span)) == 1000
+            ahead.release(span)
+        assert (ahead._held, len(ahead._read), len(ahead._waiting)) == (0, 0, 0)
+
+
 def test_what_nobody_releases_stops_nothing(file: Path) -> None:
     """A caller that holds more than the limit still gets what it asks for."""
     spans = [Span(file, 4000 * i, 4000) for i in range(20)]

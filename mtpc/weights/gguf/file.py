@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import Block
 from mtpc.weights.gguf.header import Header, StoredBlocks, read_header
+from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
 
 SUFFIX = ".gguf"
@@ -90,6 +91,10 @@ class GgufTensor(StoredTensor):
     def nbytes(self) -> int:
         return prod(self.shape) // self.block.inputs * self.block.nbytes
 
+    @property
+    def pieces(self) -> list[Span]:
+        return [self.span]
+
 
 class GgufFile(TensorFile):
     """The tensors of one GGUF file, under transformers' names.
@@ -152,7 +157,7 @@ class GgufFile(TensorFile):
         assert isinstance(stored, GgufTensor)
         change = stored.change
         if stored.block.kind is not None:
-            raw = self._values(stored, torch.uint8).view(stored.shape[0], -1)
+            raw = self._values(stored.span, torch.uint8).view(stored.shape[0], -1)
             return raw if change.rows is None else raw[change.rows.order()]
         values = super().tensor(name)
         if change.values == "plus_one":
@@ -162,6 +167,9 @@ class GgufFile(TensorFile):
         if change.rows is not None:
             values = values[change.rows.order()]
         return values if change.columns is None else values[:, change.columns.order()]
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        yield self.tensor(name)  # A change may need all rows.
 
 
 def find_gguf(source: Path) -> list[Path]:
