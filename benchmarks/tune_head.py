@@ -2,7 +2,7 @@
 
     python examples/train_demo_model.py --texts-only --out texts
     python -m benchmarks.tune_head mtpc/demo texts/train.txt --held-out texts/held-out.txt \\
-        --minutes 22 --continuations 5000 --out RESULTS.json
+        --batch 8 --learning-rate 8e-4 --steps 3100 --continuations 5000 --out RESULTS.json
 
 Drafts are counted by mtpc's engine, in greedy decoding with K drafts.
 """

@@ -31,6 +31,7 @@ from mtpc.cli.parsing import (
 )
 from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.serve_arguments import add_server_options
+from mtpc.errors import OptionError
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -48,9 +49,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the user gave."""
-    given = {name: getattr(args, name, None) for name, *_ in _SAMPLING}
-    return {name: value for name, value in given.items() if value is not None}
+    """The fields of `SamplingParams` that the user gave.
+
+    Raises:
+        OptionError: the user gave some, and `--no-sampling`.
+    """
+    named = {name: getattr(args, name, None) for name, *_ in _SAMPLING}
+    given = {name: value for name, value in named.items() if value is not None}
+    if given and not args.sampling:
+        flag = next(iter(given)).replace("_", "-")
+        raise OptionError(f"--{flag} with --no-sampling; leave out one of them")
+    return given
 
 
 _SAMPLING = (
@@ -108,7 +117,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(parser, batch_buckets="a power of two that holds the prompts")
+    shown = {"batch_buckets": "a power of two that holds the prompts"}
+    add_compile_options(parser, samples=True, **shown)
     add_cache_options(parser)
 
 
@@ -127,7 +137,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
     _add_sampling(parser)
     add_threads(parser)
-    add_compile_options(parser, batch_buckets="1")
+    add_compile_options(parser, samples=True, batch_buckets="1")
     add_cache_options(parser)
 
 
@@ -140,7 +150,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(parser, spec_tokens="auto, built while it serves; without a cache 3")
+    shown = {"spec_tokens": "auto, built while it serves; without a cache 3"}
+    add_compile_options(parser, samples=True, **shown)
     add_cache_options(parser)
 
 
@@ -259,7 +270,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(parser, several_k=True, backend="cpu")
+    add_compile_options(parser, several_k=True, samples=True, backend="cpu")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -281,7 +292,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         elif name == "why":
             add_checkpoint(action)
             add_threads(action)
-            add_compile_options(action)
+            add_compile_options(action, samples=True)
         elif name == "prune":
             add_switches(action, ("--all", "remove every entry"))
             text = "also remove entries older than this"

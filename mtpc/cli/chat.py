@@ -31,7 +31,6 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args.checkpoint)
     options = {"batch_buckets": (1,), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
-    options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
     require_packages("mtpc chat", ("jinja2",))
     check_tokenizer(checkpoint, ["text"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ VLLM_NAMES = {
 
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `CompileOptions` that the user gave."""
+    """The fields of `CompileOptions` that the user gave, and what the command has by default."""
     given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
+    if given["sampling"] is False:  # Masks are part of sampling.
+        given["token_mask"] = False
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -98,13 +101,17 @@ _SWITCHES = (
 
 
 def add_compile_options(
-    parser: argparse.ArgumentParser, several_k: bool = False, **defaults: object
+    parser: argparse.ArgumentParser,
+    several_k: bool = False,
+    samples: bool = False,
+    **defaults: object,
 ) -> None:
     """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
 
     Args:
         parser: the command's parser.
         several_k: whether `--spec-tokens` accepts a list.
+        samples: whether the command's steps also sample and take token masks, by default.
         **defaults: default values to show in the help for options whose default differs here.
     """
     group = parser.add_argument_group("compile options")
@@ -148,6 +155,18 @@ def add_compile_options(
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     add_switches(group, *_SWITCHES, default=None)
+    if samples:
+        _add_sampling(group)
+
+
+def _add_sampling(group: Any) -> None:
+    add = partial(group.add_argument, action="store_false")
+    text = "compile for greedy decoding only, as mtpc.compile does by default"
+    add("--no-sampling", dest="sampling", help=text)
+    text = "compile no token masks, which JSON formats, grammars and required tools need"
+    add("--no-structured-outputs", dest="token_mask", help=text)
+    text = "the most probable tokens that a request may ask for (default: 5)"
+    add_values(group, ("--max-logprobs", int, "N", text))
 
 
 def add_ranks(parser: Any) -> None:

@@ -29,7 +29,6 @@ def command(args: argparse.Namespace) -> int:
     # A power of two, as the buckets of `mtpc.compile` are.
     options = {"batch_buckets": (1 << (len(prompts) - 1).bit_length(),), **compile_options(args)}
     sampling = mtpc.SamplingParams(**sampling_fields(args))
-    options["sampling"] = not sampling.is_plain
     mtpc.CompileOptions.parse(options)
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:

@@ -28,8 +28,6 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand until the server stops, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     options = compile_options(args)
-    if not args.sampling:  # Masks are part of sampling.
-        options["token_mask"] = False
     if "spec_tiers" in options:
         options.setdefault("spec_tokens", AUTO)
     mtpc.CompileOptions.parse(options)

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ _LIMITS = (
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add options for the fields of `ServerOptions`, and for sampling."""
+    """Add options for the fields of `ServerOptions`."""
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", metavar="ADDRESS", help=f"address to listen on {_default('host')}")
@@ -62,7 +61,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for name, kind, metavar, text in _LIMITS:
         shown = text if "(default" in text else f"{text} {_default(name)}"
         add_values(limits, (f"--{name.replace('_', '-')}", kind, metavar, shown))
-    _add_sampling(parser)
 
 
 def _add_formats(add: Callable[..., Any]) -> None:
@@ -78,17 +76,6 @@ def _add_formats(add: Callable[..., Any]) -> None:
         add(f"--{name}", choices=known, metavar="NAME", help=f"{text} {shown}")
     text = "ignored, for vLLM's users: tools are on if the format of tool calls is known"
     add("--enable-auto-tool-choice", action="store_true", help=text)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    sampling = parser.add_argument_group("sampling")
-    add = partial(sampling.add_argument, action="store_false")
-    text = "compile for greedy decoding only; the server refuses other requests"
-    add("--no-sampling", dest="sampling", help=text)
-    text = "compile no token masks; the server refuses JSON formats and required tools"
-    add("--no-structured-outputs", dest="token_mask", help=text)
-    text = "the most probable tokens that a request may ask for (default: 5)"
-    add_values(sampling, ("--max-logprobs", int, "N", text))
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -82,6 +82,22 @@ def test_run_uses_the_cache(
     assert "lower" not in told
 
 
+def test_commands_share_what_is_built(
+    checkpoint: Callable[..., Path], cpu_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy or not: no command builds what another one has."""
+    where = ["--cache-dir", cpu_cache]
+    options = [word for word in option_words() if word != "--no-sampling"]
+    assert run("build", checkpoint("mimo"), *options, "--out", cpu_cache) == 0
+    texts = []
+    for more in ([], ["--temperature", 0.7, "--top-k", 1]):
+        words = ["--ids", "5 6 7", "-n", 4, "--frozen", "--quiet", *where]
+        assert run("run", checkpoint("mimo"), *options, *words, *more) == 0
+        texts.append(capsys.readouterr().out.splitlines()[-1])
+    assert texts[0] == texts[1]
+    assert run("cache", "why", checkpoint("mimo"), *options, *where) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -263,6 +263,10 @@ def test_help_and_import_are_light():
             "spec_tokens is 17; expected an integer in 0..16",
         ),
         (["run", "{good}", "--backend", "eagre"], "unknown backend 'eagre'; did you mean 'eager'?"),
+        (
+            ["run", "{good}", "--ids", "1", "--top-k", "3", "--no-sampling"],
+            "--top-k with --no-sampling; leave out one",
+        ),
         (["inspect", "{good}", "--after", "resize-metdata"], "did you mean 'resize-metadata'?"),
         (["inspect", "{good}", "--after", "merge-projections"], "add --enable-pass merge-proj"),
         (["inspect", "{good}", "--batch", "0"], "--batch is 0; expected an integer >= 1"),

@@ -35,8 +35,8 @@ def damage(cache: Path, step: CachedStep, file: str) -> None:
 
 
 def option_words(**changes: object) -> list[str]:
-    """CPU_OPTIONS as command-line arguments."""
-    words: list[str] = []
+    """CPU_OPTIONS as arguments of commands that build what `mtpc.compile` builds."""
+    words = ["--no-sampling"]
     for name, value in {**CPU_OPTIONS, **changes}.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{name.replace('_', '-')}", text]
