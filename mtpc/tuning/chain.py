@@ -185,9 +185,6 @@ class TrainedModel:
         target = self.loaded.target
         ends = (target.get_input_embeddings(), target.get_output_embeddings())
         copies = {end.weight.data_ptr() for end in ends}
-        self._halves = self._has_halves and _multiplies_halves(self._device)
-        if self._has_halves and not self._halves:
-            self._widen_heads(target)
         self.trained = {
             f"{index}.{name}": parameter
             for index, layer in enumerate(self.loaded.mtp_layers)
@@ -197,6 +194,10 @@ class TrainedModel:
         for parameter in self.trained.values():
             parameter.data = _wide(parameter.data)
             parameter.requires_grad_(True)
+        has_halves = self.loaded.dtype.itemsize == 2
+        self._halves = has_halves and _multiplies_halves(self._device)
+        if has_halves and not self._halves:
+            self._widen_heads(target)
         family, rotary = self.loaded.family, target.get_decoder().rotary_emb
         self._rotaries = [
             TextRotary(rotary, family.position_grids, family.rotary_type(self.loaded.config, index))
@@ -205,10 +206,6 @@ class TrainedModel:
         decoder = self._model.get_decoder()
         self._decoder = stepped_decoder(decoder, self.loaded.family.wiring)
         self._head = target_head(target, self.loaded.family.wiring)
-
-    @property
-    def _has_halves(self) -> bool:
-        return self.loaded.dtype.itemsize == 2
 
     def _widen_heads(self, target: Any) -> None:
         """Give the copies of the target's head weights in float32; the target's own stays."""

@@ -147,7 +147,7 @@ def draft_losses(model: TrainedModel, ids: Tensor, features: Tensor) -> tuple[Te
 class Loss(torch.autograd.Function):
     """Mean cross-entropy of logits [..., V] to distributions [..., V].
 
-    It is `functional.cross_entropy`, with the gradient made in the forward's memory: half the time.
+    It is `functional.cross_entropy` in fewer passes: the gradient is made in softmax's memory.
     """
 
     @staticmethod

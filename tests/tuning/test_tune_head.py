@@ -141,19 +141,22 @@ def test_the_loss_is_cross_entropy() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "mimo"])
+@pytest.mark.parametrize("family", ["glm4_moe", "mimo", "deepseek_v3"])
 def test_products_in_float32_of_weights_in_bfloat16(
     family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the processor multiplies no 16 bits: the drafts of the same weights in float32.
 
-    glm4_moe stores the target's head once more, mimo reads the target's own.
+    Released glm4_moe and deepseek_v3 store the target's head once more. It is not trained.
     """
     monkeypatch.setenv("MTPC_CPU_LEVEL", "portable")
     base = shutil.copytree(checkpoint(family), tmp_path / "base")
     halves = {name: tensor.bfloat16() for name, tensor in weights_of(base).items()}
+    for norm in [name for name in halves if name.endswith("shared_head.norm.weight")]:
+        halves[norm.replace("norm", "head")] = halves["lm_head.weight"].clone()
     save_file(halves, base / "model.safetensors", metadata={"format": "pt"})
     models = [TrainedModel(Checkpoint(base), 3, dtype) for dtype in ("bfloat16", "float32")]
+    assert models[0].trained.keys() == models[1].trained.keys()
     ids = torch.arange(32).view(2, 16)
     features = models[0].features(ids)
     assert features.dtype == torch.bfloat16
