@@ -117,7 +117,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     add_threads(parser)
     add_ranks(parser)
-    shown = {"batch_buckets": "a power of two that holds the prompts"}
+    shown: dict[str, Any] = {"batch_buckets": "a power of two that holds the prompts"}
     add_compile_options(parser, samples=True, **shown)
     add_cache_options(parser)
 
@@ -150,7 +150,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_threads(parser)
     add_ranks(parser)
-    shown = {"spec_tokens": "auto, built while it serves; without a cache 3"}
+    shown: dict[str, Any] = {"spec_tokens": "auto, built while it serves; without a cache 3"}
     add_compile_options(parser, samples=True, **shown)
     add_cache_options(parser)
 
@@ -172,7 +172,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
     add_threads(parser)
     add_ranks(parser)
-    shown = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
+    shown: dict[str, Any] = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
     add_compile_options(parser, several_k=True, **shown)
     add_cache_dir(parser)
 
@@ -188,7 +188,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-transformers", action="store_false", dest="transformers", help=text)
     add_values(parser, ("--out", Path, "FILE", "write rows, texts and scores as JSON"))
     add_threads(parser)
-    several = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
+    several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
     add_compile_options(parser, several_k=True, **several)
     add_cache_options(parser)
 
