@@ -23,6 +23,7 @@ from mtpc.models.heads import draft_head, final_norm_of, target_head
 from mtpc.models.hf import (
     TextRotary,
     embedding_of,
+    rotary_of,
     run_mtp_layer,
     share_model,
     stepped_decoder,
@@ -198,7 +199,7 @@ class TrainedModel:
         self._halves = has_halves and _multiplies_halves(self._device)
         if has_halves and not self._halves:
             self._widen_heads(target)
-        family, rotary = self.loaded.family, target.get_decoder().rotary_emb
+        family, rotary = self.loaded.family, rotary_of(target.get_decoder())
         self._rotaries = [
             TextRotary(rotary, family.position_grids, family.rotary_type(self.loaded.config, index))
             for index in range(len(self.loaded.mtp_layers))

@@ -17,7 +17,7 @@ from mtpc.tuning.chain import TrainedModel
 from mtpc.weights.checkpoint import Checkpoint
 
 HERE = ("mimo", "step3p5@3", "qwen3_next", "glm4_moe")
-UNSUPPORTED = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+UNSUPPORTED = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,9 @@ def test_draft_logits_equal_the_oracle(
         assert state.shape[:2] == (2, ids.shape[1] - 1 - depth)
         logits = model.draft_logits(depth, state)[:, 11]
         expected = torch.stack([found[depth] for found in wanted])
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+        # transformers' Mamba-2 computes in float32, in chunks that depend on the text's length.
+        atol = 1e-4 if family == "nemotron_h" else 1e-6
+        torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("family", UNSUPPORTED)
