@@ -117,8 +117,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     add_threads(parser)
     add_ranks(parser)
-    shown: dict[str, Any] = {"batch_buckets": "a power of two that holds the prompts"}
-    add_compile_options(parser, samples=True, **shown)
+    shown = "a power of two that holds the prompts"
+    add_compile_options(parser, samples=True, batch_buckets=shown)
     add_cache_options(parser)
 
 
@@ -150,8 +150,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_threads(parser)
     add_ranks(parser)
-    shown: dict[str, Any] = {"spec_tokens": "auto, built while it serves; without a cache 3"}
-    add_compile_options(parser, samples=True, **shown)
+    shown = "auto, built while it serves; without a cache 3"
+    add_compile_options(parser, samples=True, spec_tokens=shown)
     add_cache_options(parser)
 
 

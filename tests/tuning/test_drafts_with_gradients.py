@@ -49,9 +49,7 @@ def test_draft_logits_equal_the_oracle(
         assert state.shape[:2] == (2, ids.shape[1] - 1 - depth)
         logits = model.draft_logits(depth, state)[:, 11]
         expected = torch.stack([found[depth] for found in wanted])
-        # transformers' Mamba-2 computes in float32, in chunks that depend on the text's length.
-        atol = 1e-4 if family == "nemotron_h" else 1e-6
-        torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", UNSUPPORTED)
