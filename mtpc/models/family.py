@@ -129,6 +129,8 @@ class ModelFamily:
             store. A tensor that equals the target's is shared with it; see `WiringRules.head`.
         canonical: name of a transformers class -> what makes the module that replaces it. For
             classes that transformers' interfaces cannot redirect to mtpc.
+        as_decoded: changes a target of transformers so that its own forward over a whole text
+            computes what decoding computes, where transformers makes a difference.
         parts: how target, heads and drafts are stepped; None: as transformers runs them.
         position_grids: coordinates of a position in the rotary embedding. Multimodal models have
             three (time, height, width); a text token has the same number in all of them.
@@ -169,6 +171,7 @@ class ModelFamily:
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
+    as_decoded: Callable[[Any], None] = lambda target: None
     parts: StepParts | None = None
     block_prefix: str = ""
     position_grids: int = 1

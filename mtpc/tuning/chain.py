@@ -173,6 +173,7 @@ class TrainedModel:
         if family.parts is not None:
             raise _no_gradient(family.name, "its MTP layer is fed residual streams")
         self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)
+        family.as_decoded(self._model)
         target: Any = share_model(self._model, {})
         ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)
         for part in (target.config, target.config.get_text_config(decoder=True)):

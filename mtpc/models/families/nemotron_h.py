@@ -40,7 +40,6 @@ class Mamba2(RecurrentLayer):
 
     def __init__(self, module: Any):
         super().__init__(module)
-        # transformers has a floor for prompts (`time_step_min`), and none for later tokens.
         limits = tuple(module.config.time_step_limit)
         if limits != (0.0, float("inf")):
             raise UnsupportedModelError(
@@ -57,6 +56,13 @@ class Mamba2(RecurrentLayer):
         weights = (*convolution, self.A_log, self.D, self.dt_bias)
         out = self.recur(ops.mamba2_scan, rows, weights, options, self.groups)
         return self.out_proj(self.norm(out.flatten(1), gate))[None]
+
+
+def _without_floor(target: Any) -> None:
+    """transformers raises a prompt's time steps to `time_step_min`, and no later token's."""
+    for layer in target.get_decoder().layers:
+        if hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = tuple(target.config.time_step_limit)
 
 
 class TwoLayers(nn.Module):
@@ -133,6 +139,7 @@ NEMOTRON_H = ModelFamily(
     cache_specs=_cache_specs,
     cache_kinds=(RecurrentState,),
     canonical={"NemotronHMamba2Mixer": Mamba2},
+    as_decoded=_without_floor,
     stored_prefixes={"model.": "backbone."},
     expert_names=("", "up_proj", "down_proj"),
 )
