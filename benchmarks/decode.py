@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from benchmarks.harness.results import new_record, write_results
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
-from benchmarks.peers.vllm_decoder import vllm_decoders
+from benchmarks.peers.vllm_decoder import VLLM, vllm_decoders
 from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
@@ -53,7 +53,6 @@ from mtpc.layout.progress import Progress
 
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
-QUANTISED = "mtpc "
 """The engine's name, before the scheme, for a checkpoint quantised with that scheme."""
 LONG_STAGES = ("trace model", "lower")
 """Stages of compilation that are reported."""
@@ -150,8 +149,10 @@ def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
     """The bytes that a step of a decoder reads."""
     if isinstance(decoder, LlamaDecoder | ServerDecoder):
         return decoder.step_bytes(checkpoint.embedding_bytes)
-    scheme = decoder.engine.removeprefix(QUANTISED)
+    engine, _, scheme = decoder.engine.partition(" ")
     weights = checkpoint.quantised(scheme) if scheme in SCHEMES else checkpoint
+    if engine == VLLM:
+        weights = replace(weights, head_bytes=checkpoint.head_bytes)
     return weights.step_bytes(decoder.spec_tokens, decoder.engine == INT8, batch)
 
 
@@ -193,7 +194,7 @@ def _decoders(
             yield _compile(target, k, args, tell, INT8)
         for scheme in args.quantize:
             source = checkpoint.write_quantised(scheme, workdir)
-            yield _compile(source, k, args, tell, f"{QUANTISED}{scheme}")
+            yield _compile(source, k, args, tell, f"mtpc {scheme}")
     if args.llama_bench and workload.model == "mimo":
         tell("write GGUF files")
         yield from llama_decoders(args.llama_bench, args.gguf_python, checkpoint.directory)
@@ -203,7 +204,11 @@ def _decoders(
     if args.vllm_python:
         tell("start vLLM")
         sizes = (command.max_len(args), max(args.batches), workdir, args.vllm_relaunch)
-        yield from vllm_decoders(args.vllm_python, checkpoint.directory, numbers, *sizes)
+        if not args.quantize:
+            yield from vllm_decoders(args.vllm_python, checkpoint.directory, numbers, *sizes)
+        for scheme in args.quantize:  # Its MiMo reads no quantised head.
+            source = checkpoint.write_quantised(scheme, workdir, head=False)
+            yield from vllm_decoders(args.vllm_python, source, (0,), *sizes, f"{VLLM} {scheme}")
 
 
 def _dictated(args: argparse.Namespace) -> str:

@@ -135,11 +135,12 @@ class Checkpoint:
         """The same with the bytes that its weights have by a scheme, `quantize=` of mtpc."""
         return weigh(self.directory, self.family, scheme)
 
-    def write_quantised(self, scheme: str, workdir: Path) -> Path:
-        """The directory of a copy as `mtpc quantize --head` writes it; written once."""
-        out = workdir / f"{self.directory.name}-{scheme}"
+    def write_quantised(self, scheme: str, workdir: Path, head: bool = True) -> Path:
+        """The directory of a copy as `mtpc quantize` writes it, with its head or without; written
+        once."""
+        out = workdir / f"{self.directory.name}-{scheme}{'' if head else '-plain-head'}"
         if not out.is_dir():
-            quantise_checkpoint(self.directory, out, scheme, head=True)
+            quantise_checkpoint(self.directory, out, scheme, head=head)
         return out
 
     def load_target(self) -> Any:

@@ -17,6 +17,9 @@ from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, Prompts
 from benchmarks.peers import vllm_host
 
+VLLM = "vLLM"
+"""The engine's name in tables."""
+
 
 class VllmError(Exception):
     """vLLM ended early; the message names its log."""
@@ -84,12 +87,15 @@ class VllmDecoder:
     Args:
         launch: starts a process.
         relaunches: whether each round starts a new process.
+        engine: its name in tables.
     """
 
-    engine = "vLLM"
     largest_batch = None
 
-    def __init__(self, launch: Callable[[], VllmProcess], relaunches: bool) -> None:
+    def __init__(
+        self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM
+    ) -> None:
+        self.engine = engine
         self._launch, self._relaunches = launch, relaunches
         self._process, self.launches = launch(), 1
         self.spec_tokens, self.build_s = self._process.spec_tokens, self._process.build_s
@@ -122,6 +128,7 @@ def vllm_decoders(
     max_seqs: int,
     workdir: Path,
     relaunches: bool = False,
+    engine: str = VLLM,
 ) -> Iterator[VllmDecoder]:
     """An engine for each number of drafts; it starts when the iteration reaches it.
 
@@ -131,10 +138,12 @@ def vllm_decoders(
         numbers: numbers of drafts.
         max_len: the most tokens of a request.
         max_seqs: the most concurrent requests.
-        workdir: caches and logs go to its directory vllm.
+        workdir: caches and logs go to its directory of the engine's name.
         relaunches: whether each round starts a new process.
+        engine: its name in tables.
     """
-    threads, kept = torch.get_num_threads(), (workdir / "vllm").absolute()
+    threads, kept = torch.get_num_threads(), (workdir / engine).absolute()
     for k in numbers:
         options = vllm_host.arguments(str(checkpoint.absolute()), k, max_len, max_seqs)
-        yield VllmDecoder(partial(VllmProcess, python, options, kept, threads), relaunches)
+        launch = partial(VllmProcess, python, options, kept, threads)
+        yield VllmDecoder(launch, relaunches, engine)
