@@ -43,7 +43,7 @@ def engines(args: argparse.Namespace, tell: Any) -> Iterator[AnsweringEngine]:
         tell(f"compile {backend} {scheme or 'bfloat16'} {kind} K={k}")
         options: dict[str, Any] = {"backend": backend, "quantize": scheme, "spec_tokens": k}
         options |= {"batch_buckets": BATCH, "kv_cache_dtype": kind}
-        engine = MtpcEngine(args.checkpoint, False, lambda _: None, **options)
+        engine = MtpcEngine(args.checkpoint, lambda _: None, **options)
         engine.name += f", {scheme}" if scheme else ""
         engine.name += f", {kind} KV" if kind != "auto" else ""
         yield engine

@@ -161,7 +161,8 @@ def step(
     """A decode step with mtpc's operators, and its schedule by Inductor."""
     options = CompileOptions(
         spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=context, page_size=16,
-        prefill_chunk=64, sampling=case.sampled, disabled_passes=disabled,
+        prefill_chunk=64, sampling=case.sampled, token_mask=False,
+        disabled_passes=disabled,
     )  # fmt: skip
     backend = NullMachine().backend()
     compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)

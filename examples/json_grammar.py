@@ -110,8 +110,6 @@ def main() -> int:
         dtype="float32",
         batch_buckets=(len(PROMPTS),),
         max_len=256,
-        sampling=True,
-        token_mask=True,
     )
     grammars = [XGrammar(compiled) for _ in PROMPTS]
     texts = spec.generate(list(PROMPTS), arguments.new_tokens, grammar=grammars)

@@ -62,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     from ray import serve
 
-    options = {"spec_tokens": args.spec_tokens, "sampling": True, "token_mask": True}
+    options = {"spec_tokens": args.spec_tokens}
     mtpc.compile(args.checkpoint, **options)  # Fills the graph cache, which replicas read.
     serve.start(http_options={"port": args.port})
     cpus = {"num_cpus": args.threads}

@@ -203,11 +203,10 @@ class SpecModel:
             ignore_eos: do not stop at the model's end-of-sequence ids.
             stop: strings that end a text, for text prompts. The string that is complete first
                 counts, and the text ends before it.
-            sampling: how tokens are chosen: one value for all prompts, or one per prompt. Other
-                than greedy decoding needs `sampling=True` of `compile`. All prompts use the same
-                seed.
+            sampling: how tokens are chosen: one value for all prompts, or one per prompt. What is
+                not greedy needs `sampling`, a default of `compile`. All prompts use the same seed.
             grammar: limits what the text may be: a grammar for one prompt, or a list with a grammar
-                or None for each of several. Needs `sampling=True, token_mask=True` of `compile`.
+                or None for each of several. Needs `token_mask`, a default of `compile`.
             **params: fields of `mtpc.SamplingParams` in place of `sampling`, as temperature=0.8.
 
         Returns:
@@ -295,8 +294,8 @@ class SpecModel:
             For each prompt, one entry per scored token.
 
         Raises:
-            RequestError: the model was compiled without `sampling=True, token_mask=True`; or a
-                prompt or start is out of range.
+            RequestError: the model was compiled without `sampling` or `token_mask`; or a prompt
+                or start is out of range.
             NumericsError: the model produced non-finite logits.
         """
         firsts = [1] * len(prompts) if starts is None else list(starts)

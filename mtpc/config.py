@@ -19,6 +19,7 @@ from mtpc.option_checks import (
     check_int,
     check_names,
     check_tiers,
+    settle_token_mask,
     unknown_option,
 )
 from mtpc.wiring import Rules, check_rules
@@ -128,11 +129,11 @@ class CompileOptions:
         synthetic_acceptance_length: the same as a mean number of tokens per step, 1..K + 1, or a
             name of `mtpc.acceptance.GOLDEN_LENGTHS`. This field becomes the rates above.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
-            Without it, every request is decoded greedily.
+            False compiles greedy decoding only.
         max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
             have reported, 1..64.
         token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
-            grammars need.
+            grammars need. None is `sampling`, but False with synthetic acceptance.
         images: compile for prompts with images, of models with a vision tower; see docs/models.md.
         verify_passes: verify values on fake tensors after every pass, not only after the last.
         strict: raise an error for every fallback instead of counting it in the stats.
@@ -182,9 +183,9 @@ class CompileOptions:
     tensor_parallel_size: int = 1
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | str | None = None
-    sampling: bool = False
+    sampling: bool = True
     max_logprobs: int = 5
-    token_mask: bool = False
+    token_mask: bool | None = None
     images: bool = False
     verify_passes: bool = False
     strict: bool = False
@@ -208,8 +209,6 @@ class CompileOptions:
                 check_int(name, getattr(self, name), low)
         check_int("page_size", self.page_size, low=1, high=4096)
         check_int("max_logprobs", self.max_logprobs, low=1, high=64)
-        if self.token_mask and not self.sampling:
-            raise OptionError("token_mask needs sampling=True, which compiles what reads the mask")
         if self.images and self.draft is not None:
             raise OptionError("images is True, and draft is set; expected one of them alone")
         check_int("snapshot_bytes", self.snapshot_bytes, low=0)
@@ -265,16 +264,13 @@ class CompileOptions:
             )
 
     def _settle_acceptance(self) -> None:
-        """Turn a synthetic acceptance length into rates."""
+        """Turn a synthetic acceptance length into rates, and settle `token_mask`."""
         length = self.synthetic_acceptance_length
         rates = settle(self.spec_tokens, self.synthetic_acceptance_rates, length)
         object.__setattr__(self, "synthetic_acceptance_rates", rates)
         object.__setattr__(self, "synthetic_acceptance_length", None)
-        if rates and self.token_mask:
-            raise OptionError(
-                "token_mask is True with synthetic acceptance, which accepts tokens that a grammar "
-                "may forbid; leave one out"
-            )
+        mask = settle_token_mask(self.token_mask, self.sampling, bool(rates))
+        object.__setattr__(self, "token_mask", mask)
 
     @property
     def drafter(self) -> Path | None:

@@ -103,3 +103,15 @@ def check_draft_vocab(ids: Any) -> tuple[int, ...]:
     for token_id in row:
         check_int("draft_vocab", token_id, low=0)
     return tuple(sorted(set(row)))
+
+
+def settle_token_mask(value: Any, sampling: bool, is_synthetic: bool) -> bool:
+    """Whether to compile token masks; None is True where there is sampling to read them."""
+    can = sampling and not is_synthetic
+    if value is None or value is False:
+        return can and value is None
+    if value is not True:
+        raise OptionError(f"token_mask is {value!r}; expected True, False or None")
+    if not can:
+        raise OptionError("token_mask needs sampling=True and no synthetic acceptance")
+    return True

@@ -166,7 +166,7 @@ def _compile(
     directory: Path, backend: Any, *, spec_tokens: int, dtype: str, **more: Any
 ) -> tuple[SpecModel, Probed]:
     sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 16, "prefill_chunk": 8}
-    given: dict[str, Any] = {**sizes, **tiny.drafter(directory), **more}
+    given: dict[str, Any] = {**sizes, "sampling": False, **tiny.drafter(directory), **more}
     options = CompileOptions(spec_tokens=spec_tokens, **given)
     loaded = load(directory, dtype, spec_tokens > 0, draft=options.drafter)
     loaded = place(loaded, backend.device)

@@ -130,7 +130,7 @@ class Bench:
         return CompileOptions(
             spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
             page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
-            prefill_rows=together, prefix_caching=False,
+            prefill_rows=together, prefix_caching=False, sampling=False,
         )  # fmt: skip
 
     def _prompts(self, batch: int) -> Prompts:

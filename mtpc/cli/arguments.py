@@ -56,7 +56,7 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     """
     named = {name: getattr(args, name, None) for name, *_ in _SAMPLING}
     given = {name: value for name, value in named.items() if value is not None}
-    if given and not args.sampling:
+    if given and args.sampling is False:
         flag = next(iter(given)).replace("_", "-")
         raise OptionError(f"--{flag} with --no-sampling; leave out one of them")
     return given

@@ -38,8 +38,6 @@ VLLM_NAMES = {
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `CompileOptions` that the user gave, and what the command has by default."""
     given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
-    if given["sampling"] is False:  # Masks are part of sampling.
-        given["token_mask"] = False
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -160,8 +158,8 @@ def add_compile_options(
 
 
 def _add_sampling(group: Any) -> None:
-    add = partial(group.add_argument, action="store_false")
-    text = "compile for greedy decoding only, as mtpc.compile does by default"
+    add = partial(group.add_argument, action="store_false", default=None)
+    text = "compile for greedy decoding only"
     add("--no-sampling", dest="sampling", help=text)
     text = "compile no token masks, which JSON formats, grammars and required tools need"
     add("--no-structured-outputs", dest="token_mask", help=text)

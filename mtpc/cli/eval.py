@@ -47,9 +47,9 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         set_threads(args.threads, checkpoint)
-        answering, scores = _task(args, checkpoint)
+        answering = _task(args, checkpoint)
         outcomes = []
-        for engine in _engines(args, checkpoint, variants, scores, tell):
+        for engine in _engines(args, checkpoint, variants, tell):
             tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
             outcomes.append(answering(engine))
     from mtpc.evaluation.compare import as_json
@@ -62,14 +62,14 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
-    """What runs the task on an engine, and whether engines must score texts for it.
+def _task(args: argparse.Namespace, checkpoint: Path) -> Answering:
+    """What runs the task on an engine.
 
     Raises:
         OptionError: the task is unknown, its file is invalid, or the harness is not installed.
     """
     if Path(args.task).suffix in (".jsonl", ".json"):
-        return _questions(args, checkpoint), False
+        return _questions(args, checkpoint)
     try:
         from mtpc.evaluation.harness import find_tasks, run_tasks
     except ImportError as error:
@@ -78,7 +78,7 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> tuple[Answering, bool]:
             f"cannot be imported ({error}): install mtpc[eval], or give a file"
         ) from None
     tasks = find_tasks(args.task)
-    return (lambda engine: run_tasks(engine, tasks, args.limit)), True
+    return lambda engine: run_tasks(engine, tasks, args.limit)
 
 
 def _questions(args: argparse.Namespace, checkpoint: Path) -> Answering:
@@ -102,7 +102,6 @@ def _engines(
     args: argparse.Namespace,
     checkpoint: Path,
     variants: list[dict[str, Any]],
-    scores: bool,
     tell: Tell,
 ) -> Iterator[AnsweringEngine]:
     """Yield each engine. An engine is freed before the next one is made."""
@@ -113,7 +112,7 @@ def _engines(
         parsed = mtpc.CompileOptions.parse(variants[0])
         yield TransformersEngine(checkpoint, parsed.dtype, parsed.max_len)
     for variant in variants:
-        yield MtpcEngine(checkpoint, scores, stage_listener(tell), **variant)
+        yield MtpcEngine(checkpoint, stage_listener(tell), **variant)
 
 
 def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:

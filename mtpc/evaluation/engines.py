@@ -25,7 +25,6 @@ class MtpcEngine:
 
     Args:
         checkpoint: its directory.
-        scores: whether to compile for `prompt_logprobs`, too.
         listener: receives the progress of compilation.
         **options: options of `mtpc.compile`, with `backend` and `spec_tokens`.
 
@@ -36,9 +35,7 @@ class MtpcEngine:
         max_len: the most tokens of a prompt and its text.
     """
 
-    def __init__(self, checkpoint: Path, scores: bool, listener: Listener, **options: Any):
-        if scores:
-            options |= {"sampling": True, "token_mask": True}
+    def __init__(self, checkpoint: Path, listener: Listener, **options: Any):
         self.model = mtpc.compile(checkpoint, progress=listener, **options)
         self.name = f"mtpc, {options['backend']}"
         self.spec_tokens: int | None = options["spec_tokens"]

@@ -45,7 +45,7 @@ def compile_host(
         model: as for `mtpc.compile`.
         form: "split" (verify and propose), "fused" (one graph a step), or "both".
         progress: see `mtpc.compile`.
-        **options: fields of `mtpc.CompileOptions`, except those of the engine.
+        **options: fields of `mtpc.CompileOptions` but the engine's; `sampling` is off by default.
 
     Raises:
         OptionError: an option is unknown, out of range, or the engine's.
@@ -56,6 +56,7 @@ def compile_host(
     for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
+    options = {"sampling": False, **options}
     with show_compiling(progress) as listener:
         assembler = Assembler(form, False, _cached, partial(_compiled, form))
         opened = open_steps(model, options, assembler, listener)

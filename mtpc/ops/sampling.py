@@ -90,10 +90,11 @@ def sample(
     x = torch.where(allowed, x, float("-inf"))
     greedy = number["temperature"] == 0
     x = x / torch.where(greedy, 1, number["temperature"])
-    kept = x >= _cut(x, flag["top_k"], number["top_p"], number["min_p"])
-    noise = gumbel(flag["seed"][:, 0], positions, x.shape[1])
-    score = torch.where(greedy, x, torch.where(kept, x + noise, float("-inf")))
-    best, token = score.max(-1)
+    if not greedy.all():
+        kept = x >= _cut(x, flag["top_k"], number["top_p"], number["min_p"])
+        noise = gumbel(flag["seed"][:, 0], positions, x.shape[1])
+        x = torch.where(greedy, x, torch.where(kept, x + noise, float("-inf")))
+    best, token = x.max(-1)
     return torch.where(usable & torch.isfinite(best), token, -1)
 
 

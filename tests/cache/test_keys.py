@@ -45,7 +45,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"spec_tokens": 2}, {"options.spec_tokens", "step.spec_tokens", "step.query_len"}),
     ({"page_size": 8}, {"options.page_size"}),
     ({"dtype": "float32"}, {"options.dtype"}),
-    ({"sampling": True}, {"options.sampling", "options.max_logprobs"}),
+    ({"sampling": True, "token_mask": False}, {"options.sampling", "options.max_logprobs"}),
     (
         {"token_mask": True, "sampling": True, "max_logprobs": 9},
         {"options.sampling", "options.max_logprobs", "options.token_mask"},

@@ -35,7 +35,7 @@ CHANGES: list[tuple[str, dict[str, Any] | Sequence[str]]] = [
     ("`batch_buckets=(1, 2, 4, 6, 8)`", {"batch_buckets": (1, 2, 4, 6, 8)}),
     ("`batch_buckets=(1, 2, 4, 8, 16)`", {"batch_buckets": (1, 2, 4, 8, 16)}),
     ("the same, with `prefill_rows=8`", {"batch_buckets": (1, 2, 4, 8, 16), "prefill_rows": 8}),
-    ("`sampling=False`, as `mtpc.compile` by default", {"sampling": False, "token_mask": False}),
+    ("`sampling=False`", {"sampling": False}),
     ("`mtpc run`", ["run"]),
     ("`mtpc run --temperature 0.7`", ["run", "--temperature", "0.7"]),
     ("`mtpc run` with three prompts", ["run", "-p", "a", "-p", "b", "-p", "c"]),
@@ -67,10 +67,9 @@ def options_of(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[
 
 
 def steps_of(**changes: Any) -> dict[StepKey, str]:
-    """Each step of the demo model's program, and the name of its entry; sampling by default."""
+    """Each step of the demo model's program, and the name of its entry."""
     source = Checkpoint(demo_checkpoint())
-    given = {"sampling": True, "token_mask": True, **changes}
-    options = settle_prefill(CompileOptions.parse(given), source.dtype)
+    options = settle_prefill(CompileOptions.parse(changes), source.dtype)
     cache = open_cache(source, options, print)
     assert cache is not None
     return {key: digest(cache.fields(key, part)) for key, part in graph_keys(options, "fused")}

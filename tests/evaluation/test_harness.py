@@ -84,7 +84,7 @@ def run(engine: Any, task: str) -> Outcome:
 def test_every_kind_of_request(directory: Path, tasks: dict[str, str]) -> None:
     """Scores and texts are transformers' own, for K = 0 and 3: whole windows, choices, texts."""
     engines: list[Any] = [TransformersEngine(directory, "float64", TINY["max_len"])]
-    engines += [MtpcEngine(directory, True, print, spec_tokens=k, **K3) for k in (0, 3)]
+    engines += [MtpcEngine(directory, print, spec_tokens=k, **K3) for k in (0, 3)]
     for kind, task in tasks.items():
         first, *others = [run(engine, task) for engine in engines]
         assert len(first.texts) == len(DOCS)
@@ -103,7 +103,7 @@ def test_a_long_text_in_windows(directory: Path) -> None:
     request = type("Request", (), {"args": (text,)})()
     engines: list[Any] = [TransformersEngine(directory, "float64", 48)]
     options = {**K3, "max_len": 48}
-    engines.append(MtpcEngine(directory, True, print, spec_tokens=3, **options))
+    engines.append(MtpcEngine(directory, print, spec_tokens=3, **options))
     (first,), (second,) = [HarnessModel(e).loglikelihood_rolling([request]) for e in engines]
     assert second == pytest.approx(first)
 
@@ -124,7 +124,7 @@ def test_its_own_client_against_the_server(
     (words / "tokenizer_config.json").write_text(json.dumps(config))
     from mtpc.evaluation.harness import HarnessModel
 
-    engine = MtpcEngine(model, True, print, spec_tokens=3, **K3)
+    engine = MtpcEngine(model, print, spec_tokens=3, **K3)
     expected = {kind: run(engine, task) for kind, task in tasks.items()}
     with serving(engine.model, model_name=NAME) as server:
         found = lm_eval.simple_evaluate(

@@ -43,7 +43,9 @@ from mtpc.weights.recipes import Join, Packed, make
 
 pytestmark = pytest.mark.with_triton
 
-OPTIONS = dict(spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
+OPTIONS = dict(
+    spec_tokens=3, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8, sampling=False
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,13 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
 OPTIONS = CompileOptions(
-    spec_tokens=1, batch_buckets=(1,), max_len=64, page_size=16, prefill_chunk=8, num_pages=4096
+    spec_tokens=1,
+    batch_buckets=(1,),
+    max_len=64,
+    page_size=16,
+    prefill_chunk=8,
+    num_pages=4096,
+    sampling=False,
 )
 
 

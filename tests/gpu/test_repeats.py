@@ -25,7 +25,7 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
 OPTIONS = CompileOptions(
-    spec_tokens=3, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8
+    spec_tokens=3, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=False
 )
 DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(2, 8, 3)
 DEEP: dict[str, Any] = {

@@ -47,8 +47,8 @@ EACH_FAMILY_OF_FEW = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[1:]),
 ]
 """For tests of one pass or one way of running, which take ten seconds or more per family."""
-TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8}
-"""Small pages and chunks, so that short sequences have several of each."""
+TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8, "sampling": False}
+"""Small pages and chunks, so that short sequences have several of each; greedy steps."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {
     family: {"batch_buckets": (1, 4)} for family in FAMILY_NAMES
 }

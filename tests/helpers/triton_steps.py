@@ -15,7 +15,13 @@ from mtpc.program.compiler import StepCompiler
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
 """Chunks of six, so that the second prompt is prefilled in a step in which the first decodes."""
 OPTIONS = CompileOptions(
-    spec_tokens=2, batch_buckets=(2,), max_len=32, page_size=4, prefill_chunk=6, num_pages=20
+    spec_tokens=2,
+    batch_buckets=(2,),
+    max_len=32,
+    page_size=4,
+    prefill_chunk=6,
+    num_pages=20,
+    sampling=False,
 )
 
 

@@ -38,6 +38,8 @@ def option_words(**changes: object) -> list[str]:
     """CPU_OPTIONS as arguments of commands that build what `mtpc.compile` builds."""
     words = ["--no-sampling"]
     for name, value in {**CPU_OPTIONS, **changes}.items():
+        if name == "sampling":
+            continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{name.replace('_', '-')}", text]
     return words

@@ -111,7 +111,12 @@ def test_a_greedy_program_names_the_option(
 
 def test_options() -> None:
     with pytest.raises(OptionError, match="token_mask needs sampling=True"):
-        CompileOptions(token_mask=True)
+        CompileOptions(sampling=False, token_mask=True)
+    assert CompileOptions().token_mask
+    assert not CompileOptions(sampling=False).token_mask
+    assert not CompileOptions(synthetic_acceptance_rates=(1, 1, 1)).token_mask
+    with pytest.raises(OptionError, match="token_mask is 1; expected True, False or None"):
+        CompileOptions(token_mask=1)  # type: ignore[arg-type]
     for wrong in (0, 65, "5"):
         with pytest.raises(OptionError, match="max_logprobs is"):
             CompileOptions(max_logprobs=wrong)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from mtpc.sampling_params import INTS, MAX_LOGIT_BIAS
 
 
 def sampler(compiled: Callable[..., Any], family: str, spec_tokens: int, **options: Any) -> Any:
-    return compiled(family, spec_tokens, sampling=True, **options)
+    return compiled(family, spec_tokens, **{"sampling": True, "token_mask": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_split_steps_and_a_recorded_tape(
     how: str, checkpoint: Callable[..., Any], sampling_oracle: Callable[..., Any]
 ) -> None:
     """Verify and propose as graphs of their own; and a device that can only repeat a capture."""
-    options = CompileOptions(**TINY, spec_tokens=2, batch_buckets=(3,), sampling=True)
+    options = CompileOptions(**{**TINY, "sampling": True}, spec_tokens=2, batch_buckets=(3,))
     loaded = load(checkpoint("mimo"), "float64", True)
     compiler = StepCompiler(loaded, options, make_backend("eager" if how == "split" else "null"))
     program = compiler.compile()

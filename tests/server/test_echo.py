@@ -26,7 +26,7 @@ def spec(
     """As `mtpc serve` compiles it: with masks."""
     directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("echo"))
     options = dict(spec_tokens=2, backend="eager", dtype="float64", batch_buckets=(4,))
-    return mtpc.compile(directory, sampling=True, token_mask=True, **options, **TINY)
+    return mtpc.compile(directory, **options, **{**TINY, "sampling": True})
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ def test_lengths() -> None:
         ({"spec_tokens": 0, "synthetic_acceptance_length": 1}, "spec_tokens is 0"),
         (
             {"synthetic_acceptance_length": 2, "sampling": True, "token_mask": True},
-            "token_mask is True",
+            "no synthetic acceptance",
         ),
     ],
 )

@@ -61,7 +61,9 @@ FIELDS: dict[str, Field] = {
         "with a tokenizer given to `Generator.generate`, or as a `StopStringCriteria`; otherwise "
         "transformers raises, because it does not pass the tokenizer to `custom_generate`"
     ),
-    "do_sample": _honoured("False is greedy; True needs a step compiled with `sampling=True`"),
+    "do_sample": _honoured(
+        "False is greedy; True needs a step compiled with `sampling` (the default)"
+    ),
     "num_return_sequences": _honoured("each sequence has its own seed"),
     "temperature": _honoured("with do_sample; 0.001 to 1000"),
     "top_k": _honoured("with do_sample"),

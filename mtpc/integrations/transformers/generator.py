@@ -107,8 +107,7 @@ class Generator:
         model: a transformers model, loaded from a local checkpoint directory that has MTP layers.
         spec: a compiled model of the same checkpoint; None compiles one.
         progress: see `mtpc.compile`.
-        **options: options of `mtpc.compile`, if `spec` is None. `sampling` is on by default if the
-            model's own generation config asks for more than greedy decoding.
+        **options: options of `mtpc.compile`, if `spec` is None.
 
     Raises:
         OptionError: both `spec` and options are given, or an option is invalid.
@@ -130,8 +129,6 @@ class Generator:
                 "give one of them"
             )
         if spec is None:
-            if _asks_for_sampling(model.generation_config):
-                options.setdefault("sampling", True)
             spec = compile(model, progress=progress, **options)
         _check_same_model(spec, model)
         self.model, self.spec = model, spec
@@ -243,7 +240,7 @@ def generate(
         spec: a compiled model of the same checkpoint; None compiles one.
         spec_tokens: drafts per step, if `spec` is None.
         compile_options: further options of `mtpc.compile`. The call determines the batch bucket,
-            sampling, and a max_len above 4096, unless they are given here.
+            and a max_len above 4096, unless they are given here.
         token_streamer: see `Generator.__call__`.
         **prepared: see `Generator.__call__`.
 
@@ -266,20 +263,8 @@ def _options_for(job: Job) -> dict[str, Any]:
     """Options that one call needs. They take few values, so that the graph cache has hits."""
     rows, length = len(job.prompts), job.input_ids.shape[1] + job.plan.max_new_tokens
     bucket = min(1 << (rows - 1).bit_length(), LARGEST_BUCKET)
-    needs = {} if job.sampling.is_plain else {"sampling": True}
     limit = {"max_len": length} if length > DEFAULT_MAX_LEN else {}
-    return {"batch_buckets": (bucket,), **needs, **limit}
-
-
-def _asks_for_sampling(config: GenerationConfig | None) -> bool:
-    """Whether a model's own generation config asks for more than plain greedy decoding."""
-    if config is None:
-        return False
-    if config.do_sample or config.repetition_penalty not in (None, 1):
-        return True
-    # Fields that mask or bias tokens. transformers makes no processor of empty values or 0.
-    masks = ("suppress_tokens", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens")
-    return any(bool(getattr(config, name, None)) for name in masks)
+    return {"batch_buckets": (bucket,), **limit}
 
 
 def _check_same_model(spec: SpecModel, model: PreTrainedModel) -> None:
