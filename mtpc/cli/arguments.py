@@ -118,7 +118,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add_ranks(parser)
     shown = "a power of two that holds the prompts"
-    add_compile_options(parser, samples=True, batch_buckets=shown)
+    add_compile_options(parser, batch_buckets=shown)
     add_cache_options(parser)
 
 
@@ -137,7 +137,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
     _add_sampling(parser)
     add_threads(parser)
-    add_compile_options(parser, samples=True, batch_buckets="1")
+    add_compile_options(parser, batch_buckets="1")
     add_cache_options(parser)
 
 
@@ -151,7 +151,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add_ranks(parser)
     shown = "auto, built while it serves; without a cache 3"
-    add_compile_options(parser, samples=True, spec_tokens=shown)
+    add_compile_options(parser, spec_tokens=shown)
     add_cache_options(parser)
 
 
@@ -270,7 +270,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     add_threads(parser)
     add_ranks(parser)
-    add_compile_options(parser, several_k=True, samples=True, backend="cpu")
+    add_compile_options(parser, several_k=True, backend="cpu")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +292,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         elif name == "why":
             add_checkpoint(action)
             add_threads(action)
-            add_compile_options(action, samples=True)
+            add_compile_options(action)
         elif name == "prune":
             add_switches(action, ("--all", "remove every entry"))
             text = "also remove entries older than this"

@@ -101,7 +101,6 @@ _SWITCHES = (
 def add_compile_options(
     parser: argparse.ArgumentParser,
     several_k: bool = False,
-    samples: bool = False,
     **defaults: object,
 ) -> None:
     """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
@@ -109,7 +108,6 @@ def add_compile_options(
     Args:
         parser: the command's parser.
         several_k: whether `--spec-tokens` accepts a list.
-        samples: whether the command's steps also sample and take token masks, by default.
         **defaults: default values to show in the help for options whose default differs here.
     """
     group = parser.add_argument_group("compile options")
@@ -153,11 +151,11 @@ def add_compile_options(
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     add_switches(group, *_SWITCHES, default=None)
-    if samples:
-        _add_sampling(group)
+    _add_steps(group)
 
 
-def _add_sampling(group: Any) -> None:
+def _add_steps(group: Any) -> None:
+    """Add what steps can do besides greedy decoding."""
     add = partial(group.add_argument, action="store_false", default=None)
     text = "compile for greedy decoding only"
     add("--no-sampling", dest="sampling", help=text)

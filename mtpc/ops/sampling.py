@@ -121,13 +121,15 @@ def _marked(ids: Tensor, on: Tensor, vocab_size: int) -> Tensor:
 
 
 def _drafts_before(ids: Tensor, vocab_size: int) -> Tensor:
-    """int32 [R * Q, V]: for each row j, how often each token is among ids 1..j of its request."""
+    """int32 [R * Q, V]: for each row j, how often each token is among ids 1..j of its request.
+
+    An id of `vocab_size` or more is a row of an image.
+    """
     requests, rows = ids.shape
-    shape = (requests, rows, vocab_size)
-    one_hot = torch.zeros(shape, dtype=torch.int32, device=ids.device)
-    fed = torch.ones_like(ids[:, :, None], dtype=torch.int32)
-    fed[:, 0] = 0
-    one_hot.scatter_(2, ids[:, :, None], fed)
+    one_hot = torch.zeros(requests, rows, vocab_size, dtype=torch.int32, device=ids.device)
+    fed = ids < vocab_size
+    fed[:, 0] = False
+    one_hot.scatter_(2, torch.where(fed, ids, 0)[:, :, None], fed[:, :, None].int())
     return one_hot.cumsum(1, dtype=torch.int32).flatten(0, 1)
 
 

@@ -121,7 +121,7 @@ def test_inspect_shows_counts_effects_and_a_drawing(word_model, capsys, tmp_path
 
 def test_inspect_says_what_a_request_costs(word_model, capsys):
     """K and V of two layers and the MTP layer, two heads of 16 in float32; rows by request slot."""
-    out = inspect(word_model, capsys, "--before", "resize-metadata")
+    out = inspect(word_model, capsys, "--before", "resize-metadata", "--no-sampling")
     config = json.loads((word_model / "config.json").read_text())
     layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
     width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]

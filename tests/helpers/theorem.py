@@ -43,6 +43,10 @@ def requests(least: int, most: int, longest: int) -> st.SearchStrategy[Drawn]:
 FEW = requests(2, 4, 12)
 
 
+KEPT = ("batch.state_indices", "batch.token_mask", "batch.draft_mask")
+"""What the host has written: the requests of a batch, and masks that allow all tokens."""
+
+
 def poison(spec: mtpc.SpecModel) -> None:
     """Fill everything that a padded row or an unwritten page could read with NaN or invalid ids."""
     assert not spec.engine.has_work
@@ -59,7 +63,7 @@ def poison(spec: mtpc.SpecModel) -> None:
     spec.program.shared["state.remaining_tokens"][SCRATCH_SLOT] = 99
     for step in spec.program.steps.values():
         for name, tensor in step.buffers.items():
-            if name.startswith("batch.") and name != "batch.state_indices":
+            if name.startswith("batch.") and name not in KEPT:
                 fill(tensor)
         step.buffers["batch.state_indices"].fill_(SCRATCH_SLOT)
 

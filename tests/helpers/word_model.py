@@ -48,8 +48,7 @@ def compile_words(directory: Path) -> mtpc.SpecModel:
         dtype="float64",
         batch_buckets=(4,),
         num_pages=22,
-        sampling=True,
-        **TINY,
+        **{**TINY, "sampling": True},
     )
 
 

@@ -36,10 +36,8 @@ def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
     """Every buffer of every family, with sampling, by family; crossing values left out."""
     made = {}
     options = CompileOptions(
-        **{**TINY, "spec_tokens": 2, "batch_buckets": (4,), "num_pages": 89},
+        **{**TINY, "spec_tokens": 2, "batch_buckets": (4,), "num_pages": 89, "sampling": True},
         prefill_rows=4,
-        sampling=True,
-        token_mask=True,
     )
     for family in FAMILY_NAMES:
         loaded = load(checkpoint(family, "random"), "bfloat16", True)

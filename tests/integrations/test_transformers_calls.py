@@ -55,7 +55,7 @@ def test_the_seam_itself(generator: Any) -> None:
 
 
 def test_the_call_decides_what_is_compiled(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options that `generate` compiles with follow rows, length and sampling of the call."""
+    """Options that `generate` compiles with follow rows and length of the call."""
     asked: list[dict[str, Any]] = []
 
     def record(model: Any, **options: Any) -> mtpc.SpecModel:
@@ -71,7 +71,7 @@ def test_the_call_decides_what_is_compiled(generator: Any, monkeypatch: pytest.M
         generator.model.generate(ids, **seam, max_new_tokens=5000)
     assert asked == [
         {"spec_tokens": 3, "batch_buckets": (4,)},
-        {"spec_tokens": "auto", "batch_buckets": (1,), "sampling": True},
+        {"spec_tokens": "auto", "batch_buckets": (1,)},
         {"spec_tokens": 3, "batch_buckets": (4,), "max_len": 5004},
     ]
     assert all(CompileOptions.parse(options) for options in asked)
@@ -174,27 +174,12 @@ def test_other_models(generator: Any, compiled: Callable[..., Any]) -> None:
 
 
 def test_greedy_steps_refuse_sampling(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the option's name; it is on where the model's own generation config samples."""
-    greedy = replace(generator.spec.options, sampling=False)
+    """With the option's name."""
+    greedy = replace(generator.spec.options, sampling=False, token_mask=False)
     monkeypatch.setattr(generator.spec.engine, "options", greedy)
     with pytest.raises(RequestError, match="compile with sampling=True"):
         generator.generate(**RAGGED, do_sample=True, max_new_tokens=2)
     same(generator, **RAGGED, max_new_tokens=2)
-    asks = mtpc.transformers.generator._asks_for_sampling
-    config = generation.GenerationConfig
-    assert not asks(None)
-    assert not asks(config(temperature=0.5))
-    assert asks(config(do_sample=True))
-    assert asks(config(repetition_penalty=1.1))
-    assert not asks(config(min_length=0, suppress_tokens=None))
-    for fields in (
-        {"suppress_tokens": [5]},
-        {"bad_words_ids": [[5]]},
-        {"sequence_bias": {(5,): -2.0}},
-        {"min_length": 3},
-        {"min_new_tokens": 3},
-    ):
-        assert asks(config(**fields)), fields
 
 
 def test_threads(generator: Any) -> None:

@@ -49,7 +49,6 @@ OPTIONS: dict[str, Any] = dict(
     page_size=4,
     prefill_chunk=8,
     batch_buckets=(4,),
-    sampling=False,
 )
 """Images of 6 to 10 tokens lie over the edges of pages and of chunks."""
 NEW = 14

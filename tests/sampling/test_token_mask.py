@@ -154,10 +154,10 @@ class GrammarHost(example.Host):
 @pytest.fixture(scope="module")
 def grammar_models(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
     def get(family: str, form: str) -> mtpc.HostedModel:
-        options: dict[str, Any] = {**TINY, "batch_buckets": (3,), "num_pages": 40}
+        options: dict[str, Any] = {**TINY, "batch_buckets": (3,), "num_pages": 40, "sampling": True}
         return mtpc.compile_host(
             checkpoint(family), form=form, spec_tokens=3, backend="eager", dtype="float64",
-            sampling=True, token_mask=True, **options,
+            **options,
         )  # fmt: skip
 
     return get

@@ -172,7 +172,7 @@ def test_refused_options(fields: dict[str, Any], message: str) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = parse(["serve", "--port", "0", "--max-queue", "7", "--drain-seconds", "2.5"])
     assert server_fields(args) == {"port": 0, "max_queue": 7, "drain_seconds": 2.5}
-    assert args.sampling is True
+    assert args.sampling is None
     hosts = parse(["serve", "--allowed-hosts", "a.example,b.example"])
     assert server_fields(hosts) == {"allowed_hosts": ("a.example", "b.example")}
     assert parse(["serve", "--no-sampling"]).sampling is False
