@@ -138,11 +138,12 @@ def vllm_decoders(
         numbers: numbers of drafts.
         max_len: the most tokens of a request.
         max_seqs: the most concurrent requests.
-        workdir: caches and logs go to its directory of the engine's name.
+        workdir: caches and logs go to a directory of the engine's name, without spaces: Inductor's
+            compiler takes none.
         relaunches: whether each round starts a new process.
         engine: its name in tables.
     """
-    threads, kept = torch.get_num_threads(), (workdir / engine).absolute()
+    threads, kept = torch.get_num_threads(), (workdir / engine.replace(" ", "-")).absolute()
     for k in numbers:
         options = vllm_host.arguments(str(checkpoint.absolute()), k, max_len, max_seqs)
         launch = partial(VllmProcess, python, options, kept, threads)
