@@ -23,7 +23,7 @@ from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
-from mtpc.weights.packing import TILE, Fill, allocate_packed, count_tiles
+from mtpc.weights.packing import TILE, Fill, SharedPages, allocate_packed, count_tiles
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.read_ahead import ReadAhead, Span
 from mtpc.weights.recipes import (
@@ -180,7 +180,7 @@ class WeightSource:
     """
 
     def __init__(self, checkpoint: Checkpoint, fill: Fill):
-        self._checkpoint, self._fill = checkpoint, fill
+        self._checkpoint, self._fill, self._pages = checkpoint, fill, SharedPages()
         self._finite: dict[str | Rows, bool] = {}
         self._maker, self._dtypes = GroupedMaker(self._grouped, fill), dict[str, torch.dtype]()
         # Weights that were dequantised for tracing are gone, and notes must not count them.
@@ -257,7 +257,7 @@ class WeightSource:
         # few rows.
         for name in dtypes:
             self._checkpoint.release(name)
-        return made
+        return self._pages.take(made)
 
     def _make_plain(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """Make a weight that is not grouped, and check what it is made of."""

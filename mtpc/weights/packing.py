@@ -21,7 +21,7 @@ from torch import Tensor
 TILE = 32
 """Output features in a tile."""
 _GROUP_BYTES = 4
-_HUGE_PAGE = 2 << 20
+_HUGE_PAGE, _LINE = 2 << 20, 64
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag of that name, which Python knows since 3.13; this is its value on x86 and ARM."""
 
@@ -127,6 +127,24 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     flat = torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=skipped)
     return flat.view(shape)
+
+
+class SharedPages:
+    """Huge pages that weights of less than 2 MB share; small pages are read at half the speed."""
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy in shared pages; the tensor itself if it is large, or not dense on the CPU."""
+        nbytes, is_dense = tensor.nbytes, tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not (is_dense and _LINE <= nbytes < _HUGE_PAGE):
+            return tensor
+        if self._used + nbytes > len(self._chunk):
+            self._chunk, self._used = allocate((8 * _HUGE_PAGE,), torch.uint8), 0
+        flat = self._chunk[self._used :][:nbytes]
+        self._used += -(-nbytes // _LINE) * _LINE
+        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def map_memory(nbytes: int) -> mmap.mmap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from mtpc.models.load import load
 from mtpc.passes.pack_weights import PackWeights
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
-from mtpc.weights.packing import TILE, Fill, allocate, can_pack, fill_packed, pack, unpack
+from mtpc.weights.packing import (
+    TILE,
+    Fill,
+    SharedPages,
+    allocate,
+    can_pack,
+    fill_packed,
+    pack,
+    unpack,
+)
 from mtpc.weights.recipes import Blocks, Join, Packed, Recipe
 
 load_kernels()
@@ -421,3 +431,26 @@ def test_weights_begin_with_a_huge_page(shape: tuple[int, ...]) -> None:
         assert tensor.shape == shape
         assert tensor.data_ptr() % 2**21 == 0
         tensor.fill_(1)
+
+
+def test_small_weights_share_huge_pages() -> None:
+    """Copies, one behind another, and a new chunk where one is full; large ones stay."""
+    pages = SharedPages()
+    small = [
+        torch.randn(300, 500).to(torch.bfloat16),
+        torch.arange(7000),
+        torch.rand(2000, 250) < 1,
+    ]
+    held = [pages.take(tensor) for tensor in small * 40]
+    for tensor, source in zip(held, small * 40, strict=True):
+        assert torch.equal(tensor, source)
+        assert tensor.dtype == source.dtype
+        assert tensor.data_ptr() % 64 == 0
+    assert held[0].data_ptr() % 2**21 == 0
+    starts = sorted(tensor.data_ptr() for tensor in held)
+    near = [after - before < 2**20 for before, after in pairwise(starts)]
+    assert near.count(False) < 4, "tensors of a chunk lie side by side"
+    large = torch.empty(2**20, dtype=torch.int16)
+    strided = small[0].t()
+    for tensor in (large, strided, torch.tensor(1.0), torch.empty(9, 99, device="meta")):
+        assert pages.take(tensor) is tensor
