@@ -62,7 +62,7 @@ class Grammars:
             param: the request's field that the grammar comes from, for errors.
 
         Raises:
-            ApiError: the library is not installed, or it refuses the grammar.
+            ApiError: the library is not installed, or refuses the tokenizer or the grammar.
         """
         if find_spec(LIBRARY) is None:
             raise ApiError(
@@ -73,7 +73,12 @@ class Grammars:
             )
         from llguidance import LLMatcher
 
-        made = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
+        try:
+            tokenizer = self._tokenizer
+        except ValueError as error:
+            message = f"{param} cannot be followed: {LIBRARY} does not read this model's tokenizer"
+            raise ApiError(400, f"{message}: {error}", param, "unsupported_tokenizer") from error
+        made = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
         if made.is_error():
             reason = made.get_error().strip().splitlines()[0]
             raise ApiError(400, f"{param} cannot be followed: {reason}", param, "invalid_value")

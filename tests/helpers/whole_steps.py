@@ -24,8 +24,9 @@ from mtpc.program.compiler import StepCompiler
 def rewritten(
     directory: Path, dtype: str = "bfloat16", backend: Backend | None = None, **options: Any
 ) -> StepGraph:
-    """A decode step's graph after the passes, by default those of the cpu backend."""
-    chosen = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **options)
+    """A greedy decode step's graph after the passes, by default those of the cpu backend."""
+    sizes = {"spec_tokens": 1, "batch_buckets": (2,), "max_len": 64}
+    chosen = CompileOptions(**{**sizes, "sampling": False, **options})
     compiler = StepCompiler(load(str(directory), dtype, True), chosen, backend or CpuBackend())
     return compiler.rewritten(compiler.keys[0])
 

@@ -15,5 +15,5 @@ import mtpc
 def word_spec(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> mtpc.SpecModel:
-    """A tiny model with tokenizer, chat template and sampling, as `mtpc serve` compiles it."""
+    """A tiny model with tokenizer, chat template and sampling."""
     return compile_words(word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words")))

@@ -21,6 +21,8 @@ from helpers.openai_client import (
 from helpers.word_model import words
 
 import mtpc
+from mtpc.server.errors import ApiError
+from mtpc.server.grammars import Grammars
 from mtpc.server.run import Running
 
 __all__ = ["client", "nothing_is_left", "server", "spec"]
@@ -151,3 +153,10 @@ def test_unknown_model_and_paths(client: openai.OpenAI, server: Running) -> None
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "does not take GET" in wrong.json()["error"]["message"]
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_tokenizer_that_grammars_cannot_use(word_spec: mtpc.SpecModel) -> None:
+    """Here one of words: a clear answer, not a failure of the server."""
+    with pytest.raises(ApiError, match="does not read this model's tokenizer") as refused:
+        Grammars(word_spec.served).matchers('start: "a"', 1, "response_format")
+    assert (refused.value.status, refused.value.param) == (400, "response_format")
