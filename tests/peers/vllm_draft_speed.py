@@ -4,9 +4,9 @@
     python tests/peers/vllm_draft_speed.py --vllm-python VENV/bin/python --dist DIST
 
 A random checkpoint in bfloat16 of each family. vLLM's CPU build decodes one prompt in a process of
-its own for each way and round, in turns. The time is that of the proposer: all K drafts of a step,
-with vLLM's own metadata, head and argmax. "compiled" is vLLM without `enforce_eager`, whatever of
-its own class it then compiles.
+its own for each way and round, in turns. The time is that of the first rank's proposer: all K
+drafts of a step, with vLLM's own metadata, head and argmax. "compiled" is vLLM without
+`enforce_eager`, whatever of its own class it then compiles.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     llm = LLM(**job["options"])
     started = time.perf_counter() - start
-    seconds: list[float] = []
 
     def watch(worker: Any) -> str:
         drafter = worker.model_runner.drafter
-        propose = drafter.propose
+        propose, seconds = drafter.propose, []
 
         def timed(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
@@ -49,19 +48,20 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin)
             return result
 
-        drafter.propose = timed
+        drafter.propose, worker.draft_seconds = timed, seconds
         return type(drafter.model).__qualname__
 
-    (name,) = llm.collective_rpc(watch)
+    name, *_ = llm.collective_rpc(watch)
     params = SamplingParams(
         temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
     )
     llm.generate([{"prompt_token_ids": PROMPT}], params)
-    del seconds[:]
+    llm.collective_rpc(lambda worker: worker.draft_seconds.clear())
     begin = time.perf_counter()
     (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params)
     whole = time.perf_counter() - begin
     tokens = list(output.outputs[0].token_ids)
+    seconds, *_ = llm.collective_rpc(lambda worker: list(worker.draft_seconds))
     return dict(seconds=seconds[1:], whole=whole, start=started, tokens=tokens, draft_class=name)
 
 
@@ -71,6 +71,7 @@ def ask(way: tuple[str, str], directory: Path, kept: Path, args: argparse.Namesp
 
     python, (kind, mode) = args.vllm_python.absolute(), way
     options = vllm_host.arguments(str(directory), args.spec_tokens, 256, 1, mode == "eager")
+    ranks = options["tensor_parallel_size"] = args.tensor_parallel_size
     done = subprocess.run(
         [
             str(python),
@@ -79,8 +80,9 @@ def ask(way: tuple[str, str], directory: Path, kept: Path, args: argparse.Namesp
             json.dumps({"options": options, "new_tokens": args.new_tokens}),
         ],
         env=os.environ
-        | vllm_host.environment(kept, args.threads, python)
-        | {"PYTHONPATH": str(args.dist), "VLLM_PLUGINS": "mtpc" if kind == "mtpc" else ""},
+        | vllm_host.environment(kept, args.threads, python, ranks)
+        | {"PYTHONPATH": str(args.dist), "VLLM_PLUGINS": "mtpc" if kind == "mtpc" else ""}
+        | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},  # Functions go to the workers.
         capture_output=True,
         text=True,
     )
@@ -103,7 +105,8 @@ def main() -> None:
     parser.add_argument("--spec-tokens", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
