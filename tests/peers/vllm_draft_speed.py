@@ -88,7 +88,9 @@ def ask(way: tuple[str, str], directory: Path, kept: Path, args: argparse.Namesp
     )
     if done.returncode:
         raise SystemExit(f"vLLM failed:\n{done.stderr[-4000:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    # Other ranks say that they end.
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    answer = json.loads(said[-1])
     assert (answer["draft_class"] == "TracedMTP") == (kind == "mtpc"), answer["draft_class"]
     return answer
 
