@@ -73,24 +73,24 @@ def sample(
     x = logits.double()
     usable = torch.isfinite(x.amax(-1)) & (slots != SCRATCH_SLOT) & (positions >= 0)
 
-    allowed = _bits(allowed_tokens[slots], x.shape[1]) | (flag["masked"] == 0)
-    if token_mask is not None:
-        allowed &= _bits(token_mask, x.shape[1])
-    stops = stop_ids[slots]
-    early = (positions[:, None] < flag["first_stop"]) & (stops >= 0) & (stops < x.shape[1])
-    allowed &= ~_marked(stops, early, x.shape[1])
-    # The contents of the scratch slot must not index the vocabulary.
-    biased = (bias_ids[slots] >= 0) & (bias_ids[slots] < x.shape[1])
-    bias = torch.where(biased, bias_values[slots], 0)
-    x = x.scatter_add(1, torch.where(biased, bias_ids[slots], 0), bias)
-    counts = output_counts[slots] + _drafts_before(ids.view(-1, rows_each), x.shape[1])
-    seen = (counts > 0) | _bits(prompt_tokens[slots], x.shape[1])
-    x = torch.where(flag["penalised"] != 0, _penalise(x, counts, seen, number), x)
+    if not _is_plain(number, flag, bias_ids[slots], positions, token_mask, usable):
+        allowed = _bits(allowed_tokens[slots], x.shape[1]) | (flag["masked"] == 0)
+        if token_mask is not None:
+            allowed &= _bits(token_mask, x.shape[1])
+        stops = stop_ids[slots]
+        early = (positions[:, None] < flag["first_stop"]) & (stops >= 0) & (stops < x.shape[1])
+        allowed &= ~_marked(stops, early, x.shape[1])
+        # The contents of the scratch slot must not index the vocabulary.
+        biased = (bias_ids[slots] >= 0) & (bias_ids[slots] < x.shape[1])
+        bias = torch.where(biased, bias_values[slots], 0)
+        x = x.scatter_add(1, torch.where(biased, bias_ids[slots], 0), bias)
+        counts = output_counts[slots] + _drafts_before(ids.view(-1, rows_each), x.shape[1])
+        seen = (counts > 0) | _bits(prompt_tokens[slots], x.shape[1])
+        x = torch.where(flag["penalised"] != 0, _penalise(x, counts, seen, number), x)
 
-    x = torch.where(allowed, x, float("-inf"))
-    greedy = number["temperature"] == 0
-    x = x / torch.where(greedy, 1, number["temperature"])
-    if not greedy.all():
+        x = torch.where(allowed, x, float("-inf"))
+        greedy = number["temperature"] == 0
+        x = x / torch.where(greedy, 1, number["temperature"])
         kept = x >= _cut(x, flag["top_k"], number["top_p"], number["min_p"])
         noise = gumbel(flag["seed"][:, 0], positions, x.shape[1])
         x = torch.where(greedy, x, torch.where(kept, x + noise, float("-inf")))
@@ -101,6 +101,22 @@ def sample(
 @sample.register_fake
 def _(logits: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
     return ids.new_empty(logits.shape[0])
+
+
+def _is_plain(
+    number: dict[str, Tensor],
+    flag: dict[str, Tensor],
+    bias_ids: Tensor,
+    positions: Tensor,
+    token_mask: Tensor | None,
+    usable: Tensor,
+) -> bool:
+    """Whether the largest logit is the choice of every usable row."""
+    greedy = (number["temperature"] == 0) & (flag["masked"] == 0) & (flag["penalised"] == 0)
+    plain = greedy & (positions[:, None] >= flag["first_stop"]) & (bias_ids < 0)
+    if token_mask is not None:
+        plain = plain & (token_mask == -1).all(-1, keepdim=True)
+    return bool((plain.all(-1) | ~usable).all())
 
 
 def _columns(rows: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

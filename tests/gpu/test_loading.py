@@ -187,7 +187,12 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EntryStore:
 
 def _options(*passes: str) -> CompileOptions:
     return CompileOptions(
-        spec_tokens=1, batch_buckets=(2,), max_len=64, prefill_chunk=8, enabled_passes=passes
+        spec_tokens=1,
+        batch_buckets=(2,),
+        max_len=64,
+        prefill_chunk=8,
+        sampling=False,
+        enabled_passes=passes,
     )
 
 
