@@ -12,6 +12,7 @@ Shapes with experts or latent attention run on demand: `--workloads glm4-moe-ran
 deepseek-random`. So does the demo model, `--workloads demo`, whose acceptance depends on the text.
 llama.cpp decodes dense MiMo without drafts (K = 0). For Qwen3.5, llama-server drafts with each K:
 `--workloads qwen3_5-accepting --quantize int4-g32 --llama-bench DIRECTORY --no-peers --no-int8`.
+With `--quantize`, vLLM runs the quantised copies in place of the plain weights, and drafts nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ from mtpc.layout.progress import Progress
 
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
-"""The engine's name, before the scheme, for a checkpoint quantised with that scheme."""
 LONG_STAGES = ("trace model", "lower")
 """Stages of compilation that are reported."""
 FEWEST_NEW_TOKENS = 8

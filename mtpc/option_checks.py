@@ -108,10 +108,10 @@ def check_draft_vocab(ids: Any) -> tuple[int, ...]:
 def settle_token_mask(value: Any, sampling: bool, is_synthetic: bool) -> bool:
     """Whether to compile token masks; None is True where there is sampling to read them."""
     can = sampling and not is_synthetic
-    if value is None or value is False:
-        return can and value is None
-    if value is not True:
+    if value is None:
+        return can
+    if not isinstance(value, bool):
         raise OptionError(f"token_mask is {value!r}; expected True, False or None")
-    if not can:
+    if value and not can:
         raise OptionError("token_mask needs sampling=True and no synthetic acceptance")
-    return True
+    return value

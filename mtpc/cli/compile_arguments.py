@@ -36,7 +36,7 @@ VLLM_NAMES = {
 
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `CompileOptions` that the user gave, and what the command has by default."""
+    """The fields of `CompileOptions` that the user gave."""
     given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
     return {
         name: tuple(value) if isinstance(value, list) else value
