@@ -68,8 +68,8 @@ def error_with_rounded_weights(batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [[(300, 70)], [(1500, 4)]])
 def test_bfloat16_loses_no_more_than_rounded_weights_do(lengths: list[tuple[int, int]]) -> None:
-    """Against float64 of the same inputs. Only where values are multiplied as pairs (attention_pairs.h)
-    are weights rounded, too; elsewhere nothing but the result is."""
+    """Against float64 of the same inputs. Weights are rounded, too, where values are multiplied by
+    pairs (attention_pairs.h); elsewhere nothing but the result is."""
     batch = make_batch(lengths, dims=(64, 48), dtype=torch.bfloat16, spare_pages=0)
     wide = replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double())
     exact = wide.paged(REFERENCE)
