@@ -18,6 +18,9 @@ from mtpc.weights.recipes import Rows
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
 
+HEADS = 2
+"""The dimension of key/value heads: of caches [pages, P, H, D], and of their scales."""
+
 
 @dataclass(frozen=True)
 class CutWeight:
@@ -44,7 +47,7 @@ class Sharding:
         ranks: how many share it.
         group: name of their process group.
         weights: weights that are cut, by name.
-        caches: this rank's tensors of the caches that are cut, by name: [.., heads, width].
+        caches: this rank's tensors of the caches that are cut, by name.
     """
 
     ranks: int
@@ -115,7 +118,7 @@ class _Cutter:
         if name in caches:
             set_tensor(self.graph.module, name, caches[name])
             node.meta["val"] = self.mode.from_tensor(caches[name], static_shapes=True)
-            self.held[node] = caches[name].dim() - 2
+            self.held[node] = HEADS
         elif name in weights:
             cut = weights[name]
             with self.fx.inserting_after(node):
@@ -192,9 +195,9 @@ class _Cutter:
     def _write(self, node: fx.Node) -> None:
         """A call without a result may write rows to a cache whose heads are cut like theirs."""
         if is_call(node, ours.write_cache.default):
-            cache, rows = node.args[:2]
-            dims = self.held.get(cache), self.held.get(rows)  # type: ignore[arg-type]
-            if dims == (2, 1):
+            cache, rows, _, scales = arguments(node).values()
+            by_head = {cache: HEADS, rows: 1} | ({} if scales is None else {scales: HEADS})
+            if all(self.held.get(value) == dim for value, dim in by_head.items()):
                 return
         self._make_whole(node, [n for n in node.all_input_nodes if n in self.held])
 
@@ -241,7 +244,8 @@ class _Cutter:
     def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
         """Query heads with the key/value heads that they use; of latents every rank has all."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        by_head = {"q": 1, "k_cache": 2, "v_cache": 2, "kv_up": 0, "sinks": 0}
+        by_head = {"q": 1, "kv_up": 0, "sinks": 0}
+        by_head |= dict.fromkeys(("k_cache", "v_cache", "k_scale", "v_scale"), HEADS)
         wanted = {name: dim for name, dim in by_head.items() if given.get(name) is not None}
         if cut != wanted:
             raise NeedsWholeError

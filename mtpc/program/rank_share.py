@@ -12,7 +12,7 @@ from mtpc.layout import BufferSpec
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import ShardPlan
 from mtpc.passes import Sharding
-from mtpc.passes.shard import CutWeight
+from mtpc.passes.shard import HEADS, CutWeight
 from mtpc.program.ranks import Ranks
 
 
@@ -65,8 +65,9 @@ class RankShare:
         return tuple(self._part(spec) if self.cuts(spec) else spec for spec in whole)
 
     def _part(self, spec: BufferSpec) -> BufferSpec:
-        *rows, heads, width = spec.dims
-        return replace(spec, dims=(*rows, int(heads) // self.ranks.size, width))
+        dims = list(spec.dims)
+        dims[HEADS] = int(dims[HEADS]) // self.ranks.size
+        return replace(spec, dims=tuple(dims))
 
     def sharding(self, caches: Mapping[str, Tensor]) -> Sharding:
         """What the pass `shard` needs.

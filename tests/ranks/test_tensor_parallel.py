@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
-from helpers.ranks import Group, group_of
+from helpers.ranks import Group, codes_of, group_of
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
 from helpers.trained import make_trained_checkpoint
 from safetensors.torch import load_file, save_file
@@ -161,6 +161,35 @@ def test_sampling_preemption_and_reuse(
     assert spec.stats.preemptions > 0 < spec.stats.reused_tokens
     first, second = two.close()
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "spec_tokens"),
+    [
+        ("mimo", "int8", 1),
+        *(
+            pytest.param(family, kind, k, marks=pytest.mark.slow)
+            for family in ("mimo", "glm4_moe", "mimo_v2@heads")
+            for kind, k in (("int8", 3), ("fp8", 1))
+        ),
+    ],
+)
+def test_each_rank_has_the_codes_of_its_heads(
+    family: str, kind: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
+) -> None:
+    """Pages of codes and scales are those that one rank has; so are text and accepted drafts."""
+    options = {**OPTIONS, "spec_tokens": spec_tokens, "kv_cache_dtype": kind, "num_pages": 40}
+    alone = mtpc.compile(checkpoint(family), backend="eager", **options)
+    spec = two.compile(checkpoint(family), **options)
+    texts = [model.generate(PROMPTS[3:9], 16, ignore_eos=True) for model in (alone, spec)]
+    assert texts[0] == texts[1]
+    assert spec.stats.accepted == alone.stats.accepted
+    assert sum(spec.stats.accepted) > 0
+    every = codes_of(alone)
+    assert len(every) >= 4
+    for rank, kept in enumerate(two.close()):
+        for whole, own in zip(every, kept[-len(every) :], strict=True):
+            assert own == whole.chunk(2, 2)[rank].tolist()
 
 
 @pytest.mark.parametrize("family", ["mimo", pytest.param("step3p5", marks=pytest.mark.slow)])
