@@ -14,6 +14,7 @@ from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import GraphError, UnsupportedModelError
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, emit_weight, is_call, tidy
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
+from mtpc.passes.trim_draft_head import runs
 from mtpc.weights.recipes import Rows
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
@@ -44,12 +45,14 @@ class Sharding:
     """One rank's part of a model.
 
     Attributes:
+        rank: whose part it is, from 0.
         ranks: how many share it.
         group: name of their process group.
         weights: weights that are cut, by name.
         caches: this rank's tensors of the caches that are cut, by name.
     """
 
+    rank: int
     ranks: int
     group: str
     weights: Mapping[str, CutWeight]
@@ -114,20 +117,38 @@ class _Cutter:
         return self.rewrites
 
     def _cut_attribute(self, node: fx.Node, name: str) -> None:
-        weights, caches = self.sharding.weights, self.sharding.caches
+        caches = self.sharding.caches
         if name in caches:
             set_tensor(self.graph.module, name, caches[name])
             node.meta["val"] = self.mode.from_tensor(caches[name], static_shapes=True)
             self.held[node] = HEADS
-        elif name in weights:
-            cut = weights[name]
+            return
+        source, cut = self._cut_of(name)
+        if cut is not None:
             with self.fx.inserting_after(node):
                 # The name of a derived weight has one dot.
-                own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, name, cut.dim)
+                own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, source, cut.dim)
                 part = emit_weight(self.graph, own, recipe, node)
             self._replace(node, part, cut.dim)
             self.steps[part] = cut.step
             self.gathered |= {part} if cut.is_gathered or cut.step else set()
+
+    def _cut_of(self, name: str) -> tuple[str, CutWeight | None]:
+        """What this rank holds of a weight, as a part of which weight; None: all of it.
+
+        Chosen rows of a weight that is cut by the vocabulary are dealt out evenly, because they are
+        seldom spread over it evenly. They stay whole if a rank would have none of them.
+        """
+        weights, recipe = self.sharding.weights, self.graph.weights.recipes.get(name)
+        if not isinstance(recipe, Rows) or recipe.part not in weights:
+            return name, weights.get(name)
+        source, cut = str(recipe.part), weights[str(recipe.part)]
+        ids = tuple(row for start, stop in recipe.runs for row in range(start, stop))
+        step = -(-len(ids) // self.sharding.ranks)
+        if not cut.step or step * (self.sharding.ranks - 1) >= len(ids):
+            return name, None
+        own = runs(ids[self.sharding.rank * step :][:step])
+        return source, CutWeight(cut.dim, own, step, cut.is_gathered)
 
     def _replace(self, old: fx.Node, new: fx.Node, dim: int | None = None) -> None:
         """Replace a value by one of the same whole shape; `dim` is cut, None if nothing is."""

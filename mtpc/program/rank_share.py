@@ -75,4 +75,5 @@ class RankShare:
         Args:
             caches: this rank's tensors of the buffers that are cut, by name.
         """
-        return Sharding(self.ranks.size, self.ranks.group, self._weights, caches)
+        place = (self.ranks.rank, self.ranks.size, self.ranks.group)
+        return Sharding(*place, self._weights, caches)

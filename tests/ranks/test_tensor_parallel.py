@@ -192,6 +192,40 @@ def test_each_rank_has_the_codes_of_its_heads(
             assert own == whole.chunk(2, 2)[rank].tolist()
 
 
+LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 77, 90)
+"""Seven in the first half of the vocabulary: the first rank has six, the other five."""
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [
+        ("mimo", 1),
+        *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("mimo", "glm4_moe", "step3p5")),
+    ],
+)
+def test_drafts_from_a_part_of_the_vocabulary(
+    family: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
+) -> None:
+    """Every text and every draft is that of one rank, from both ranks' rows of the head."""
+    options = {**OPTIONS, "spec_tokens": spec_tokens, "draft_vocab": LISTED}
+
+    def run(spec: mtpc.SpecModel) -> tuple[list[list[int]], list[list[int]]]:
+        texts: dict[int, list[int]] = {spec.engine.add(p, 16): [] for p in PROMPTS[:8]}
+        drafts: list[list[int]] = []
+        while spec.engine.has_work:
+            for output in spec.engine.step():
+                texts[output.request_id] += output.token_ids
+            slots = [r.slot for r in spec.engine.running if r.output_ids]
+            drafts += spec.program.shared["state.token_ids"][slots, 1:].tolist()
+        return list(texts.values()), drafts
+
+    alone = run(mtpc.compile(checkpoint(family), backend="eager", **options))
+    assert run(two.compile(checkpoint(family), **options)) == alone
+    found = {token for row in alone[1] for token in row}
+    assert found <= set(LISTED)
+    assert len(found & {*LISTED[:6]}) > 0 < len(found & {*LISTED[6:]})
+
+
 @pytest.mark.parametrize("family", ["mimo", pytest.param("step3p5", marks=pytest.mark.slow)])
 def test_ranks_cannot_part(family: str, two: Group, checkpoint: Callable[..., Path]) -> None:
     """Where the other rank computes otherwise, both choose the same tokens all the same."""
@@ -243,7 +277,7 @@ def test_what_is_wrong_is_said_on_every_rank(
 def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
         mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
-    refused: dict[str, Any] = {"backend": "cuda", "quantize": "int8", "draft_vocab": 8}
+    refused: dict[str, Any] = {"backend": "cuda", "quantize": "int8"}
     for name, value in refused.items():
         with pytest.raises(
             OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"
