@@ -57,8 +57,8 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 
 _ONE_RANK_ONLY = (
-    *("quantize", "enabled_passes", "draft", "kv_offload_dir", "images"),
-    *("require_sha256", "build_in_background"),
+    *("enabled_passes", "draft", "kv_offload_dir", "images", "require_sha256"),
+    "build_in_background",
 )
 """Options that `tensor_parallel_size` > 1 refuses."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}

@@ -127,8 +127,10 @@ class _Cutter:
         if cut is not None:
             with self.fx.inserting_after(node):
                 # The name of a derived weight has one dot.
-                own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, source, cut.dim)
+                own, inputs = f"shard.{name.replace('.', '_')}", len(self.whole[node]) - 1
+                recipe = Rows(cut.runs, source, -1 if cut.dim == inputs > 0 else cut.dim)
                 part = emit_weight(self.graph, own, recipe, node)
+                self.graph.weights.wholes[own] = name
             self._replace(node, part, cut.dim)
             self.steps[part] = cut.step
             self.gathered |= {part} if cut.is_gathered or cut.step else set()

@@ -48,13 +48,13 @@ class RankShare:
         runs = shard.ranges(length, rank, size)
         return CutWeight(shard.dim, runs, step, plan.is_gathered(name))
 
-    def nbytes(self, name: str, tensor: Tensor) -> int:
-        """Bytes of this rank's part of a weight."""
+    def held(self, name: str, tensor: Tensor) -> int:
+        """Elements of this rank's part of a weight."""
         cut = self._weights.get(name)
         if cut is None:
-            return tensor.nbytes
+            return tensor.numel()
         held = sum(stop - start for start, stop in cut.runs)
-        return tensor.nbytes * held // tensor.shape[cut.dim]
+        return tensor.numel() // tensor.shape[cut.dim] * held
 
     def cuts(self, spec: BufferSpec) -> bool:
         """Whether each rank holds only its own key/value heads of a buffer."""

@@ -117,6 +117,27 @@ def test_the_same_of_tapes(
     check_text_and_drafts(spec, oracle(family), 2)
 
 
+CODES: dict[str, Any] = {"quantize": "int4-g32", "kv_cache_dtype": "int8", "draft_vocab": 60}
+
+
+def test_text_on_codes_depends_on_neither_drafts_nor_batch(
+    two: Group, checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """Weights and pages of codes and a trimmed head at once; the second start compiles nothing."""
+    cpu: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "backend": "cpu", "cache_dir": cpu_cache}
+    texts = []
+    for spec_tokens in (0, 3):
+        options = {**cpu, **CODES, "spec_tokens": spec_tokens}
+        spec = two.compile(checkpoint("mimo"), **options)
+        assert {"shard", "pack-groups", "skip-idle-rows"} <= passes_of(spec, checkpoint("mimo"))
+        texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
+        texts.append([spec.generate(prompt, 16, ignore_eos=True) for prompt in PROMPTS[2:8]])
+    assert sum(spec.stats.accepted) > 0
+    spec = two.compile(checkpoint("mimo"), **options, frozen=True)
+    texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
+    assert all(text == texts[0] for text in texts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "exaone_moe"])
 def test_bfloat16_text_depends_on_neither_drafts_nor_batch(
@@ -277,7 +298,7 @@ def test_what_is_wrong_is_said_on_every_rank(
 def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
         mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
-    refused: dict[str, Any] = {"backend": "cuda", "quantize": "int8"}
+    refused: dict[str, Any] = {"backend": "cuda", "enabled_passes": ("quantise-draft",)}
     for name, value in refused.items():
         with pytest.raises(
             OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"
