@@ -984,4 +984,18 @@ FAULTS = (
         "ids = place",
         f"{_RANKS}test_drafts_from_a_part_of_the_vocabulary[mimo-1]",
     ),
+    Fault(
+        "a rank has the scales of the first inputs",
+        "weights/grouped_recipes.py",
+        "[tensor.narrow(dim, a // step, (b - a) // step) for a, b in runs]",
+        "[tensor.narrow(dim, a if step == 1 else 0, (b - a) // step) for a, b in runs]",
+        "ranks/test_codes.py::test_slices_have_the_values_of_the_whole[int4-32-zeros]",
+    ),
+    Fault(
+        "a rank rounds its part of a row by a scale of its own",
+        "passes/pack_groups.py",
+        "spec_by_scheme(self.scheme, whole, graph.weights[whole])",
+        "spec_by_scheme(self.scheme, whole, weight)",
+        "ranks/test_codes.py::test_each_rank_has_its_part_of_the_codes[mimo-int8-False]",
+    ),
 )

@@ -22,6 +22,7 @@ from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache
 from mtpc.program.ranks import Ranks
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.write_quantised import quantise_checkpoint
 
 SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
@@ -117,23 +118,50 @@ def test_the_same_of_tapes(
     check_text_and_drafts(spec, oracle(family), 2)
 
 
-CODES: dict[str, Any] = {"quantize": "int4-g32", "kv_cache_dtype": "int8", "draft_vocab": 60}
-
-
+@pytest.mark.parametrize(
+    ("family", "scheme", "is_stored"),
+    [
+        ("mimo", "int4-g32", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *(("mimo", "int4-g32", True), ("mimo", "int8", False), ("mimo", "fp8", True)),
+                *(("glm4_moe", "int8", False), ("glm4_moe", "int4-g32", True)),
+            )
+        ),
+    ],
+)
 def test_text_on_codes_depends_on_neither_drafts_nor_batch(
-    two: Group, checkpoint: Callable[..., Path], cpu_cache: Path
+    family: str,
+    scheme: str,
+    is_stored: bool,
+    two: Group,
+    checkpoint: Callable[..., Path],
+    cpu_cache: Path,
+    tmp_path: Path,
 ) -> None:
-    """Weights and pages of codes and a trimmed head at once; the second start compiles nothing."""
+    """Nor on chunks. With codes in weights and in pages, and a trimmed head; the second start
+    compiles nothing."""
+    directory = checkpoint("mimo")
+    if family == "glm4_moe":  # Wide experts, of which each rank has enough for kernels.
+        directory = make_trained_checkpoint(family, tmp_path / "wide", moe_intermediate_size=64)
     cpu: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "backend": "cpu", "cache_dir": cpu_cache}
+    cpu |= {"kv_cache_dtype": "int8", "draft_vocab": 60}
+    if is_stored:
+        quantise_checkpoint(directory, tmp_path / "codes", scheme)
+        directory = tmp_path / "codes"
+    else:
+        cpu["quantize"] = scheme
     texts = []
-    for spec_tokens in (0, 3):
-        options = {**cpu, **CODES, "spec_tokens": spec_tokens}
-        spec = two.compile(checkpoint("mimo"), **options)
-        assert {"shard", "pack-groups", "skip-idle-rows"} <= passes_of(spec, checkpoint("mimo"))
+    for spec_tokens, chunk in ((0, 5), (3, 8)):
+        options = {**cpu, "spec_tokens": spec_tokens, "prefill_chunk": chunk}
+        spec = two.compile(directory, **options)
+        assert {"shard", "pack-groups", "skip-idle-rows"} <= passes_of(spec, directory)
         texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
         texts.append([spec.generate(prompt, 16, ignore_eos=True) for prompt in PROMPTS[2:8]])
     assert sum(spec.stats.accepted) > 0
-    spec = two.compile(checkpoint("mimo"), **options, frozen=True)
+    assert not spec.stats.fallbacks
+    spec = two.compile(directory, **options, frozen=True)
     texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
     assert all(text == texts[0] for text in texts)
 
