@@ -20,6 +20,7 @@ from mtpc.capture.graph import StepGraph, arguments, operators
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.load import load
+from mtpc.passes.quantise_draft import draft_spec
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 from mtpc.weights.grouped import (
@@ -109,11 +110,13 @@ def test_what_scales_do_not_need_is_not_read() -> None:
         assert bool(made.dequantise().isfinite().all()) is is_own
 
 
-def compiler(directory: Path, scheme: str | None, rank: int) -> StepCompiler:
-    """That of one of two ranks; it builds steps without the other."""
+def compiler(
+    directory: Path, scheme: str | None, rank: int, placing: str = "pack-groups"
+) -> StepCompiler:
+    """That of one of two ranks, which builds steps without the other; a pass places codes."""
     loaded = load(str(directory), "bfloat16", True)
     options = CompileOptions(
-        spec_tokens=1, batch_buckets=(2,), quantize=scheme, enabled_passes=("pack-groups",), **TINY
+        spec_tokens=1, batch_buckets=(2,), quantize=scheme, enabled_passes=(placing,), **TINY
     )
     return StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(rank, 2, "0"))
 
@@ -189,6 +192,23 @@ def test_each_rank_has_its_part_of_the_codes(
     rounded = {name for name, w in weights.items() if spec_by_scheme(scheme, name, w) is not None}
     assert both == rounded - ({"lm_head.weight"} if is_stored else set())
     assert len(both) > 15
+
+
+def test_drafts_have_the_scales_of_whole_rows(checkpoint: Callable[..., Path]) -> None:
+    """With quantise-draft, which rounds the MTP layer's matrices and its use of the head."""
+    built = compiler(checkpoint("mimo", "random"), None, 1, "quantise-draft")
+    weights, seen = built.loaded.weights(), set()
+
+    def values(name: str) -> Tensor:
+        spec = draft_spec(weights[name])
+        assert spec is not None
+        return quantise(weights[name].detach(), spec).dequantise()
+
+    for recipe, found in codes_read(built.rewritten(built.keys[0])):
+        assert torch.equal(found, make(recipe, values))
+        seen |= {*names(recipe)}
+    assert {"mtp.0.block.self_attn.o_proj.weight", "lm_head.weight"} <= seen
+    assert not any(name.startswith("model.layers") for name in seen)
 
 
 def test_experts_that_kernels_cannot_read_are_refused(checkpoint: Callable[..., Path]) -> None:

@@ -89,6 +89,22 @@ def test_the_same_of_all_families(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_passes_that_are_off_by_default(
+    family: str, two: Group, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
+) -> None:
+    """Drafts from int8 weights; the text is that of plain decoding all the same."""
+    spec = two.compile(
+        checkpoint(family), spec_tokens=3, enabled_passes=("quantise-draft",), **OPTIONS
+    )
+    check_theorem(spec, oracle(family), 1)
+    (step, *_) = spec.program.steps.values()
+    assert step.graph is not None
+    assert {r.name: r.rewrites for r in step.graph.history}["quantise-draft"] > 0
+    assert sum(spec.stats.accepted) > 0
+
+
+@pytest.mark.slow
 def test_each_head_has_its_own_sink(two: Group, tmp_path: Path) -> None:
     """With sinks far apart, so that text depends on them."""
     directory = make_trained_checkpoint("mimo_v2@heads", tmp_path)
@@ -326,7 +342,7 @@ def test_what_is_wrong_is_said_on_every_rank(
 def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
         mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
-    refused: dict[str, Any] = {"backend": "cuda", "enabled_passes": ("quantise-draft",)}
+    refused: dict[str, Any] = {"backend": "cuda", "kv_offload_dir": "pages"}
     for name, value in refused.items():
         with pytest.raises(
             OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"
