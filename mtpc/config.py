@@ -56,10 +56,7 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 
-_ONE_RANK_ONLY = (
-    *("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir", "images"),
-    *("require_sha256", "build_in_background"),
-)
+_ONE_RANK_ONLY = ("draft", "kv_offload_dir", "images", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -329,7 +326,6 @@ class CompileOptions:
             object.__setattr__(self, "backend", "cpu")
         others = [name for name in _ONE_RANK_ONLY if getattr(self, name)]
         others += ["backend"] if self.backend not in ("cpu", "eager") else []
-        others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "

@@ -274,8 +274,8 @@ LINES = {
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
-    # Stacked values and rows of a table in parts (`held.py`).
-    "passes": 3530,
+    # Stacked values and rows of a table in parts (`held.py`); a trimmed head in parts.
+    "passes": 3590,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
@@ -287,7 +287,8 @@ LINES = {
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
-    "program": 4850,
+    # Slices of codes, checked as they are read (`binding.py`).
+    "program": 4870,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
@@ -312,7 +313,8 @@ LINES = {
     # A target and its drafter (`paired_checkpoint.py`), digests of contents (`content.py`), and
     # recipes that read a rank's part alone. Files larger than memory. A thread that reads the next
     # tensors while one is packed (`read_ahead.py`), all into the same memory in turn.
-    "weights": 5750,
+    # Slices of weights in groups, along their inputs too.
+    "weights": 5820,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

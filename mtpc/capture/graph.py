@@ -65,6 +65,7 @@ class WeightTable:
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
+        wholes: parts that this rank holds by name: the weight that each is a part of.
         defers: whether derived weights are memory without contents until `settle`. A build that
             only writes packages needs no contents.
     """
@@ -82,6 +83,7 @@ class WeightTable:
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
+        self.wholes: dict[str, str] = {}
         self._made: dict[Recipe, Tensor] = {}
         self._holders: dict[Hashable, str] = {}
 
@@ -115,11 +117,12 @@ class WeightTable:
         """
         if name not in self._by_name:
             whole = substitute(recipe, lambda part: self.recipes.get(part, part))
+            made_of = whole if isinstance(recipe, Grouped) else recipe
             if self.defers:
-                self.bind(name, allocate(recipe, self._tensor))
+                self.bind(name, allocate(made_of, self._tensor))
                 self._deferred.add(name)
             else:
-                self.bind(name, self._make(whole if isinstance(recipe, Grouped) else recipe))
+                self.bind(name, self._make(made_of))
             self.recipes[name] = whole
         return self[name]
 

@@ -220,8 +220,19 @@ class _Opener(Generic[T]):
         """All steps from the cache, or None if one is missing; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
-        found = restore(self.source, self.options, cache, self.graphs)
+        found = restore(self.source, self.options, cache, self.graphs, self._caches_of_ranks())
         return None if found is None else self._bound(found, cache)
+
+    def _caches_of_ranks(self) -> tuple[StepCache | None, ...]:
+        """The caches of all ranks, None for this one; only `require_sha256` needs the others."""
+        if self.ranks is None or self.options.require_sha256 is None:
+            return (None,)
+        return tuple(
+            None
+            if place.rank == self.ranks.rank
+            else open_cache(self.source, self.options, self.report, place)
+            for place in self.ranks.all_places
+        )
 
     def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
         """Steps with weights straight from the checkpoint's files."""
