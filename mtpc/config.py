@@ -328,13 +328,13 @@ class CompileOptions:
         if size > 1 and self.backend == AUTO:
             object.__setattr__(self, "backend", "cpu")
         others = [name for name in _ONE_RANK_ONLY if getattr(self, name)]
-        others += ["backend"] if self.backend not in ("cpu", "eager") else []
+        others += ["backend"] if self.backend not in ("cpu", "cuda", "eager") else []
         others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
-                f"several ranks run the checkpoint's weights on backend 'cpu' or 'eager': leave it "
-                "out"
+                "several ranks run the checkpoint's weights on backend 'cpu', 'cuda' or 'eager': "
+                "leave it out"
             )
 
     def _check_cache(self) -> None:

@@ -38,6 +38,7 @@ from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
@@ -57,6 +58,7 @@ ENABLES = (
     FuseElementwise.name,
     FuseDraftEntry.name,
     FuseSkinnyLinears.name,
+    SpellCollectives.name,
     LowerChoices.name,
 )
 """Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""

@@ -17,15 +17,46 @@ from torch.nn import functional as F
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
+    return list(_gathered(part, group))
+
+
+def _gathered(part: Tensor, group: str) -> Tensor:
+    """[ranks, *part.shape], by the one call by which ranks exchange values in a step."""
     members = _group(group)
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(members.size())]
-    dist.all_gather(parts, part, members)
-    return parts
+    whole = part.new_empty(members.size() * part.numel())
+    _gather(whole, part.reshape(-1), members)
+    return whole.view(members.size(), *part.shape)
+
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Before torch 2.13 it has another name."""
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an operator takes a process group."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(one.name == "group" for one in schema.arguments)
 
 
 def _group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+
+
+@torch.library.custom_op("mtpc::gather_ranks", mutates_args=())
+def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
+    """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
+
+    Args:
+        part: of one shape and dtype on all ranks.
+        ranks: how many the group has.
+        group: name of the process group.
+        after: what another collective gave, which this one must follow: a compiler may move calls
+            that do not depend on each other, and ranks must make the same calls in one order.
+
+    Returns:
+        [ranks, *part.shape].
+    """
+    return _gathered(part, group)
 
 
 @torch.library.custom_op("mtpc::all_reduce", mutates_args=())
@@ -139,6 +170,11 @@ def first_rank(value: Tensor, group: str) -> Tensor:
     told = value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(told, group=_group(group), group_src=0)
     return told
+
+
+@gather_ranks.register_fake
+def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
+    return part.new_empty([ranks, *part.shape])
 
 
 @all_reduce.register_fake
