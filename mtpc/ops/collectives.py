@@ -22,7 +22,7 @@ def parts_of(part: Tensor, group: str) -> list[Tensor]:
 
 def _gathered(part: Tensor, group: str) -> Tensor:
     """[ranks, *part.shape], by the one call by which ranks exchange values in a step."""
-    members = _group(group)
+    members = group_of(group)
     whole = part.new_empty(members.size() * part.numel())
     _gather(whole, part.reshape(-1), members)
     return whole.view(members.size(), *part.shape)
@@ -38,7 +38,8 @@ def is_collective(target: Any) -> bool:
     return schema is not None and any(one.name == "group" for one in schema.arguments)
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name that graphs hold."""
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
@@ -93,7 +94,7 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     Returns:
         As `part`, with `size` along `dim`.
     """
-    ranks = _group(group).size()
+    ranks = group_of(group).size()
     step = -(-size // ranks)
     filled = F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, step - part.shape[dim]))
     return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
@@ -109,7 +110,7 @@ def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
         ranks: how many the group has.
         group: name of the process group.
     """
-    own = whole.chunk(ranks, dim)[_group(group).rank()]
+    own = whole.chunk(ranks, dim)[group_of(group).rank()]
     return own.clone(memory_format=torch.contiguous_format)
 
 
@@ -128,7 +129,7 @@ def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     Returns:
         [*ids.shape, H], dtype of rows.
     """
-    own = ids - _group(group).rank() * step
+    own = ids - group_of(group).rank() * step
     is_own = (own >= 0) & (own < rows.shape[0])
     found = F.embedding(own.clamp(0, rows.shape[0] - 1), rows)
     summand = torch.where(is_own[..., None], found, torch.zeros_like(found))
@@ -151,7 +152,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
         The largest logits, dtype of logits, and their ids, int64; [...] both.
     """
     best, place = logits.max(-1)
-    ids = place + _group(group).rank() * step
+    ids = place + group_of(group).rank() * step
     # One collective for both: float64 holds logits and ids exactly.
     told = torch.stack(parts_of(torch.stack([best.double(), ids.double()]), group))
     found, rank = told[:, 0].max(0)
@@ -168,7 +169,7 @@ def first_rank(value: Tensor, group: str) -> Tensor:
         group: name of the process group.
     """
     told = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(told, group=_group(group), group_src=0)
+    dist.broadcast(told, group=group_of(group), group_src=0)
     return told
 
 

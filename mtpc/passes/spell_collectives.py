@@ -112,9 +112,8 @@ def _all_gather(emit: _Emitter, part: fx.Node, dim: int, size: int) -> fx.Node:
         pads = [0, 0] * (len(shape) - 1 - dim) + [0, step - shape[dim]]
         part = emit(aten.constant_pad_nd.default, part, pads)
     beside = emit(aten.movedim.int, emit.gathered(part), 0, dim)
-    joined = emit(
-        aten.reshape.default, beside, [*shape[:dim], emit.ranks * step, *shape[dim + 1 :]]
-    )
+    shape[dim] = emit.ranks * step
+    joined = emit(aten.reshape.default, beside, shape)
     return emit(aten.contiguous.default, emit(aten.slice.Tensor, joined, dim, 0, size))
 
 

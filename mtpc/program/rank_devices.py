@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mtpc.errors import BackendError
-from mtpc.ops.collectives import gather_ranks
+from mtpc.ops.collectives import gather_ranks, group_of
+from mtpc.program.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
@@ -98,11 +100,7 @@ def make_group(ranks: Ranks, device: torch.device) -> str:
     Raises:
         BackendError: the value is wrong.
     """
-    is_cpu = device.type == "cpu"
-    group = dist.new_group(
-        backend="gloo" if is_cpu else _BACKEND, device_id=None if is_cpu else device
-    )
-    name = str(group.group_name)
+    name = str(dist.new_group(backend=_BACKEND, device_id=device).group_name)
     found = gather_ranks(torch.full((1,), ranks.rank, device=device), ranks.size, name)
     if found.flatten().tolist() != list(range(ranks.size)):
         raise BackendError(
@@ -110,6 +108,26 @@ def make_group(ranks: Ranks, device: torch.device) -> str:
             "of all ranks: check the installation of NCCL (NCCL_DEBUG=INFO says what it uses)"
         )
     return name
+
+
+def watch_steps(ranks: Ranks, limit_s: float) -> StepWatch | None:
+    """Watches a program's steps if ranks exchange values on GPUs; None on CPUs, where exchanges
+    have a timeout of their own."""
+    if not ranks.on_gpus:
+        return None
+    store, end = dist.distributed_c10d._get_default_store(), partial(end_exchanges, ranks)
+    return StepWatch(ranks.rank, ranks.size, store, ranks.group, limit_s, end)
+
+
+def end_exchanges(ranks: Ranks) -> None:
+    """End a group's exchanges that wait for a rank that is lost. Graphs go on with wrong values."""
+    dist.distributed_c10d._abort_process_group(group_of(ranks.group))
+
+
+def leave_devices(ranks: Ranks) -> None:
+    """Give up the group on which graphs exchanged values, when they are released."""
+    if ranks.on_gpus:
+        dist.destroy_process_group(group_of(ranks.group))
 
 
 def _see() -> Seen:

@@ -43,12 +43,14 @@ class Ranks:
         size: how many there are.
         group: name of the process group of the steps' collectives.
         control: the group on which rank 0 tells the others what to do; None without others.
+        on_gpus: whether the steps exchange values on GPUs.
     """
 
     rank: int
     size: int
     group: str = DEFAULT_GROUP
     control: Any = field(default=None, repr=False)
+    on_gpus: bool = False
 
     @property
     def part(self) -> str:
@@ -156,7 +158,15 @@ def join_ranks(size: int, on_gpus: bool = False) -> Ranks:
     ranks = Ranks(dist.get_rank(), size, dist.group.WORLD.group_name, control)
     if not on_gpus:
         return ranks
-    return replace(ranks, group=join_devices(ranks))
+    return replace(ranks, group=join_devices(ranks), on_gpus=True)
+
+
+def step_timeout_s() -> float:
+    """How long a rank of the default process group waits for another."""
+    world = dist.group.WORLD
+    assert world is not None
+    backend = world._get_backend(world._device_types[0])
+    return float(backend.options._timeout.total_seconds())
 
 
 def _facts(source: Any, options: CompileOptions) -> dict[str, str]:
