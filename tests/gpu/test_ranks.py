@@ -6,6 +6,7 @@ Ranks exchange values over gloo, where a GPU would have NCCL. Needs Triton's int
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
+from torch import Tensor, fx
 
 if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
@@ -28,9 +31,17 @@ from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import triton_bindings
+from mtpc.backends.triton_kernels import invariantly, triton_bindings
+from mtpc.capture.graph import operators
+from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes import lower_choices
+from mtpc.passes import (
+    fuse_cache_write,
+    fuse_elementwise,
+    fuse_skinny_linears,
+    lower_choices,
+    rotary,
+)
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.ranks import Ranks
@@ -110,3 +121,51 @@ def test_text_is_that_of_plain_decoding(
     """With the passes and kernels of a GPU; a rank's part of the head counts as wide."""
     monkeypatch.setattr(lower_choices, "LEAST_ROW_MAX", 16)
     check(checkpoint(family), oracle(family), family, tmp_path)
+
+
+@pytest.mark.slow
+def test_fused_norms_of_ranks_emit_the_same_tokens(
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms, and linears of few rows. The passes take bfloat16, which the interpreter rounds
+    wrongly: here they are told to take float16."""
+    monkeypatch.setattr(lower_choices, "LEAST_ROW_MAX", 16)
+    for module in (fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary):
+        monkeypatch.setattr(module, "is_narrow", _is_float16)
+    found = check(checkpoint("mimo"), oracle("mimo"), "mimo", tmp_path, "float16")
+    ours = {name.split(".")[1] for name in found[0]["called"] if name.startswith("mtpc_triton.")}
+    assert {"add_rms_norm", "norm_linear", "skinny_linear", "rotate_and_write"} <= ours
+
+
+def _is_float16(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.float16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_a_rank_launches(invariant: bool, checkpoint: Callable[..., Path]) -> None:
+    """In bfloat16, on a rank's part: joint projections, fused norms, linears of few rows, experts.
+
+    The passes before and after `shard` find what they find in a whole step.
+    """
+    loaded = load(checkpoint("glm4_moe"), "bfloat16", True)
+    bindings = triton_bindings(invariantly) if invariant else triton_bindings()
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, bindings, "cpu", invariant)
+    counts = []
+    for ranks in (None, Ranks(0, 2)):
+        compiler = StepCompiler(loaded, OPTIONS, backend, ranks=ranks)
+        graph = compiler.rewritten(StepKey.decode(2, 0))
+        counts.append(Counter(str(op).split(".")[1] for _, op in operators(graph.graph)))
+        assert not backend.notes
+    whole, part = counts
+    names = {str(target.name()).partition("::")[2] for target in (b.target for b in bindings)}
+    assert part["gather_ranks"] > 6
+    assert {name: n for name, n in whole.items() if name in names} == {
+        name: n for name, n in part.items() if name in names
+    }
+    wanted = {"paged_attention", "rotate_and_write", "experts", "topk", "silu_and_mul", "accept"}
+    assert wanted | ({"row_sum"} if invariant else {"skinny_linear", "norm_linear"}) <= {*part}

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +249,13 @@ def watch_steps(ranks: Ranks) -> Iterator[Any]:
     watch.launched += 1
     start = time.monotonic()
     try:
-        watch.wait(lambda: aborted.wait(20) or None)
+        watch.wait(partial(_until, aborted))
     except RankError as error:
         yield str(error), time.monotonic() - start
+
+
+def _until(event: threading.Event) -> None:
+    event.wait(20)
 
 
 @pytest.mark.parametrize("case", ["hangs", "behind"])
