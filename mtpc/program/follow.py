@@ -105,6 +105,7 @@ class LeadingProgram(Program):
                 f"rank 0 of {self.ranks.size}: a step failed, and the ranks are apart now: "
                 f"{error}; start all of them again"
             )
+            _release(self)
             raise LostRankError(self._failure) from error
 
     def wait(self, wait: Callable[[], None]) -> None:
