@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends import cuda, make_backend
 from mtpc.backends.cuda import lower_by_inductor
+from mtpc.backends.graphs import GraphReplay
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
@@ -34,7 +36,8 @@ from mtpc.passes import Sharding
 from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program import rank_devices, step_watch
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.follow import FollowingProgram, ranked
+from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
+from mtpc.program.lowering import Lowering
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.rank_devices import Seen, choose_device, make_group
 from mtpc.program.rank_share import RankShare
@@ -107,24 +110,29 @@ def test_what_a_rank_lacks_is_said_on_all(tmp_path: Path) -> None:
     assert other[1].startswith("BackendError: backend 'cuda' with tensor_parallel_size > 1")
 
 
-def make_groups(ranks: Ranks) -> tuple[Any, ...]:
-    """A group as on GPUs, of which gloo takes the part of NCCL."""
-    patch, given = pytest.MonkeyPatch(), list[Any]()
-    new_group = dist.new_group
+def made_over_gloo(ranks: Ranks, patch: pytest.MonkeyPatch) -> tuple[str, Any]:
+    """The name of a group as on GPUs, of which gloo takes the part of NCCL; what it was to be."""
+    given, new_group = list[Any](), dist.new_group
 
     def gloo(backend: str, device_id: torch.device) -> Any:
         given.append((backend, device_id))
         return new_group(backend="gloo")
 
     patch.setattr(dist, "new_group", gloo)
-    name = make_group(ranks, torch.device("cpu"))
+    return make_group(ranks, torch.device("cpu")), given[0]
+
+
+def make_groups(ranks: Ranks) -> tuple[Any, ...]:
+    """A group, and one whose first exchange goes wrong."""
+    patch = pytest.MonkeyPatch()
+    name, given = made_over_gloo(ranks, patch)
     assert ours.gather_ranks(torch.ones(2), 2, name).shape == (2, 2)
     patch.setattr(rank_devices, "gather_ranks", lambda part, ranks, name: torch.zeros(2, 1))
     with pytest.raises(BackendError, match=r"first exchange on cpu gave \[0.0, 0.0\]; expected"):
         make_group(ranks, torch.device("cpu"))
     dist.destroy_process_group(group_of(name))
     patch.undo()
-    return name, given[0], step_timeout_s()
+    return name, given, step_timeout_s()
 
 
 def test_exchanges_have_a_group_of_their_own(tmp_path: Path) -> None:
@@ -183,6 +191,29 @@ def test_ranks_agree_on_calls(tmp_path: Path) -> None:
     assert "exchange 0 of rank 0 of 2 is mtpc.first_rank.default, and rank 1's is" in other[2]
 
 
+def test_ranks_meet_before_a_step_runs() -> None:
+    """When it is compiled, and before it warms up."""
+    seen = list[str]()
+
+    class Backend:
+        def lower(self, graph: Any) -> Callable[[], None]:
+            seen.append("lower")
+            return lambda: None
+
+        def capture(self, run: Any, graph: Any) -> Any:
+            seen.append("capture")
+            return run
+
+    def step(out: Tensor, x: Tensor) -> None:
+        out.copy_(x)
+
+    backend: Any = Backend()
+    graph = small_graph(step, batch_out=torch.zeros(3), x=torch.ones(3))
+    meet = partial(seen.append, "meet")
+    Lowering(backend, {}, CompileOptions(), meet=meet).capture(graph, {})
+    assert seen == ["lower", "meet", "capture"]
+
+
 def fail_beside(ranks: Ranks) -> str:
     """Rank 1 fails where rank 0 waits for it."""
 
@@ -203,8 +234,26 @@ def test_a_rank_that_fails_while_others_wait(tmp_path: Path) -> None:
     assert other == "no compiler"
 
 
-def generate(ranks: Ranks, directory: Path) -> tuple[Any, int]:
-    """Text of steps whose cut weights are not on the device."""
+class Graph:
+    """A device's graph, as far as `GraphReplay` knows it."""
+
+    def __init__(self, replay: Callable[[], None], done: list[str]):
+        self.replay, self._done = replay, done
+
+    def reset(self) -> None:
+        self._done.append("reset")
+
+
+def generate(ranks: Ranks, directory: Path) -> tuple[Any, int, list[str]]:
+    """Text of steps whose cut weights are not on the device; bytes that are; how it ended."""
+    patch, done, destroy = pytest.MonkeyPatch(), list[str](), dist.destroy_process_group
+    ranks = replace(ranks, group=made_over_gloo(ranks, patch)[0], on_gpus=True)
+
+    def leave(group: Any) -> None:
+        done.append(group.group_name)
+        destroy(group)
+
+    patch.setattr(dist, "destroy_process_group", leave)
     loaded = load(str(directory), "float64", True)
     cut = RankShare(loaded, ranks).cut_weights
     before = {name: tensor.clone() for name, tensor in loaded.weights().items()}
@@ -213,23 +262,35 @@ def generate(ranks: Ranks, directory: Path) -> tuple[Any, int]:
     assert all(torch.equal(before[name], tensor) for name, tensor in loaded.held_back.items())
     options = CompileOptions(spec_tokens=1, batch_buckets=(1,), **TINY)
     compiler = StepCompiler(loaded, options, make_backend("eager"), ranks=ranks)
-    program = ranked(compiler.compile(), ranks)
+    plain = compiler.compile()
+    for key, step in plain.steps.items():
+        graph: Any = Graph(step.replay, done)
+        plain.steps[key] = replace(step, replay=GraphReplay(graph))
+    program = ranked(plain, ranks)
     if isinstance(program, FollowingProgram):
         program.follow()
-        return None, held
+        return None, held, done
     spec = SpecModel(loaded.served(), options, program)
     text = spec.generate([5, 6, 7], 12, ignore_eos=True)
     spec.close()
-    return text, held
+    assert isinstance(program, LeadingProgram)
+    assert program.watch is not None
+    assert program.watch.launched == sum(program.replays.values()) > 4
+    return text, held, [*done, ranks.group]
 
 
 @pytest.mark.parametrize("family", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_a_device_has_only_its_rank_s_part(
     family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
 ) -> None:
-    """Of weights that are cut. In the place of a whole one there is NaN, which no step reads."""
+    """Of weights that are cut. In the place of a whole one there is NaN, which no step reads.
+
+    Over gloo, but with the group, the watch and the end of ranks on GPUs.
+    """
     directory = checkpoint(family)
-    (text, held), _ = run_ranks(2, tmp_path, lambda ranks: generate(ranks, directory))
+    one, other = run_ranks(2, tmp_path, lambda ranks: generate(ranks, directory))
+    text, held, (*ended, group) = one
+    assert ended == other[2] == ["reset", "reset", group], "graphs first, then their group"
     assert text == oracle(family).generate([5, 6, 7], 12, stop=False)
     whole = sum(t.nbytes for t in load(str(directory), "float64", True).weights().values())
     assert held < whole / 2
