@@ -31,7 +31,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.models.place import hold_back
-from mtpc.ops.collectives import group_of
+from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
 from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program import rank_devices, step_watch
@@ -266,6 +266,9 @@ def generate(ranks: Ranks, directory: Path) -> tuple[Any, int, list[str]]:
     for key, step in plain.steps.items():
         graph: Any = Graph(step.replay, done)
         plain.steps[key] = replace(step, replay=GraphReplay(graph))
+        assert step.graph is not None
+        calls = [n for n, op in operators(step.graph.graph) if is_collective(op)]
+        assert {n.args[-1] for n in calls} == {ranks.group}
     program = ranked(plain, ranks)
     if isinstance(program, FollowingProgram):
         program.follow()
