@@ -220,8 +220,9 @@ LINES = {
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
     # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
     # Products and sums that do not depend on other rows (`batch_invariant`).
-    # Launches that begin early; rows that are packed are looked at.
-    "backends": 10150,
+    # Launches that begin early; rows that are packed are looked at. Options of ranks, and graphs
+    # that are released.
+    "backends": 10200,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -242,7 +243,7 @@ LINES = {
     # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
     # embeddings of images that come again. Costs of steps from run to run (`earlier_costs.py`).
     # What a request's tokens are worth to the choice of K. An outbox that interrupts leave whole.
-    "engine": 5850,
+    "engine": 5870,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 610,
     "host": 650,
@@ -269,13 +270,14 @@ LINES = {
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
-    # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`).
-    "ops": 2850,
+    # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`). The exchange of GPUs.
+    "ops": 2880,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
     # Stacked values and rows of a table in parts (`held.py`); a trimmed head in parts.
-    "passes": 3590,
+    # Collectives as plain operators around one exchange (`spell_collectives.py`).
+    "passes": 3760,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
@@ -288,7 +290,9 @@ LINES = {
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
     # Slices of codes, checked as they are read (`binding.py`).
-    "program": 4870,
+    # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
+    # steps (`step_watch.py`).
+    "program": 5400,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.

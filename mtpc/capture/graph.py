@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class WeightTable:
         groups: those of them that are stored in groups.
         owned: whether nothing else holds the tensors. The parts of a concatenation then become
             views of it, so that no weight is in memory twice.
+        held_back: those of them that are placeholders on a device, as they are in the host's
+            memory. What passes derive is made of these, and then moved.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
@@ -75,8 +78,9 @@ class WeightTable:
         tensors: Mapping[str, Tensor],
         groups: StoredGroups | None = None,
         owned: bool = False,
+        held_back: Mapping[str, Tensor] = MappingProxyType({}),
     ):
-        self.defers, self._owned = False, owned
+        self.defers, self._owned, self._held_back = False, owned, held_back
         self._groups = groups or StoredGroups()
         self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
@@ -147,11 +151,11 @@ class WeightTable:
         """The weight of a recipe; the same recipe over the same memory gives the same tensor."""
         same = substitute(recipe, self._holder)
         if same not in self._made:
-            made = (
-                self._maker.make(recipe).to(self[next(names(recipe))].device)
-                if isinstance(recipe, Grouped)
-                else make(recipe, self._tensor)
-            )
+            if isinstance(recipe, Grouped):
+                made = self._maker.make(recipe)
+            else:
+                made = make(recipe, self._tensor)
+            made = made.to(self[next(names(recipe))].device)
             self._made[same] = made
             if self._owned and isinstance(recipe, Join) and recipe.op == "cat":
                 self._take_the_place(made, recipe)
@@ -170,12 +174,12 @@ class WeightTable:
 
     def _holder(self, name: str) -> str:
         """The first weight seen in the memory of this one: itself, or the one it is a copy of."""
-        tensor = self[name]
+        tensor = self._tensor(name)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         return self._holders.setdefault(memory, name)
 
     def _tensor(self, name: str) -> Tensor:
-        return self[name].detach()
+        return self._held_back.get(name, self[name]).detach()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

@@ -48,6 +48,11 @@ class RankShare:
         runs = shard.ranges(length, rank, size)
         return CutWeight(shard.dim, runs, step, plan.is_gathered(name))
 
+    @property
+    def cut_weights(self) -> frozenset[str]:
+        """Names of the weights of which this rank holds a part."""
+        return frozenset(self._weights)
+
     def held(self, name: str, tensor: Tensor) -> int:
         """Elements of this rank's part of a weight."""
         cut = self._weights.get(name)
