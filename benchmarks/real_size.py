@@ -5,8 +5,9 @@
 
 Weights are random. For each K two processes run, one after the other. The first one compiles
 kernels and builds its steps in an empty cache; the second one uses them. Before the second one
-starts, the weights are dropped from the page cache, so that it reads them from the disk. Before
-that, writing once to as much new memory is timed, and then reading the files alone.
+starts, the weights are dropped from the page cache, so that it reads them from the disk. Just
+before, reading the files alone is timed in the same way. Just after, writing once to as much new
+memory is.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NOTES = (
     "first token: from the start of the process; a prompt of 32 tokens.",
     "cold: with an empty cache, so that kernels are compiled, too.",
     "reading: all weight files are read once from the disk, just before a warm start.",
-    "new memory: as many bytes of new memory are written once by all threads, before that; packed"
+    "new memory: as many bytes of new memory are written once by all threads, just after; packed"
     " weights need as much. beyond both: beyond the longer of the two.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
@@ -75,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = weigh(directory, MIMO)
         for k in args.spec_tokens:
             for start in ("cold", "warm"):
-                # Memory first: a start right after it would meet memory that the host takes back.
-                touching = _touch(directory) if start == "warm" else None
                 reading = _read(directory) if start == "warm" else None
                 _forget(directory)
-                tell(f"K={k}, {start}; read in {reading}, touched in {touching}")
+                tell(f"K={k}, {start}; read in {reading}")
                 before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
                 row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
+                # Memory last: before, it would make reading faster and a start slower.
+                touching = _touch(directory) if start == "warm" else None
                 row["bandwidths"] = [before, BandwidthProbe().read()]
                 row["step_bytes"] = checkpoint.step_bytes(k)
                 rows.append(
