@@ -287,8 +287,9 @@ LINES = {
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
-    # Slices of codes, checked as they are read (`binding.py`).
-    "program": 4870,
+    # Slices of codes, checked as they are read (`binding.py`); one digest for the entries of all
+    # ranks (`restore.py`).
+    "program": 4900,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
