@@ -364,7 +364,7 @@ def lower(ranks: Ranks) -> None:
     graph = small_graph(step, batch_out=torch.zeros(2, 64), x=x, y=y)
     wanted = run(graph)
     assert cuda.options_of(graph)["deterministic"]
-    SpellCollectives(Sharding(2, "0", {}, {})).apply(graph)
+    SpellCollectives(Sharding(0, 2, "0", {}, {})).apply(graph)
     compiled = lower_by_inductor(graph)
     graph.buffer("batch.out").zero_()
     ranks.meet()
