@@ -35,7 +35,8 @@ def check(step: Callable[..., None], **tensors: Tensor) -> None:
     """A step leaves the same bits in `batch.out` before and after the pass."""
     graph = small_graph(step, **tensors)
     wanted = run(graph)
-    assert SpellCollectives(Sharding(torch.distributed.get_rank(), 3, GROUP, {}, {})).apply(graph) == 1
+    sharding = Sharding(torch.distributed.get_rank(), 3, GROUP, {}, {})
+    assert SpellCollectives(sharding).apply(graph) == 1
     left = {op for _, op in operators(graph.graph) if str(op).startswith("mtpc")}
     assert left <= {GATHER, ours.rank_part.default}
     assert torch.equal(run(graph), wanted)
