@@ -292,19 +292,19 @@ LINES = {
     # Slices of codes, checked as they are read (`binding.py`).
     # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
     # steps (`step_watch.py`).
-    "program": 5400,
+    "program": 5420,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     # Images in messages.
-    "server": 3900,
+    "server": 3910,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.
     "step": 1320,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
-    "store": 930,
+    "store": 945,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
     # Experts on round numbers of rows (`experts.py`).
     "tuning": 1040,

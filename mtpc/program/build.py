@@ -175,9 +175,11 @@ def _report(
     missing = [task for task, step in found.items() if step is None]
     root = caches[tasks[0].program].store.root
     if missing or not isinstance(kernels, Entry):
+        lacking = [f"{len(missing)} of {len(tasks)} steps"] * bool(missing)
+        lacking += ["the kernels"] * (not isinstance(kernels, Entry))
         raise CacheWriteError(
-            f"{len(missing)} of {len(tasks)} steps were built but are not in the cache {root}: "
-            "it cannot be written, or somebody removes entries from it"
+            f"{' and '.join(lacking)} are built but not in the cache {root}: it cannot be written, "
+            "or somebody removes entries from it"
         )
     steps = {task: step for task, step in found.items() if step is not None}
     parts: dict[_Program, dict[tuple[StepKey, Part], CachedStep]] = {
