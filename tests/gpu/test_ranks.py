@@ -49,7 +49,7 @@ from mtpc.program.ranks import Ranks
 pytestmark = pytest.mark.triton
 
 PROMPTS = triton_steps.PROMPTS[:2]
-NEW, WITHIN_S = 4, 400.0
+NEW, WITHIN_S = 4, 900.0
 
 
 def generate(ranks: Ranks, directory: Path, spec_tokens: int, dtype: str) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def check(
         assert found[0]["called"] == found[1]["called"]
     assert found[0]["accepted"] > 0
     called = found[0]["called"]
-    exchanges = {name for name in called if name.startswith("mtpc.")}
-    assert exchanges == {"mtpc.gather_ranks", "mtpc.rank_part"}
+    exchanges = {name.split(".")[1] for name in called if name.startswith("mtpc.")}
+    assert exchanges == {"gather_ranks", "rank_part"}
     ours = {name.split(".")[1] for name in called if name.startswith("mtpc_triton.")}
     assert FAMILIES.get(family, {"paged_attention"}) | EACH_STEP | {"row_max"} <= ours
     assert {"shard", "merge-projections", "spell-collectives"} <= found[0]["passes"]
