@@ -234,7 +234,7 @@ LINES = {
     # `mtpc tune-head`.
     # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
     # command.
-    "cli": 4500,
+    "cli": 4530,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
