@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
+from mtpc.backends.check_device import check_device
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
@@ -227,28 +228,6 @@ def open_cuda(
     bindings += triton_bindings(configure)
     graphs = TorchGraphs(device)
     return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
-
-
-def check_device() -> None:
-    """Check that torch can use a GPU.
-
-    Raises:
-        BackendError: it cannot; the message says why and what to do.
-    """
-    if torch.cuda.is_available():
-        return
-    hip, cuda = torch.version.hip, torch.version.cuda
-    if not (hip or cuda):
-        raise BackendError(
-            f"backend 'cuda' needs a GPU, and this torch ({torch.__version__}) is built for the "
-            "CPU only; install a torch built for CUDA or ROCm (docs/gpu.md), or use backend='cpu'. "
-            "To compile kernels for the GPU of another machine, use `mtpc build --target`"
-        )
-    built = f"ROCm {hip}" if hip else f"CUDA {cuda}"
-    raise BackendError(
-        f"backend 'cuda' needs a GPU, and this torch is built for {built} and finds none; check "
-        f"that `{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
-    )
 
 
 def lower_by_inductor(graph: StepGraph) -> Run:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from mtpc.backends.check_device import check_device
 from mtpc.errors import BackendError
 from mtpc.ops.collectives import gather_ranks, group_of
 from mtpc.program.step_watch import StepWatch
@@ -131,8 +132,6 @@ def leave_devices(ranks: Ranks) -> None:
 
 
 def _see() -> Seen:
-    from mtpc.backends.cuda import check_device
-
     check_device()
     if not dist.is_nccl_available():
         raise BackendError(

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import mtpc
-from mtpc.backends import first_choice
 from mtpc.config import CompileOptions
 from mtpc.errors import LostRankError, OptionError, RankError
 from mtpc.program.model_key import checkpoint_fields, sample_digest
@@ -73,7 +72,7 @@ class Ranks:
         Raises:
             RankError: a rank differs; the message says which, and in what.
         """
-        facts = _facts(source, options)
+        facts = _facts(source, options, self.on_gpus)
         for rank, other in enumerate(self.tell_all(facts)):
             names = [name for name, value in other.items() if facts.get(name) != value]
             if names:
@@ -174,12 +173,11 @@ def step_timeout_s() -> float:
     return float(backend.options._timeout.total_seconds())
 
 
-def _facts(source: Any, options: CompileOptions) -> dict[str, str]:
+def _facts(source: Any, options: CompileOptions, on_gpus: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields()}
     if isinstance(source, Checkpoint):
         facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
-    row = first_choice(options.backend)
-    if row is not None and row.is_gpu:
+    if on_gpus:
         facts["device"] = kind_of_device()
     return {**facts, "options": repr(options)}

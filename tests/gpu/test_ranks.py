@@ -33,6 +33,7 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import invariantly, triton_bindings
 from mtpc.capture.graph import operators
+from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import (
@@ -52,11 +53,17 @@ PROMPTS = triton_steps.PROMPTS[:2]
 NEW, WITHIN_S = 4, 900.0
 
 
-def generate(ranks: Ranks, directory: Path, spec_tokens: int, dtype: str) -> dict[str, Any]:
+def generate(
+    ranks: Ranks,
+    directory: Path,
+    spec_tokens: int,
+    dtype: str,
+    options: CompileOptions = OPTIONS,
+) -> dict[str, Any]:
     """What a rank has when rank 0 has generated text."""
     graphs = NullGraphs()
     backend = CudaBackend(graphs, EagerBackend().lower, triton_bindings(), device="cpu")
-    options = replace(OPTIONS, spec_tokens=spec_tokens)
+    options = replace(options, spec_tokens=spec_tokens)
     loaded = load(directory, dtype, spec_tokens > 0)
     program = ranked(StepCompiler(loaded, options, backend, ranks=ranks).compile(), ranks)
     texts: list[list[int]] = []
@@ -138,6 +145,33 @@ def test_fused_norms_of_ranks_emit_the_same_tokens(
     found = check(checkpoint("mimo"), oracle("mimo"), "mimo", tmp_path, "float16")
     ours = {name.split(".")[1] for name in found[0]["called"] if name.startswith("mtpc_triton.")}
     assert {"add_rms_norm", "norm_linear", "skinny_linear", "rotate_and_write"} <= ours
+
+
+@pytest.mark.slow
+def test_codes_and_a_trimmed_head_of_ranks(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights and pages as codes, and a trimmed head: the text of one rank, whatever K is.
+
+    Codes of fp8 are dequantised exactly on a GPU, so a rank's part of a row needs no scale.
+    """
+    options = replace(OPTIONS, quantize="fp8", kv_cache_dtype="int8", draft_vocab=tuple(range(60)))
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    wanted = triton_steps.compile_on(checkpoint("mimo"), backend, options).generate(
+        PROMPTS, NEW, ignore_eos=True
+    )
+    for spec_tokens in (0, 3):
+        directories = tmp_path / str(spec_tokens)
+        directories.mkdir()
+        body = partial(
+            generate,
+            directory=checkpoint("mimo"),
+            spec_tokens=spec_tokens,
+            dtype="float32",
+            options=options,
+        )
+        found = run_ranks(2, directories, body, WITHIN_S)
+        assert found[0]["texts"] == wanted
+        assert found[0]["called"] == found[1]["called"]
+        assert any("grouped_linear" in name for name in found[0]["called"])
 
 
 def _is_float16(node: Any) -> bool:

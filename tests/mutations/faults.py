@@ -980,7 +980,7 @@ FAULTS = (
     Fault(
         "a rank's places in the vocabulary are without its offset",
         "ops/collectives.py",
-        "ids = place + _group(group).rank() * step",
+        "ids = place + group_of(group).rank() * step",
         "ids = place",
         f"{_RANKS}test_drafts_from_a_part_of_the_vocabulary[mimo-1]",
     ),
