@@ -50,8 +50,8 @@ NOTES = (
     "first token: from the start of the process; a prompt of 32 tokens.",
     "cold: with an empty cache, so that kernels are compiled, too.",
     "reading: all weight files are read once from the disk, just before a warm start.",
-    "new memory: as many bytes of new memory are written once by all threads, just after; packed"
-    " weights need as much. beyond both: beyond the longer of the two.",
+    "new memory: as many bytes of new memory are written once by all threads, in a process of its"
+    " own; packed weights need as much. beyond both: beyond the longer of the two.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
     " before and after the process.",
