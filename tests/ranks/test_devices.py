@@ -319,7 +319,7 @@ def watch_steps(ranks: Ranks) -> Iterator[Any]:
 
 
 def _until(event: threading.Event) -> None:
-    event.wait(20)
+    event.wait(50)
 
 
 @pytest.mark.parametrize("case", ["hangs", "behind"])
