@@ -110,6 +110,8 @@ struct Int8Codes {
 /// Integer sums of rows' products with kBlock registers of a tile's features.
 template <class Codes, int kRows>
 class GroupProducts {
+  using Ahead = LineAhead<kRows>;
+
  public:
   static constexpr int kRegs = kBlock<kRows>;
   using Sums = Groups[kRows][kRegs];
@@ -165,7 +167,8 @@ class GroupProducts {
 #pragma GCC unroll 12
       for (int i = 0; i < kRegs; ++i) {
         std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
-        if (i * kVectorBytes % kLine == 0) __builtin_prefetch(from + i * kVectorBytes + kCodesAhead);
+        if (i * kVectorBytes % kLine) continue;
+        Ahead::fetch(from + i * kVectorBytes + Ahead::kCodes);
       }
       add_part<0>(step, codes, sums);
       if constexpr (Codes::kParts == 2) add_part<1>(step, codes, sums);
@@ -247,7 +250,7 @@ class TileProduct {
     const int64_t span = kWindow / std::max<int64_t>(steps, 1);
     for (int64_t first = 0; first < groups_; first += span) {
       const int64_t end = std::min(first + span, groups_);
-      scales_.fetch(first, end);
+      scales_.fetch<kRows>(first, end);
       for (int b = 0; b < kBlocks; ++b) {
         for (int64_t g = first; g < end; ++g) {
           Sums sums;
@@ -268,7 +271,7 @@ class TileProduct {
       const int64_t count = std::min(kWindow, steps_ - step), at = g * steps_ + step;
       for (int b = 0; b < kBlocks; ++b) products_.add(at, count, feature(b), sums[b]);
     }
-    scales_.fetch(g, g + 1);
+    scales_.fetch<kRows>(g, g + 1);
     for (int b = 0; b < kBlocks; ++b) finish(g, b, sums[b], totals[b]);
   }
 
@@ -341,6 +344,7 @@ template <int kRows>
 void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
                      GroupedSums& out) {
   constexpr int kRegs = kFloatBlock<kRows>;
+  using Ahead = LineAhead<kRows>;
   const TileScales scales(tile);
   const int64_t groups = tile.form.groups(), steps = tile.form.steps() / groups;
   const float* numbers = reinterpret_cast<const float*>(x.row(row));
@@ -348,15 +352,15 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
   Vec<float> totals[kRows][kTileRegisters]{};
   Groups nan[kTileRegisters]{};
   for (int64_t g = 0; g < groups; ++g) {
-    scales.fetch(g, g + 1);
+    scales.fetch<kRows>(g, g + 1);
 #pragma GCC unroll 4
     for (int first = 0; first < kTileRegisters; first += kRegs) {
       Vec<float> sums[kRows][kRegs]{};
       for (int64_t k = g * steps; k < (g + 1) * steps; ++k) {
         const char* from = tile.codes + k * kGroupBytes + first * kVectorBytes;
         if (first == 0) {
-          __builtin_prefetch(from + kCodesAhead);
-          __builtin_prefetch(from + kCodesAhead + kLine);
+          Ahead::fetch(from + Ahead::kCodes);
+          Ahead::fetch(from + Ahead::kCodes + kLine);
         }
         Groups codes[kRegs];
 #pragma GCC unroll 12

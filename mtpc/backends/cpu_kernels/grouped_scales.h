@@ -22,6 +22,16 @@ inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 /// in bursts, or from nearer by, they come too late for more rows than one (docs/performance.md).
 inline constexpr int64_t kCodesAhead = 12288, kLine = 64;
 
+/// How products of kRows rows fetch. For one row nearer by is enough, and then lines may pass by the
+/// second-level cache (`kPassing`).
+template <int kRows>
+struct LineAhead {
+  static constexpr bool kPasses = kPairProducts && kRows == 1;
+  static constexpr int64_t kCodes = kPasses ? 3072 : kCodesAhead, kScales = kCodes / 8;
+
+  static void fetch(const char* from) { __builtin_prefetch(from, 0, kPasses ? kPassing : 3); }
+};
+
 /// A tile's scales, and zero points or minima, a register of features at a time.
 class TileScales {
  public:
@@ -44,12 +54,13 @@ class TileScales {
   Vec<float> min(int64_t group, int64_t feature) const { return floats(mins_, group, feature); }
 
   /// Fetches scales that groups some way after these will need.
+  template <int kRows>
   void fetch(int64_t group, int64_t end) const {
-    constexpr int64_t kAhead = kCodesAhead / 8;
+    using Ahead = LineAhead<kRows>;
     const int64_t bytes = kFeatures * (type_ == ScalarType::Float ? 4 : 2);
     for (int64_t at = group * bytes; at < end * bytes; at += kLine) {
-      __builtin_prefetch(scales_ + at + kAhead, 0, 3);
-      if (has_mins()) __builtin_prefetch(mins_ + at + kAhead, 0, 3);
+      Ahead::fetch(scales_ + at + Ahead::kScales);
+      if (has_mins()) Ahead::fetch(mins_ + at + Ahead::kScales);
     }
   }
 

@@ -211,7 +211,7 @@ class RegisterProduct {
 
   /// Scales the sums of groups, and adds them to the totals in order.
   void finish(int64_t first, int64_t count, const Sums* sums, float (*totals)[kFeatures]) const {
-    scales_.fetch(first, first + count);
+    scales_.fetch<kMostRows>(first, first + count);
     if (count == kFew) {
       finish_groups(first, std::integral_constant<int64_t, kFew>{}, sums, totals);
     } else {

@@ -129,6 +129,11 @@ inline int64_t spaced(int64_t row_bytes) {
   return row_bytes % kAliased == 0 ? row_bytes + kLine : row_bytes;
 }
 
+/// The cache that __builtin_prefetch fetches weights into which are read once a step: the first
+/// level. At the level of AMD's processors it is the first alone (0). Then the weights do not evict
+/// code, rows and keys from the second.
+inline constexpr int kPassing = kPairProducts ? 0 : 3;
+
 /// Bytes to prefetch during a product: from `from` on, `step` of them with each group.
 struct Fetch {
   const char* from;

@@ -13,15 +13,15 @@ namespace {
 constexpr int kRegisters = kFeatures / kLanes<float>;
 
 /// Groups of inputs per turn of the loop. A single row waits only for memory. With products of
-/// pairs, the processor itself fetches furthest ahead if a turn has four groups and no prefetch
-/// instructions. With multiply-adds (on Intel's processors), or more rows, that is slower.
+/// pairs, the processor itself fetches furthest ahead if a turn has four groups. With multiply-adds
+/// (on Intel's processors), or more rows, that is slower.
 template <int kRows>
 constexpr int kTurn = kPairProducts && kRows == 1 ? 4 : 1;
 
 /// kRows rows times one tile. Every sum runs over the inputs in order, whatever kRows is.
 template <int kRows>
 void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRows>& out) {
-  constexpr int kCache = kRows <= kStreamedRows ? 3 : 2;
+  constexpr int kCache = kRows <= kStreamedRows ? kPassing : 2;
   Vec<float> sums[kRows][kRegisters]{};
   Inputs<kRows> inputs;
   const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
@@ -31,10 +31,8 @@ void multiply_some(InputRows x, const Group* tile, Fetch fetch, TileSums<kMostRo
       const char* from = reinterpret_cast<const char*>(tile) + i * kVectorBytes;
       std::memcpy(&weights[i], from, kVectorBytes);
     }
-    if constexpr (kTurn<kRows> == 1) {
-      __builtin_prefetch(fetch.from, 0, kCache);
-      __builtin_prefetch(fetch.from + fetch.step / 2, 0, kCache);
-    }
+    __builtin_prefetch(fetch.from, 0, kCache);
+    __builtin_prefetch(fetch.from + fetch.step / 2, 0, kCache);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8

@@ -31,7 +31,9 @@ inline constexpr int64_t kStreamedRows = kVectorBytes == 64 ? 5 : 0;
 
 /// How many bytes ahead of the weights in use are fetched, as measured (docs/performance.md).
 inline int64_t bytes_ahead(int64_t rows) {
-  return kVectorBytes < 64 || rows <= kStreamedRows ? 4096 : 8192;
+  if (kVectorBytes < 64) return 4096;
+  const bool is_near = rows <= kStreamedRows && !(kPairProducts && rows == 1);
+  return is_near ? 4096 : 8192;
 }
 
 /// What one of `passes` over a tile, with `rows` rows, fetches.
