@@ -9,7 +9,7 @@
 Each cell has a test. It says "yes" if the test passed, "no" if it failed, and "-" if there is no
 such test. A server's cell says "refused" if the server does not run the family on a CPU, and "not
 run" if the record has no run of that server. The record is written after each family. Parts that
-another commit measured are named below the table.
+another commit or another machine measured are named below the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.machine import describe_versions
+from benchmarks.harness.machine import describe_machine, describe_versions
 from benchmarks.harness.results import (
     Record,
     Table,
@@ -139,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.teller()
     rows: dict[str, Any] = {f: {"family": f, "commits": {}} for f in FAMILIES}
     for path in args.resume:
-        for row in json.loads(path.read_text())["rows"]:
-            _take(rows[row["family"]], row)
+        record = json.loads(path.read_text())
+        for row in record["rows"]:
+            _take(rows[row["family"]], row, record["machine"]["cpu"])
     args.resume = None  # Where files were is no part of the record.
     for family in args.families or ():
         rows[family]["commits"] = {}
@@ -162,10 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(False in _outcomes(row).values() for row in rows.values()))
 
 
-def _take(into: dict[str, Any], row: dict[str, Any]) -> None:
-    """Copy the parts of a row that another record has."""
-    for part in row["commits"]:
-        into["commits"][part] = row["commits"][part]
+def _take(into: dict[str, Any], row: dict[str, Any], cpu: str) -> None:
+    """Copy the parts of a row that another record has, and name its processor if it is another."""
+    where = "" if cpu == describe_machine()["cpu"] else f" on {cpu}"
+    for part, commit in row["commits"].items():
+        into["commits"][part] = commit if " on " in commit else commit + where
         into[part] = row[part]
     if "tests" in row["commits"]:
         into["passed"] = row["passed"]
