@@ -82,14 +82,14 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
 def save_drafter(name: str, target: Any, directory: Path, **changes: Any) -> None:
     """Train and write the drafter of a family in `DRAFTED` or `ASSISTED`; others have none.
 
-    `changes` are those of an EAGLE-3 head's config.
+    `changes` are those of its config.
     """
     if name in DRAFTED:
         config = {**eagle.CONFIG, **changes}
         head = eagle.new_head(config, target.config.hidden_size)
         eagle.save_head(eagle.train_head(head, config, target, cyclic_text), config, directory)
     if name in ASSISTED:
-        drafter = assistant.new_assistant(name)
+        drafter = assistant.new_assistant(name, **changes)
         assistant.train_assistant(drafter, target, cyclic_text)
         assistant.save_assistant(drafter, directory)
 

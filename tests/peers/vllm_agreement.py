@@ -8,6 +8,7 @@ build for each K, and compares the tokens, and the drafts accepted at each posit
 the default tests: vLLM takes half a minute to start. The last line of output is all counts as
 JSON, or what vLLM said of a checkpoint that it does not run. Exits with 1 where they differ.
 
+Gemma 4's drafts have the position that transformers gives them in both (`vllm_child.py`).
 A family that vLLM runs in bfloat16 only may differ where rounding decides: transformers' own code
 has the two tokens closer in float64 than bfloat16 can tell, or chooses otherwise in bfloat16.
 """
@@ -36,8 +37,8 @@ from agreement import (
     make_work,
     run_mtpc,
 )
-from helpers import tiny, trained
-from helpers.families import DRAFTED
+from helpers import assistant, tiny, trained
+from helpers.families import ASSISTED, DRAFTED
 from helpers.released.mimo_v2 import released_config
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +66,9 @@ LATENT: dict[str, Any] = {
 SPARSE: dict[str, Any] = {**LATENT, "index_head_dim": 128}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": HEADS,
+    "qwen2": HEADS,
     "qwen3": HEADS,
+    "gemma4": {**HEADS, "global_head_dim": 64},
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
     "glm4_moe_lite": LATENT,
@@ -102,8 +105,15 @@ heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neit
 MTP, lists of layer types (it cuts off what they say of MTP layers). Its router without groups
 (`cpu_router.py`) leaves out ERNIE's bias of experts, which is zero here. An indexer's heads hold at
 least the rotary part."""
-HEAD: dict[str, Any] = {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-"""The config of an EAGLE-3 head, with the ids of its layers where vLLM and mtpc read the same."""
+DRAFTERS: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]} for name in DRAFTED},
+    "gemma4": {
+        "text_config": {**assistant.CONFIGS["gemma4"]["text_config"], **CHANGES["gemma4"]},
+        "use_ordered_embeddings": False,
+    },
+}
+"""What a drafter's config is given: an EAGLE-3 head's ids of layers where vLLM and mtpc read the
+same. For an assistant's clusters of tokens vLLM wants a CUDA graph."""
 ENTRIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_layer_freq": 1},
     **{name: {"full_attention_interval": 2} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
@@ -119,9 +129,9 @@ DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 argmax."""
 BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
-TRAINING_STEPS = dict.fromkeys((*DTYPES, *DRAFTED), 30)
-"""Margins that bfloat16 does not move: both programs round, at other places. And targets that an
-EAGLE-3 head can learn."""
+TRAINING_STEPS = dict.fromkeys((*DTYPES, *DRAFTED, *ASSISTED), 30)
+"""Margins that bfloat16 does not move: both programs round, at other places. And targets that a
+drafter can learn."""
 HOST_RULES = {
     "glm4_moe": {"zero_first_embedding": True, "next_features": "before"},
     "glm4_moe_lite": {"zero_first_embedding": True, "next_features": "before"},
@@ -198,7 +208,7 @@ def make_trained(
     """A checkpoint trained for seconds, as vLLM reads it."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = tiny.build_target(family, **eager, **changes)
-    layers = [] if family in DRAFTED else tiny.build_mtp_layers(family, target)
+    layers = [] if family in (*DRAFTED, *ASSISTED) else tiny.build_mtp_layers(family, target)
     if family == "step3p5":
         target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
     if family == "ernie4_5_moe":
@@ -208,7 +218,7 @@ def make_trained(
                     parameter.requires_grad_(False).zero_()
     trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
     tiny.save_checkpoint(family, target, layers, directory)
-    trained.save_drafter(family, target, directory / "draft", **HEAD)
+    trained.save_drafter(family, target, directory / "draft", **DRAFTERS.get(family, {}))
     path = directory / "config.json"
     config = _as_released(family, json.loads(path.read_text()), changes)
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
@@ -255,8 +265,9 @@ def vllm_options(
 ) -> dict[str, Any]:
     """What vLLM is given to run a family's tiny checkpoint as exactly as it can."""
     options = vllm_host.arguments(str(directory), spec_tokens, MAX_LEN, max_seqs, eager=eager)
-    if spec_tokens and family in DRAFTED:
-        options["speculative_config"] |= {"method": "eagle3", "model": str(directory / "draft")}
+    if spec_tokens and family in (*DRAFTED, *ASSISTED):
+        method = "eagle3" if family in DRAFTED else "mtp"
+        options["speculative_config"] |= {"method": method, "model": str(directory / "draft")}
     for part in (options, options["speculative_config"]):
         if part is not None and family in BACKENDS:
             part["attention_backend"] = BACKENDS[family]
