@@ -146,6 +146,8 @@ class ModelFamily:
             is "" where experts have none.
         stacked_gate_up: names, within a decoder layer, of two tensors [E, I, H]: the gate and the
             up projections of all experts. None if checkpoints do not store experts that way.
+        computed: entries of config.json -> the value that mtpc and transformers' layers compute in
+            any case. A dot leads into an entry that has entries. Other values are refused.
         config_entries: entries of a released config.json -> those of transformers' config, where
             transformers does not convert them itself.
         released_entries: config.json entries that other readers (vLLM) need and transformers does
@@ -184,6 +186,7 @@ class ModelFamily:
     class_name: str = ""
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, Any] = field(default_factory=dict)
+    computed: Mapping[str, Any] = field(default_factory=dict)
     config_entries: Callable[[dict[str, Any]], dict[str, Any]] = lambda entries: entries
 
     @property
@@ -231,20 +234,23 @@ def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
 
 
 def check_computed(entries: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
-    """Check entries of config.json whose value mtpc and transformers compute in any case.
+    """Check entries of config.json, of which an absent or null one is right.
 
     Args:
-        entries: those of the config; an absent or null one is right.
-        computed: the value of each.
+        entries: those of the config.
+        computed: see `ModelFamily.computed`.
 
     Raises:
         UnsupportedModelError: one asks for what is not computed.
     """
     for name, value in computed.items():
-        if entries.get(name) not in (None, value):
+        found: Any = entries
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found not in (None, value):
             raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected {value!r}, which is what "
-                "mtpc computes with transformers' layers"
+                f"the config has {name} {found!r}; expected {value!r}, which is what mtpc computes "
+                "with transformers' layers"
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 
-from mtpc.models.family import ModelFamily
+from mtpc.models.family import ModelFamily, check_computed
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import LARGEST, wrong
 
@@ -51,6 +51,7 @@ def read_config(file: ConfigFile, family: ModelFamily) -> Any:
     kind = config_class(family)
     check_numbers(file, kind)
     entries = file.config if TEXT in sub_configs(kind) else file.text_config
+    check_computed(entries, family.computed)
     return kind(**family.config_entries(describing(entries)))
 
 

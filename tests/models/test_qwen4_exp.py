@@ -114,7 +114,7 @@ def test_released_files(
     [
         ({"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings True; expected"),
         ({"index_share_for_mtp_iteration": True}, "index_share_for_mtp_iteration True; expected"),
-        ({"mtp": {"mtp_use_hidden_state_from_layer": 3}}, "from_layer 3; expected null"),
+        ({"mtp": {"mtp_use_hidden_state_from_layer": 3}}, "from_layer 3; expected None"),
         ({"attn_output_gate": False}, "has attn_output_gate False; expected True"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtpc.models.caches import paged_latent_specs
 from mtpc.models.families.qwen3_next import num_mtp_layers
-from mtpc.models.family import ModelFamily, MTPWiring, check_computed
+from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.ops.experts import experts
 
 _COMPUTED: dict[str, Any] = {
@@ -97,16 +97,6 @@ def stored_class() -> type[nn.Module]:
     return LongcatFlashForCausalLM
 
 
-def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries as they are.
-
-    Raises:
-        UnsupportedModelError: one asks for what is not computed.
-    """
-    check_computed(entries, _COMPUTED)
-    return entries
-
-
 LONGCAT_FLASH = ModelFamily(
     name="longcat_flash",
     architectures=("LongcatFlashForCausalLM",),
@@ -127,6 +117,6 @@ LONGCAT_FLASH = ModelFamily(
     shared_tensors={"embed_tokens.weight": "embedding"},
     canonical={"LongcatFlashExperts": ZeroExperts},
     stored_names=(("transformer_layer.mlp.", "mlps.0."), ("self_attn.", "self_attn.0.")),
-    config_entries=_config_entries,
+    computed=_COMPUTED,
     released_entries=_COMPUTED,
 )

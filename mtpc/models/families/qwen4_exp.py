@@ -21,12 +21,11 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from mtpc.errors import UnsupportedModelError
 from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, P, S
 from mtpc.models.caches import CachePool, paged_kv_specs, paged_spec, slot_spec
 from mtpc.models.families.qwen3_next import SEPARATE, gated_delta_specs, num_mtp_layers
-from mtpc.models.family import ModelFamily, MTPWiring, check_computed, layers_after
+from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import NormedHead, head_of
 from mtpc.models.hf import CACHE, HFDraft, MTPLayer, StepContext, StepParts, TextRotary
 from mtpc.models.qwen4_exp_layers import (
@@ -38,12 +37,6 @@ from mtpc.models.qwen4_exp_layers import (
 )
 
 _GRIDS = 3
-_COMPUTED: dict[str, Any] = {
-    "attn_output_gate": True,
-    "mtp_use_dedicated_embeddings": False,
-    "index_share_for_mtp_iteration": False,
-}
-"""Entries of config.json -> what mtpc and transformers' layers compute in any case."""
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -94,13 +87,11 @@ class StreamTarget(nn.Module):
         return hidden[0]
 
 
-class BlockDraft(HFDraft):
+def _draft(decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool) -> nn.Module:
     """The MTP layer over flat tokens, whose attention needs the angles of blocks, too."""
-
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
-        attention: Any = layer.block.self_attn
-        angles: Any = BlockRotary(rotary, attention.ratio)
-        super().__init__(decoder, angles, layer, pool)
+    attention: Any = layer.block.self_attn
+    angles: Any = BlockRotary(rotary, attention.ratio)
+    return HFDraft(decoder, angles, layer, pool)
 
 
 def _target_head(model: Any, wiring: MTPWiring) -> nn.Module:
@@ -110,23 +101,6 @@ def _target_head(model: Any, wiring: MTPWiring) -> nn.Module:
 
 def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
     return NormedHead(layer.stream_head, head_of(model, layer))
-
-
-def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries as they are.
-
-    Raises:
-        UnsupportedModelError: one asks for what is not computed.
-    """
-    check_computed(entries, _COMPUTED)
-    given = entries.get("mtp") or {}
-    source = given.get("mtp_use_hidden_state_from_layer")
-    if source is not None:
-        raise UnsupportedModelError(
-            f"the config has mtp.mtp_use_hidden_state_from_layer {source!r}; expected null: mtpc "
-            "feeds the MTP layer what leaves the last layer; use another checkpoint's layer"
-        )
-    return entries
 
 
 QWEN4_EXP = ModelFamily(
@@ -156,13 +130,18 @@ QWEN4_EXP = ModelFamily(
         "Qwen4ExpTextPLELayer": NGramLayer,
     },
     parts=StepParts(
-        *(StreamTarget, _target_head, BlockDraft, _draft_head),
+        *(StreamTarget, _target_head, _draft, _draft_head),
         stream_head=lambda decoder, config: type(decoder.hyper_connection_mixer)(
             config, use_combine=False
         ),
     ),
     position_grids=_GRIDS,
     stored_prefixes={"model.": "model.language_model."},
-    config_entries=_config_entries,
+    computed={
+        "attn_output_gate": True,
+        "mtp_use_dedicated_embeddings": False,
+        "index_share_for_mtp_iteration": False,
+        "mtp.mtp_use_hidden_state_from_layer": None,
+    },
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
