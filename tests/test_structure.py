@@ -242,7 +242,8 @@ LINES = {
     # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
     # embeddings of images that come again. Costs of steps from run to run (`earlier_costs.py`).
     # What a request's tokens are worth to the choice of K. An outbox that interrupts leave whole.
-    "engine": 5850,
+    # Requests that join are told from a machine that gets slower (`costs.py`).
+    "engine": 5860,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 610,
     "host": 650,

@@ -40,7 +40,7 @@ from mtpc.engine.costs import EarlierCosts, Place, StepCosts
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
 
-BUDGET = 0.006
+BUDGET = 0.005
 """The share of decode time that the trials of all K together may lose."""
 CREDIT = 1.0
 """Trials of a K may lose the time of this many steps in advance if its cost is new or has suddenly
@@ -260,7 +260,7 @@ class TierPolicy:
             costs = StepCosts(self.tiers, tier, seconds, self.steps, like)
             self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
-            cell.costs.add(tier, seconds, self.steps)
+            cell.costs.add(tier, seconds, self.steps, context)
         self.steps += 1
         for k in self.tiers:
             self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])
