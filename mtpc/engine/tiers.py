@@ -40,7 +40,7 @@ from mtpc.engine.costs import EarlierCosts, Place, StepCosts
 if TYPE_CHECKING:
     from mtpc.engine.request import Request
 
-BUDGET = 0.005
+BUDGET = 0.006
 """The share of decode time that the trials of all K together may lose."""
 CREDIT = 1.0
 """Trials of a K may lose the time of this many steps in advance if its cost is new or has suddenly
