@@ -6,8 +6,8 @@
 Weights are random. For each K two processes run, one after the other. The first one compiles
 kernels and builds its steps in an empty cache; the second one uses them. Before the second one
 starts, the weights are dropped from the page cache, so that it reads them from the disk. Just
-before, reading the files alone is timed in the same way, and so is writing once to as much new
-memory.
+before, reading the files alone is timed in the same way. Just after, writing once to as much new
+memory is.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ NOTES = (
     "first token: from the start of the process; a prompt of 32 tokens.",
     "cold: with an empty cache, so that kernels are compiled, too.",
     "reading: all weight files are read once from the disk, just before a warm start.",
-    "new memory: as many bytes of new memory are written once by all threads, just before; packed"
-    " weights need as much. beyond both: beyond the longer of the two.",
+    "new memory: as many bytes of new memory are written once by all threads, in a process of its"
+    " own; packed weights need as much. beyond both: beyond the longer of the two.",
     "peak: most that was resident in the process at any moment, mapped weights included.",
     "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
     " before and after the process.",
@@ -78,10 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for start in ("cold", "warm"):
                 reading = _read(directory) if start == "warm" else None
                 _forget(directory)
-                touching = _touch(directory) if start == "warm" else None
-                tell(f"K={k}, {start}; read in {reading}, touched in {touching}")
+                tell(f"K={k}, {start}; read in {reading}")
                 before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
                 row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
+                # Memory last: before, it would make reading faster and a start slower.
+                touching = _touch(directory) if start == "warm" else None
                 row["bandwidths"] = [before, BandwidthProbe().read()]
                 row["step_bytes"] = checkpoint.step_bytes(k)
                 rows.append(

@@ -56,10 +56,7 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 
-_ONE_RANK_ONLY = (
-    *("quantize", "draft_vocab", "enabled_passes", "draft", "kv_offload_dir", "images"),
-    *("require_sha256", "build_in_background"),
-)
+_ONE_RANK_ONLY = ("draft", "kv_offload_dir", "images", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
@@ -119,8 +116,8 @@ class CompileOptions:
             quantised stay as they are, and so do embeddings, routers and the projections that join
             embedding and features in MTP layers. See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
-            of the KV cache; on the backends "cpu" and "eager". Every rank of a torch.distributed
-            process group compiles; rank 0 generates, and the others follow it
+            of the KV cache; on the backends "cpu", "cuda" and "eager". Every rank of a
+            torch.distributed process group compiles; rank 0 generates, and the others follow it
             (`SpecModel.follow`). Commands start their ranks themselves. See docs/scale.md.
         synthetic_acceptance_rates: accept drafts at these rates, whatever the drafts are, to
             measure the speed of K at a given acceptance. Entry i is the share of steps that accept
@@ -328,13 +325,12 @@ class CompileOptions:
         if size > 1 and self.backend == AUTO:
             object.__setattr__(self, "backend", "cpu")
         others = [name for name in _ONE_RANK_ONLY if getattr(self, name)]
-        others += ["backend"] if self.backend not in ("cpu", "eager") else []
-        others += ["kv_cache_dtype"] if self.kv_cache_dtype != KV_CACHE_DTYPES[0] else []
+        others += ["backend"] if self.backend not in ("cpu", "cuda", "eager") else []
         if size > 1 and others:
             raise OptionError(
                 f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
-                f"several ranks run the checkpoint's weights on backend 'cpu' or 'eager': leave it "
-                "out"
+                "several ranks run the checkpoint's weights on backend 'cpu', 'cuda' or 'eager': "
+                "leave it out"
             )
 
     def _check_cache(self) -> None:

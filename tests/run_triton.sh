@@ -15,6 +15,12 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 
+# The interpreter multiplies by numpy, whose BLAS for AMD's processors adds in an order that depends
+# on the number of rows. Its kernels for AVX-512 do not.
+if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -qs avx512f /proc/cpuinfo; then
+    export OPENBLAS_CORETYPE=SkylakeX
+fi
+
 python=${PYTHON:-python}
 export PYTHONPATH=$PWD
 if ! "$python" -c 'import triton' 2>/dev/null; then

@@ -220,20 +220,21 @@ LINES = {
     # For GPUs: layers that are compiled once (`repeats.py`), experts in tiles by expert, chunks of
     # the delta rule and attention to slots (`triton_kernels/`). Linears of a few rows, choices.
     # Products and sums that do not depend on other rows (`batch_invariant`).
-    # Launches that begin early; rows that are packed are looked at.
-    "backends": 10150,
+    # Launches that begin early; rows that are packed are looked at. Options of ranks, and graphs
+    # that are released.
+    "backends": 10200,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
     # graph stays (`effects.py`). Of calls on fake tensors that are alike, one is run
     # (`fake_calls.py`).
-    "capture": 1550,
+    "capture": 1560,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
     # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
     # command.
-    "cli": 4500,
+    "cli": 4530,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -242,8 +243,7 @@ LINES = {
     # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
     # embeddings of images that come again. Costs of steps from run to run (`earlier_costs.py`).
     # What a request's tokens are worth to the choice of K. An outbox that interrupts leave whole.
-    # Requests that join are told from a machine that gets slower (`costs.py`).
-    "engine": 5860,
+    "engine": 5870,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 610,
     "host": 650,
@@ -270,13 +270,14 @@ LINES = {
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
-    # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`).
-    "ops": 2850,
+    # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`). The exchange of GPUs.
+    "ops": 2880,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
-    # Stacked values and rows of a table in parts (`held.py`).
-    "passes": 3530,
+    # Stacked values and rows of a table in parts (`held.py`); a trimmed head in parts.
+    # Collectives as plain operators around one exchange (`spell_collectives.py`).
+    "passes": 3760,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
@@ -288,19 +289,22 @@ LINES = {
     # the model (`workers.py`).
     # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
-    "program": 4850,
+    # Slices of codes, checked as they are read (`binding.py`).
+    # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
+    # steps (`step_watch.py`).
+    "program": 5420,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     # Images in messages.
-    "server": 3900,
+    "server": 3910,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.
     "step": 1320,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
-    "store": 930,
+    "store": 945,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
     # Experts on round numbers of rows (`experts.py`).
     "tuning": 1040,
@@ -313,7 +317,8 @@ LINES = {
     # A target and its drafter (`paired_checkpoint.py`), digests of contents (`content.py`), and
     # recipes that read a rank's part alone. Files larger than memory. A thread that reads the next
     # tensors while one is packed (`read_ahead.py`), all into the same memory in turn.
-    "weights": 5750,
+    # Slices of weights in groups, along their inputs too.
+    "weights": 5820,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

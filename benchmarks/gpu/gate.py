@@ -22,7 +22,8 @@ from benchmarks.gpu.rows import Row
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.config import CompileOptions
-from mtpc.models.load import load, place
+from mtpc.models.load import load
+from mtpc.models.place import place
 from mtpc.models.save import save_checkpoint
 from mtpc.program.compiler import StepCompiler
 

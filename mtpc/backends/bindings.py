@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
+from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
 from mtpc.passes.hoist_shared import HoistShared
@@ -79,6 +80,8 @@ class BindKernels:
         for node in graph.graph.nodes:
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
+            if is_collective(node.target):
+                continue  # Its kernels are torch.distributed's.
             chosen = self._choose(node, graph)
             if chosen is not None:
                 configs, lines = chosen.configure(node, graph)

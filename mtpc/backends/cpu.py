@@ -101,7 +101,8 @@ class CpuBackend:
     def lower(self, graph: StepGraph) -> Run:
         """Compile to a temporary package, open it, and bind the graph's tensors."""
         directory = Path(tempfile.mkdtemp(prefix=graph.name, dir=self._scratch.name))
-        package = self.package(graph, directory)
+        with self._scratch.filled():
+            package = self.package(graph, directory)
         sizes = {str(symbol): number for symbol, number in graph.layout.sizes.items()}
         return open_package(directory, package, partial(get_tensor, graph.module), sizes)
 

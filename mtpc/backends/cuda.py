@@ -8,7 +8,7 @@ other ops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
+from mtpc.backends.check_device import check_device
 from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
 from mtpc.capture.effects import Root, analyse
-from mtpc.capture.graph import StepGraph, get_tensor
+from mtpc.capture.graph import StepGraph, get_tensor, operators
 from mtpc.errors import BackendError
 from mtpc.layout.progress import Report, silent
+from mtpc.ops.collectives import is_collective
 from mtpc.passes.base import Pass
 from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
@@ -38,6 +40,7 @@ from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.store.entries import EntryStore
 
 INDUCTOR = {
@@ -48,6 +51,8 @@ INDUCTOR = {
     "shape_padding": False,
 }
 """Inductor's options for a step."""
+RANKED = {"deterministic": True}
+"""Further ones for a step of several ranks: none chooses by its own measurements how to add."""
 ALIGNMENT = 16
 """If an example begins at a multiple of this many bytes, Inductor's code relies on it."""
 ENABLES = (
@@ -57,6 +62,7 @@ ENABLES = (
     FuseElementwise.name,
     FuseDraftEntry.name,
     FuseSkinnyLinears.name,
+    SpellCollectives.name,
     LowerChoices.name,
 )
 """Passes that read weights as they are stored, and leave fewer launches in a GPU's step."""
@@ -224,28 +230,6 @@ def open_cuda(
     return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
 
 
-def check_device() -> None:
-    """Check that torch can use a GPU.
-
-    Raises:
-        BackendError: it cannot; the message says why and what to do.
-    """
-    if torch.cuda.is_available():
-        return
-    hip, cuda = torch.version.hip, torch.version.cuda
-    if not (hip or cuda):
-        raise BackendError(
-            f"backend 'cuda' needs a GPU, and this torch ({torch.__version__}) is built for the "
-            "CPU only; install a torch built for CUDA or ROCm (docs/gpu.md), or use backend='cpu'. "
-            "To compile kernels for the GPU of another machine, use `mtpc build --target`"
-        )
-    built = f"ROCm {hip}" if hip else f"CUDA {cuda}"
-    raise BackendError(
-        f"backend 'cuda' needs a GPU, and this torch is built for {built} and finds none; check "
-        f"that `{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
-    )
-
-
 def lower_by_inductor(graph: StepGraph) -> Run:
     """Compile a step with Inductor; its tensors become arguments that it mutates in place.
 
@@ -256,7 +240,7 @@ def lower_by_inductor(graph: StepGraph) -> Run:
     """
     step = cut_step(graph)
     try:
-        compiled = [compile_flat(module, examples) for module, examples in step.modules()]
+        compiled = [compile_flat(*made, options_of(graph)) for made in step.modules()]
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
         raise BackendError(f"Inductor could not compile {graph.name}: {error}") from error
     run_all = step.run_of(compiled)
@@ -274,7 +258,15 @@ def cut_step(graph: StepGraph) -> CutStep:
     return cut_repeats(module.graph, tensors)
 
 
-def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+def options_of(graph: StepGraph) -> dict[str, Any]:
+    """Inductor's options for a step."""
+    is_ranked = any(is_collective(target) for _, target in operators(graph.graph))
+    return {**INDUCTOR, **(RANKED if is_ranked else {})}
+
+
+def compile_flat(
+    module: fx.GraphModule, tensors: Sequence[Tensor], options: Mapping[str, Any] = INDUCTOR
+) -> Callable[..., Any]:
     """Compile a module that takes such tensors with Inductor, through Inductor's own cache.
 
     That cache only serves compilations with a shape environment. torch.compile has one; for a
@@ -283,12 +275,13 @@ def compile_flat(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[
     Args:
         module: flat.
         tensors: as its inputs; of fake ones only the form counts.
+        options: Inductor's.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [_fake_like(mode, tensor) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
-            module, [*fakes], options=dict(INDUCTOR)
+            module, [*fakes], options=dict(options)
         )
     return compiled
 

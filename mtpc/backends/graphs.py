@@ -43,6 +43,20 @@ class Graphs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class GraphReplay:
+    """Replays a captured graph."""
+
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+    def release(self) -> None:
+        """Give up the graph. NCCL does not end a communicator that graphs still use."""
+        self.graph.reset()
+
+
 class TorchGraphs:
     """Capture by `torch.cuda.CUDAGraph`, which is a HIP graph if torch is built for ROCm."""
 
@@ -79,7 +93,7 @@ class TorchGraphs:
             if not isinstance(cause, RuntimeError):
                 raise cause from None
             raise CaptureError(f"the device refused to capture a step: {cause}") from cause
-        return graph.replay
+        return GraphReplay(graph)
 
     def pool_bytes(self) -> int:
         """Bytes that torch's allocator has reserved, without its unused cache.

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
+from mtpc.ops.collectives import is_collective
 from mtpc.passes.base import GETITEM, Policy
 
 aten = torch.ops.aten
@@ -23,11 +24,11 @@ _ROW_BOUND = {
 }
 """Operators of mtpc whose sums depend on other rows nevertheless."""
 _MOVES = """
-alias as_strided cat chunk clone contiguous copy_ detach embedding expand flatten full_like gather
-index index_copy_ index_put_ index_select masked_fill movedim new_empty new_full new_zeros ones_like
-permute repeat repeat_interleave reshape scatter scatter_ select slice split split_with_sizes
-squeeze stack t to _to_copy transpose type_as unbind unflatten _unsafe_view unsqueeze view where
-zeros_like
+alias as_strided cat chunk clone constant_pad_nd contiguous copy_ detach embedding expand flatten
+full_like gather index index_copy_ index_put_ index_select masked_fill movedim new_empty new_full
+new_zeros ones_like permute repeat repeat_interleave reshape scatter scatter_ select slice split
+split_with_sizes squeeze stack t to _to_copy transpose type_as unbind unflatten _unsafe_view
+unsqueeze view where zeros_like
 """
 """ATen operators that only move numbers."""
 _COMPARES = "all amax amin any argmax argmin max min sort topk"
@@ -68,6 +69,8 @@ def _reason(node: fx.Node) -> str | None:
     name = target._schema.name.partition("::")[2]
     if target.namespace in NAMESPACES:
         return _ROW_BOUND.get(name)
+    if is_collective(target):
+        return None  # The pass spell-collectives leaves those that only move numbers.
     if target.namespace == "mtpc":
         return "it has no GPU kernel, and PyTorch's sums depend on the rows"
     exact = torch.Tag.pointwise in target.tags or target.overloadpacket in _EXACT

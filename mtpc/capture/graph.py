@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,9 +63,12 @@ class WeightTable:
         groups: those of them that are stored in groups.
         owned: whether nothing else holds the tensors. The parts of a concatenation then become
             views of it, so that no weight is in memory twice.
+        held_back: those of them that are placeholders on a device, as they are in the host's
+            memory. What passes derive is made of these, and then moved.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
+        wholes: parts that this rank holds by name: the weight that each is a part of.
         defers: whether derived weights are memory without contents until `settle`. A build that
             only writes packages needs no contents.
     """
@@ -74,14 +78,16 @@ class WeightTable:
         tensors: Mapping[str, Tensor],
         groups: StoredGroups | None = None,
         owned: bool = False,
+        held_back: Mapping[str, Tensor] = MappingProxyType({}),
     ):
-        self.defers, self._owned = False, owned
+        self.defers, self._owned, self._held_back = False, owned, held_back
         self._groups = groups or StoredGroups()
         self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
         self._by_name = dict(tensors)
         self._name_of = {id(tensor): name for name, tensor in self._by_name.items()}
         self.recipes: dict[str, Recipe] = {}
+        self.wholes: dict[str, str] = {}
         self._made: dict[Recipe, Tensor] = {}
         self._holders: dict[Hashable, str] = {}
 
@@ -115,11 +121,12 @@ class WeightTable:
         """
         if name not in self._by_name:
             whole = substitute(recipe, lambda part: self.recipes.get(part, part))
+            made_of = whole if isinstance(recipe, Grouped) else recipe
             if self.defers:
-                self.bind(name, allocate(recipe, self._tensor))
+                self.bind(name, allocate(made_of, self._tensor))
                 self._deferred.add(name)
             else:
-                self.bind(name, self._make(whole if isinstance(recipe, Grouped) else recipe))
+                self.bind(name, self._make(made_of))
             self.recipes[name] = whole
         return self[name]
 
@@ -144,11 +151,11 @@ class WeightTable:
         """The weight of a recipe; the same recipe over the same memory gives the same tensor."""
         same = substitute(recipe, self._holder)
         if same not in self._made:
-            made = (
-                self._maker.make(recipe).to(self[next(names(recipe))].device)
-                if isinstance(recipe, Grouped)
-                else make(recipe, self._tensor)
-            )
+            if isinstance(recipe, Grouped):
+                made = self._maker.make(recipe)
+            else:
+                made = make(recipe, self._tensor)
+            made = made.to(self[next(names(recipe))].device)
             self._made[same] = made
             if self._owned and isinstance(recipe, Join) and recipe.op == "cat":
                 self._take_the_place(made, recipe)
@@ -167,12 +174,12 @@ class WeightTable:
 
     def _holder(self, name: str) -> str:
         """The first weight seen in the memory of this one: itself, or the one it is a copy of."""
-        tensor = self[name]
+        tensor = self._tensor(name)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         return self._holders.setdefault(memory, name)
 
     def _tensor(self, name: str) -> Tensor:
-        return self[name].detach()
+        return self._held_back.get(name, self[name]).detach()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

@@ -219,7 +219,9 @@ def _answer(cache: StepCache, key: StepKey) -> str:
     if step is not None and step.entry is not None:
         return f"yes: {step.entry.digest[:8]}"
     reasons = cache.reasons(key)
-    return "no: " + ("\n".join(map(str, reasons)) or "the cache has no steps, or it is damaged")
+    if reasons is None:
+        return "no: the cache has no steps"
+    return "no: " + ("\n".join(map(str, reasons)) or "its entry is damaged")
 
 
 def _prune(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
     sampling = mtpc.SamplingParams(**sampling_fields(args))
     mtpc.CompileOptions.parse(options)
     require_packages("mtpc chat", ("jinja2",))
-    check_tokenizer(checkpoint, ["text"])
+    check_tokenizer(checkpoint, ["text"], "a chat needs one")
     from mtpc.server.chat import load_chat_template
 
     template = load_chat_template(checkpoint, args.chat_template)
@@ -111,6 +111,7 @@ class Chat:
                     print(pieces[-1], end="", flush=True)
         except KeyboardInterrupt:
             if not is_interactive:
+                print(flush=True)
                 raise
         print(flush=True)
         if is_interactive:

@@ -98,7 +98,8 @@ def _measure(
     """Decode the prompts with the given wiring, then with one rule changed at a time."""
     from mtpc.api import SpecModel
     from mtpc.backends import make_backend, settle_prefill
-    from mtpc.models.load import load, place
+    from mtpc.models.load import load
+    from mtpc.models.place import place
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
     from mtpc.weights.paired_checkpoint import open_checkpoint

@@ -21,6 +21,7 @@ from mtpc.cli.parsing import (
     numbers,
     positive,
     speculative,
+    threads,
     wiring,
 )
 from mtpc.config import KV_CACHE_DTYPES, SCHEMES, CompileOptions
@@ -74,7 +75,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add `--threads`."""
     text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
-    add_values(parser, ("--threads", positive, "N", text))
+    add_values(parser, ("--threads", threads, "N", text))
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ def command(args: argparse.Namespace) -> int:
     ]
     for variant in variants:
         mtpc.CompileOptions.parse(variant)
-    check_tokenizer(checkpoint, [args.task])
+    check_tokenizer(checkpoint, [args.task], "a task needs one")
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         set_threads(args.threads, checkpoint)

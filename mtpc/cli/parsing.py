@@ -14,6 +14,7 @@ from mtpc.config import AUTO
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
 """Python's type names in argparse's messages -> words for the user."""
+MOST_THREADS = 1024
 
 
 class SuggestingParser(argparse.ArgumentParser):
@@ -79,6 +80,13 @@ def whole(text: str, low: int = 0) -> int:
 def positive(text: str) -> int:
     """Parse an integer that is 1 or more."""
     return whole(text, low=1)
+
+
+def threads(text: str) -> int:
+    """Parse a number of threads. OpenMP ends the process if the system refuses one."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
+        raise invalid(text, f"an integer in 1..{MOST_THREADS}")
+    return int(text)
 
 
 def above_zero(text: str) -> float:

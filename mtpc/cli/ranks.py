@@ -10,6 +10,7 @@ parent ends, for whatever reason, the system ends its children.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import subprocess
@@ -68,12 +69,29 @@ def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
             dist.init_process_group("gloo", timeout=STEP_TIMEOUT)
         elif not dist.is_initialized():  # A child has joined the process group already.
             stack.enter_context(_children(size, argv))
-        stack.callback(dist.destroy_process_group)
+        stack.callback(_leave)
         if dist.get_rank():
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
+
+
+def _leave() -> None:
+    """Leave all process groups. If a lost rank holds that up, this process ends without it."""
+    import torch.distributed as dist
+
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(_END_S)
+    if leaving.is_alive():
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
 
 
 @contextmanager

@@ -74,17 +74,28 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
 
 
-def check_tokenizer(checkpoint: Path, prompts: Sequence[Prompt]) -> None:
+def check_tokenizer(
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    advice: str = 'give prompts as token ids: --ids "1 2 3"',
+) -> None:
     """Check that text prompts have a tokenizer, before a compilation that takes minutes.
+
+    Args:
+        checkpoint: a directory, or an id of the local hub cache.
+        prompts: texts and token ids.
+        advice: ends the error.
 
     Raises:
         RequestError: a prompt is text, and the checkpoint has no tokenizer.
+        CheckpointError: there is no valid config.json.
     """
     has_text = any(isinstance(prompt, str) for prompt in prompts)
     if has_text and checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
-        raise RequestError(
-            f'{checkpoint} has no tokenizer.json; give prompts as token ids: --ids "1 2 3"'
-        )
+        from mtpc.weights.checkpoint_files import ConfigFile
+
+        ConfigFile(checkpoint)  # Without a config.json, that is the error.
+        raise RequestError(f"{checkpoint} has no tokenizer.json; {advice}")
 
 
 def _as_json(prompt: Prompt, result: Any) -> dict[str, Any]:

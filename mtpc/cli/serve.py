@@ -12,10 +12,10 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import compile_model
+from mtpc.cli.run import check_tokenizer, compile_model
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress
 from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions, require_packages
@@ -35,8 +35,7 @@ def command(args: argparse.Namespace) -> int:
     require_packages()
     if options.get("images"):
         require_packages("--images", ("PIL",), "images")
-    if checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
-        raise RequestError(f"{checkpoint} has no tokenizer.json; a server needs one")
+    check_tokenizer(checkpoint, ["text"], "a server needs one")
     with ExitStack() as stack:
         with show_progress(sys.stderr) as tell:
             tell("import torch")

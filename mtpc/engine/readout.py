@@ -79,12 +79,13 @@ class Readout:
         self.begin: Moment = moment()
         buffers = program.run(key)
         self.end: Moment = moment()
+        self._wait = program.wait
         self._results = copy_results(buffers, results)
         self._copied: Moment = moment()
 
     def read(self) -> Mapping[str, Tensor]:
         """Wait for the results, and return them on the CPU by buffer name."""
-        self._copied.wait()
+        self._wait(self._copied.wait)
         return self._results
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from mtpc.models.hf import (
     share_model,
 )
 from mtpc.models.image_inputs import image_inputs
-from mtpc.models.mtp_layers import load_mtp_layers, share_copies
+from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.step.model import Chaining
@@ -58,6 +58,8 @@ class LoadedModel:
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
+        held_back: weights in the host's memory, of which a rank's device gets parts. In their
+            places the modules have placeholders.
     """
 
     family: ModelFamily
@@ -69,6 +71,7 @@ class LoadedModel:
     owned: bool = False
     headers: HeaderWeights | None = None
     kv_cache_dtype: torch.dtype | None = None
+    held_back: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def config(self) -> Any:
@@ -281,26 +284,6 @@ def load(
         f"cannot compile a {type(source).__name__}; expected a checkpoint directory or a "
         "transformers PreTrainedModel"
     )
-
-
-def place(loaded: LoadedModel, device: str) -> LoadedModel:
-    """Move a model that mtpc owns to a device.
-
-    Raises:
-        OptionError: the user's model object is on another device; mtpc does not move it.
-    """
-    here, there = loaded.target.get_input_embeddings().weight.device, torch.device(device)
-    if here.type == there.type and there.index in (None, here.index):
-        return loaded
-    if not loaded.owned:
-        raise OptionError(
-            f"the model object is on {here}; this backend runs on {device}; move the model by "
-            f"model.to({device!r}), or pass the checkpoint's directory"
-        )
-    for module in (loaded.target, *loaded.mtp_layers):
-        module.to(device)
-    share_copies(loaded.mtp_layers, loaded.target)
-    return loaded
 
 
 def family_of(file: ConfigFile) -> ModelFamily:

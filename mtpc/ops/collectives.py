@@ -17,15 +17,47 @@ from torch.nn import functional as F
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
-    members = _group(group)
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(members.size())]
-    dist.all_gather(parts, part, members)
-    return parts
+    return list(_gathered(part, group))
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def _gathered(part: Tensor, group: str) -> Tensor:
+    """[ranks, *part.shape], by the one call by which ranks exchange values in a step."""
+    members = group_of(group)
+    whole = part.new_empty(members.size() * part.numel())
+    _gather(whole, part.reshape(-1), members)
+    return whole.view(members.size(), *part.shape)
+
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Before torch 2.13 it has another name."""
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an operator takes a process group."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(one.name == "group" for one in schema.arguments)
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name that graphs hold."""
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+
+
+@torch.library.custom_op("mtpc::gather_ranks", mutates_args=())
+def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
+    """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
+
+    Args:
+        part: of one shape and dtype on all ranks.
+        ranks: how many the group has.
+        group: name of the process group.
+        after: what another collective gave, which this one must follow: a compiler may move calls
+            that do not depend on each other, and ranks must make the same calls in one order.
+
+    Returns:
+        [ranks, *part.shape].
+    """
+    return _gathered(part, group)
 
 
 @torch.library.custom_op("mtpc::all_reduce", mutates_args=())
@@ -62,7 +94,7 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     Returns:
         As `part`, with `size` along `dim`.
     """
-    ranks = _group(group).size()
+    ranks = group_of(group).size()
     step = -(-size // ranks)
     filled = F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, step - part.shape[dim]))
     return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
@@ -78,7 +110,7 @@ def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
         ranks: how many the group has.
         group: name of the process group.
     """
-    own = whole.chunk(ranks, dim)[_group(group).rank()]
+    own = whole.chunk(ranks, dim)[group_of(group).rank()]
     return own.clone(memory_format=torch.contiguous_format)
 
 
@@ -97,7 +129,7 @@ def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     Returns:
         [*ids.shape, H], dtype of rows.
     """
-    own = ids - _group(group).rank() * step
+    own = ids - group_of(group).rank() * step
     is_own = (own >= 0) & (own < rows.shape[0])
     found = F.embedding(own.clamp(0, rows.shape[0] - 1), rows)
     summand = torch.where(is_own[..., None], found, torch.zeros_like(found))
@@ -120,7 +152,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
         The largest logits, dtype of logits, and their ids, int64; [...] both.
     """
     best, place = logits.max(-1)
-    ids = place + _group(group).rank() * step
+    ids = place + group_of(group).rank() * step
     # One collective for both: float64 holds logits and ids exactly.
     told = torch.stack(parts_of(torch.stack([best.double(), ids.double()]), group))
     found, rank = told[:, 0].max(0)
@@ -137,8 +169,13 @@ def first_rank(value: Tensor, group: str) -> Tensor:
         group: name of the process group.
     """
     told = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(told, group=_group(group), group_src=0)
+    dist.broadcast(told, group=group_of(group), group_src=0)
     return told
+
+
+@gather_ranks.register_fake
+def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
+    return part.new_empty([ranks, *part.shape])
 
 
 @all_reduce.register_fake

@@ -26,6 +26,7 @@ from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.shard import Sharding, ShardStep
 from mtpc.passes.skip_idle_rows import SkipIdleRows
+from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.passes.verifier import Verifier
 
@@ -51,8 +52,8 @@ def full_pipeline(
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
-        ShardStep(sharding),
         TrimDraftHead(draft_vocab),
+        ShardStep(sharding),
         QuantiseDraft(),
         PackGroups(quantize),
         MergeProjections(),
@@ -62,6 +63,7 @@ def full_pipeline(
         FuseDraftEntry(),
         FuseHeadMax(),
         FuseSkinnyLinears(),
+        SpellCollectives(sharding),
         LowerChoices(),
         BatchInvariant(),
         FuseLinearChains(),

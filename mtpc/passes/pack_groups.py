@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 import mtpc.ops.grouped  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
+from mtpc.errors import OptionError
 from mtpc.passes.base import Policy, emit_named
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
@@ -22,7 +23,9 @@ from mtpc.passes.linears import (
     replace_groups,
     weight_of,
 )
+from mtpc.weights.grouped import PACKED_INPUTS
 from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.packing import TILE
 from mtpc.weights.quantise import spec_by_scheme
 
 _WEIGHTS: Mapping[Any, tuple[str, ...]] = {
@@ -53,9 +56,23 @@ class PackGroups:
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            return graph.weights.spec(name) or spec_by_scheme(self.scheme, name, weight)
+            return graph.weights.spec(name) or self._by_scheme(graph, name, weight)
 
         return place_groups(graph, spec, "grouped")
+
+    def _by_scheme(self, graph: StepGraph, name: str, weight: Tensor) -> GroupSpec | None:
+        """The spec of the whole weight, of which ranks have parts with its scales."""
+        whole = graph.weights.wholes.get(name, name)
+        inputs = graph.weights[whole].shape[-1]
+        spec = spec_by_scheme(self.scheme, whole, graph.weights[whole])
+        step = 1 if spec is None else PACKED_INPUTS[spec.form.kind] if weight.dim() == 2 else TILE
+        if weight.shape[-1] % step and inputs % step == 0:
+            raise OptionError(
+                f"quantize is {self.scheme!r}, and a rank has {weight.shape[-1]} of the {inputs} "
+                f"inputs of {whole}; expected a multiple of {step}, which kernels read at once: "
+                "use fewer ranks, or leave quantize out"
+            )
+        return spec
 
 
 def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:

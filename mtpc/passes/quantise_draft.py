@@ -11,6 +11,7 @@ from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import Policy
 from mtpc.passes.linears import draft_nodes
 from mtpc.passes.pack_groups import place_groups
+from mtpc.weights.grouped import PACKED_INPUTS
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.quantise import scheme_spec
 
@@ -32,7 +33,10 @@ class QuantiseDraft:
         draft = draft_nodes(graph.graph)
 
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            return draft_spec(weight) if call in draft else None
+            whole = graph.weights.wholes.get(name, name)
+            spec = draft_spec(graph.weights[whole]) if call in draft else None
+            fills_words = weight.shape[-1] % PACKED_INPUTS["int8"] == 0  # A rank's part may not.
+            return spec if fills_words else None
 
         return place_groups(graph, spec, "quantised")
 

@@ -14,9 +14,13 @@ from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import GraphError, UnsupportedModelError
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, emit_weight, is_call, tidy
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
+from mtpc.passes.trim_draft_head import runs
 from mtpc.weights.recipes import Rows
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
+
+HEADS = 2
+"""The dimension of key/value heads: of caches [pages, P, H, D], and of their scales."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class Sharding:
     """One rank's part of a model.
 
     Attributes:
+        rank: whose part it is, from 0.
         ranks: how many share it.
         group: name of their process group.
         weights: weights that are cut, by name.
-        caches: this rank's tensors of the caches that are cut, by name: [.., heads, width].
+        caches: this rank's tensors of the caches that are cut, by name.
     """
 
+    rank: int
     ranks: int
     group: str
     weights: Mapping[str, CutWeight]
@@ -111,20 +117,40 @@ class _Cutter:
         return self.rewrites
 
     def _cut_attribute(self, node: fx.Node, name: str) -> None:
-        weights, caches = self.sharding.weights, self.sharding.caches
+        caches = self.sharding.caches
         if name in caches:
             set_tensor(self.graph.module, name, caches[name])
             node.meta["val"] = self.mode.from_tensor(caches[name], static_shapes=True)
-            self.held[node] = caches[name].dim() - 2
-        elif name in weights:
-            cut = weights[name]
+            self.held[node] = HEADS
+            return
+        source, cut = self._cut_of(name)
+        if cut is not None:
             with self.fx.inserting_after(node):
                 # The name of a derived weight has one dot.
-                own, recipe = f"shard.{name.replace('.', '_')}", Rows(cut.runs, name, cut.dim)
+                own, inputs = f"shard.{name.replace('.', '_')}", len(self.whole[node]) - 1
+                recipe = Rows(cut.runs, source, -1 if cut.dim == inputs > 0 else cut.dim)
                 part = emit_weight(self.graph, own, recipe, node)
+                self.graph.weights.wholes[own] = name
             self._replace(node, part, cut.dim)
             self.steps[part] = cut.step
             self.gathered |= {part} if cut.is_gathered or cut.step else set()
+
+    def _cut_of(self, name: str) -> tuple[str, CutWeight | None]:
+        """What this rank holds of a weight, as a part of which weight; None: all of it.
+
+        Chosen rows of a weight that is cut by the vocabulary are dealt out evenly, because they are
+        seldom spread over it evenly. They stay whole if a rank would have none of them.
+        """
+        weights, recipe = self.sharding.weights, self.graph.weights.recipes.get(name)
+        if not isinstance(recipe, Rows) or recipe.part not in weights:
+            return name, weights.get(name)
+        source, cut = str(recipe.part), weights[str(recipe.part)]
+        ids = tuple(row for start, stop in recipe.runs for row in range(start, stop))
+        step = -(-len(ids) // self.sharding.ranks)
+        if not cut.step or step * (self.sharding.ranks - 1) >= len(ids):
+            return name, None
+        own = runs(ids[self.sharding.rank * step :][:step])
+        return source, CutWeight(cut.dim, own, step, cut.is_gathered)
 
     def _replace(self, old: fx.Node, new: fx.Node, dim: int | None = None) -> None:
         """Replace a value by one of the same whole shape; `dim` is cut, None if nothing is."""
@@ -192,9 +218,9 @@ class _Cutter:
     def _write(self, node: fx.Node) -> None:
         """A call without a result may write rows to a cache whose heads are cut like theirs."""
         if is_call(node, ours.write_cache.default):
-            cache, rows = node.args[:2]
-            dims = self.held.get(cache), self.held.get(rows)  # type: ignore[arg-type]
-            if dims == (2, 1):
+            cache, rows, _, scales = arguments(node).values()
+            by_head = {cache: HEADS, rows: 1} | ({} if scales is None else {scales: HEADS})
+            if all(self.held.get(value) == dim for value, dim in by_head.items()):
                 return
         self._make_whole(node, [n for n in node.all_input_nodes if n in self.held])
 
@@ -241,7 +267,8 @@ class _Cutter:
     def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
         """Query heads with the key/value heads that they use; of latents every rank has all."""
         cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        by_head = {"q": 1, "k_cache": 2, "v_cache": 2, "kv_up": 0, "sinks": 0}
+        by_head = {"q": 1, "kv_up": 0, "sinks": 0}
+        by_head |= dict.fromkeys(("k_cache", "v_cache", "k_scale", "v_scale"), HEADS)
         wanted = {name: dim for name, dim in by_head.items() if given.get(name) is not None}
         if cut != wanted:
             raise NeedsWholeError

@@ -21,8 +21,8 @@ from mtpc.program.program import CapturedStep, Program
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.weights.grouped import GroupedWeight
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
+from mtpc.weights.grouped import GroupedWeight, Runs
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 from mtpc.weights.packing import TILE, Fill, SharedPages, allocate_packed, count_tiles
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.read_ahead import ReadAhead, Span
@@ -244,7 +244,9 @@ class WeightSource:
         whole = self._read_in_pieces(recipe, dtypes)
         if isinstance(recipe, Grouped):
             self._dtypes |= dtypes
-            made = self._maker.make(recipe)
+            early = take_early(recipe, self._checkpoint.meta_tensor)
+            assert isinstance(early, Grouped)
+            made = self._maker.make(early)
         elif whole is None:
             made = self._make_plain(take_early(recipe, self._checkpoint.meta_tensor), dtypes)
         elif isinstance(recipe, Packed):
@@ -297,20 +299,26 @@ class WeightSource:
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight as codes of this form: as it is stored, or else rounded."""
-        if self._checkpoint.specs.get(name) != spec:
-            plain = self._read(name, self._dtypes[name])
-            self._look(name, {name: plain})
-            return quantised_rows(plain, spec)
-        stored = self._checkpoint.grouped(name)
+        if self._checkpoint.specs.get(name) == spec:
+            return self._looked_at(name, self._checkpoint.grouped(name))
+        plain = self._read(name, self._dtypes[name])
+        return self._looked_at(name, quantised_rows(plain, spec))
+
+    def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
+        """Rows whose numbers are checked as they are read: a scale of what is not finite is not."""
+        some = Rows((), name)  # Never all of the tensor, which other weights may need.
 
         def read(start: int, stop: int) -> GroupedWeight:
-            part = stored.read(start, stop)
+            part = rows.read(start, stop)
             is_float = part.codes.is_floating_point()
             numbers = (part.scales, part.codes) if is_float else (part.scales,)
-            self._finite[name] = self._finite.get(name, True) and all(map(is_finite, numbers))
+            self._finite[some] = self._finite.get(some, True) and all(map(is_finite, numbers))
             return part
 
-        return GroupedRows(stored.shape, read)
+        def take(runs: Runs, dim: int) -> GroupedRows:
+            return self._looked_at(name, take_rows(rows, runs, dim))
+
+        return GroupedRows(rows.shape, read, take)
 
     def _first_copy(self, name: str) -> str:
         """The first of equal embeddings or heads; for any other tensor, its own name."""

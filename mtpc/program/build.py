@@ -175,21 +175,22 @@ def _report(
     missing = [task for task, step in found.items() if step is None]
     root = caches[tasks[0].program].store.root
     if missing or not isinstance(kernels, Entry):
+        lacking = [f"{len(missing)} of {len(tasks)} steps"] * bool(missing)
+        lacking += ["the kernels"] * (not isinstance(kernels, Entry))
         raise CacheWriteError(
-            f"{len(missing)} of {len(tasks)} steps were built but are not in the cache {root}: "
-            "it cannot be written, or somebody removes entries from it"
+            f"{' and '.join(lacking)} are built but not in the cache {root}: it cannot be written, "
+            "or somebody removes entries from it"
         )
     steps = {task: step for task, step in found.items() if step is not None}
+    parts: dict[_Program, dict[tuple[StepKey, Part], CachedStep]] = {
+        program: {} for program in caches
+    }
+    for task, step in steps.items():
+        if task.part == "step":
+            parts[task.program][task.key, task.part] = step
     pins = {
-        k: pin_of(
-            kernels,
-            {
-                (t.key, t.part): s
-                for t, s in steps.items()
-                if t.program == (k, None) and t.part == "step"
-            },
-        )
-        for k in sorted({task.spec_tokens for task in tasks if task.ranks is None})
+        k: pin_of(kernels, *(part for (own, _), part in parts.items() if own == k))
+        for k in sorted({k for k, _ in caches})
     }
     built = tuple(Built(step, task in there, task.ranks) for task, step in steps.items())
     return BuildReport(root, kernels, built, pins, elapsed_s)

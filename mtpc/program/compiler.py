@@ -49,6 +49,7 @@ from mtpc.program.packed_results import pack_results
 from mtpc.program.program import CapturedStep, Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
+from mtpc.program.same_calls import agree_on_calls
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 
 COPY_LAYERS = "copy-layers"
@@ -84,13 +85,18 @@ class StepCompiler:
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.forecast = Forecast()
-        self.weights = WeightTable(loaded.weights(), stored_groups(loaded), loaded.owned)
+        self.weights = WeightTable(
+            loaded.weights(), stored_groups(loaded), loaded.owned, loaded.held_back
+        )
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
         self._pools = self._traced_pools()
         names = {id(t): name for name, t in (*self.shared.items(), *self._pools.items())}
         sharding = self.share.sharding(self._cut) if self.share else None
-        self._lowering = Lowering(backend, names, options, sharding)
+        # A rank that builds for the cache does so without the others.
+        self._ranks = ranks if ranks and ranks.control and backend.package is None else None
+        meet = self._ranks.meet if self._ranks else lambda: None
+        self._lowering = Lowering(backend, names, options, sharding, meet)
         self._traces: ModelTraces | None = None
         self.pattern: LayerPattern | None = None
 
@@ -244,7 +250,10 @@ class StepCompiler:
         self.tell("trace", key)
         graph = self.trace(key)
         self.tell("rewrite", key)
-        return self.rewrite(graph)
+        graph = self.rewrite(graph)
+        if self._ranks is not None:
+            agree_on_calls(graph, self._ranks)
+        return graph
 
     def capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
         """Lower and capture one step, or a part of one, after all passes."""

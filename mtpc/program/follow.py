@@ -9,7 +9,7 @@ have.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtpc.backends.graphs import GraphReplay
 from mtpc.errors import LostRankError, RankError, RequestError
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
-from mtpc.program.ranks import Ranks
+from mtpc.program.rank_devices import end_exchanges, leave_devices, watch_steps
+from mtpc.program.ranks import Ranks, step_timeout_s
+from mtpc.program.step_watch import StepWatch
 
 _FIRST_BYTES = 256
 """A message of up to so many bytes, including its length, is one broadcast. A longer one is two."""
@@ -65,10 +68,12 @@ class LeadingProgram(Program):
     Attributes:
         ranks: this process among those that share the model.
         sent_bytes: bytes of all messages so far.
+        watch: bounds the time of steps on GPUs; None on CPUs.
     """
 
     ranks: Ranks = field(kw_only=True)
     sent_bytes: int = 0
+    watch: StepWatch | None = None
     _events: list[Any] = field(default_factory=list, repr=False)
     _failure: str = ""
 
@@ -94,12 +99,28 @@ class LeadingProgram(Program):
             raise RankError(self._failure)
         try:
             self._send(sorted(self.steps).index(key))
-            return super().run(key)
+            return _watched_run(self, key)
         except Exception as error:
             self._failure = (
                 f"rank 0 of {self.ranks.size}: a step failed, and the ranks are apart now: "
                 f"{error}; start all of them again"
             )
+            _release(self)
+            raise LostRankError(self._failure) from error
+
+    def wait(self, wait: Callable[[], None]) -> None:
+        """As `Program.wait`.
+
+        Raises:
+            LostRankError: another rank hangs; no later step will run.
+        """
+        if self.watch is None:
+            return super().wait(wait)
+        try:
+            self.watch.wait(wait)
+        except LostRankError as error:
+            self._failure = f"{error}; start all ranks again"
+            _release(self)
             raise LostRankError(self._failure) from error
 
     def close(self) -> None:
@@ -107,6 +128,8 @@ class LeadingProgram(Program):
         if not self._failure:
             self._send(_END)
             self._failure = "the program is closed; compile again in every rank"
+            _release(self)
+            leave_devices(self.ranks)
 
     def _send(self, number: int) -> None:
         data = json.dumps([number, self._events], separators=(",", ":")).encode()
@@ -123,6 +146,7 @@ class FollowingProgram(Program):
     """The program of a rank other than 0, which `follow` runs."""
 
     ranks: Ranks = field(kw_only=True)
+    watch: StepWatch | None = None
 
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
         """Do nothing: rank 0's writes come with its next step."""
@@ -149,12 +173,17 @@ class FollowingProgram(Program):
             while (message := self._receive())[0] != _END:
                 for place, told in message[1]:
                     self._repeat(tensors, place, told)
-                super().run(keys[message[0]])
+                _watched_run(self, keys[message[0]])
         except Exception as error:
+            _release(self)
+            if self.ranks.on_gpus:
+                end_exchanges(self.ranks)
             raise LostRankError(
                 f"rank {self.ranks.rank} of {self.ranks.size} has lost the others, of which one "
                 f"has ended: {error}"
             ) from error
+        _release(self)
+        leave_devices(self.ranks)
 
     def _repeat(self, tensors: _Tensors, place: list[Any], told: Any) -> None:
         view = tensors.view(place)
@@ -178,7 +207,25 @@ class FollowingProgram(Program):
         return json.loads(data[:length])
 
 
+def _watched_run(program: LeadingProgram | FollowingProgram, key: StepKey) -> Mapping[str, Tensor]:
+    """Replay a step; counted when it is launched."""
+    buffers = Program.run(program, key)
+    if program.watch is not None:
+        program.watch.launched += 1
+    return buffers
+
+
+def _release(program: LeadingProgram | FollowingProgram) -> None:
+    """Give up a program's graphs: a communicator does not end while graphs use it."""
+    if program.watch is not None:
+        program.watch.close()
+    for step in program.steps.values():
+        if isinstance(step.replay, GraphReplay):
+            step.replay.release()
+
+
 def ranked(program: Program, ranks: Ranks) -> Program:
     """A program as one of several ranks runs it."""
     kind = FollowingProgram if ranks.rank else LeadingProgram
-    return kind(program.steps, program.shared, ranks=ranks)
+    watch = watch_steps(ranks, step_timeout_s())
+    return kind(program.steps, program.shared, ranks=ranks, watch=watch)

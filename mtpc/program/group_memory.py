@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mtpc.program.ranks import Ranks
+from mtpc.program.ranks import Ranks, step_timeout_s
 
 SLOT_BYTES = 2**18
 """What a rank tells at once; longer values take turns. Such slots of two ranks stay in caches."""
@@ -72,7 +72,7 @@ def share_memory(ranks: Ranks, slot_bytes: int = SLOT_BYTES) -> str:
         try:
             processes = [place.process for place in places]
             where = (ranks.group, places[0].path, slot_bytes, ranks.rank, processes)
-            number = torch.ops.mtpc_cpu.share_memory(*where, _timeout_s())
+            number = torch.ops.mtpc_cpu.share_memory(*where, step_timeout_s())
         except RuntimeError as error:
             own = str(error).splitlines()[0]
         fault = _first_fault(ranks, ranks.tell_all(own))
@@ -111,10 +111,3 @@ def _first_fault(ranks: Ranks, faults: list[str]) -> str:
                 f"{rank} of {ranks.size} {fault}"
             )
     return ""
-
-
-def _timeout_s() -> float:
-    """How long a rank of the default process group waits for another."""
-    assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return float(backend.options._timeout.total_seconds())

@@ -106,18 +106,18 @@ def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
 
 def _copies(compiler: StepCompiler) -> int:
     """Bytes of the weights that are packed, or made of several stored ones."""
-    loaded, total = compiler.loaded, 0
+    loaded, share, total = compiler.loaded, compiler.share, 0
     headers, tables = loaded.headers, loaded.tables
     for name, tensor in loaded.weights().items():
         is_table = id(tensor) in tables
         is_joined = headers is not None and headers.origin(tensor) is None
         scheme = compiler.options.quantize
         spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
+        held = tensor.numel() if share is None else share.held(name, tensor)
         if spec is not None and not is_table:
-            total += spec.nbytes(tensor.numel())
+            total += spec.nbytes(held)
         elif is_joined or (can_pack(tensor) and not is_table):
-            share = compiler.share
-            total += tensor.nbytes if share is None else share.nbytes(name, tensor)
+            total += held * tensor.itemsize
     return total
 
 

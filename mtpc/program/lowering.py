@@ -31,12 +31,14 @@ class Lowering:
         options: say which passes run, on which token ids and by which scheme, and how each pass is
             verified.
         sharding: what this rank holds of the model; None is all.
+        meet: called before a step runs for the first time: ranks compile at their own pace.
     """
 
     backend: Backend
     buffer_names: Mapping[int, str]
     options: CompileOptions
     sharding: Sharding | None = None
+    meet: Callable[[], object] = lambda: None
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
@@ -86,6 +88,7 @@ class Lowering:
         start = time.perf_counter()
         tell("lower")
         run = self.backend.lower(graph)
+        self.meet()
         tell("capture")
         replay = self.backend.capture(run, graph)
         seconds = time.perf_counter() - start

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from mtpc.layout.progress import Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
+from mtpc.program.ranks import Ranks
 
 ALLOWANCE = 256 << 20
 """Bytes for what no graph shows: libraries' workspaces, the device's copies of captured graphs,
@@ -75,18 +76,21 @@ class MemoryPlan:
 
 
 @torch.no_grad()
-def plan_memory(loaded: LoadedModel, options: CompileOptions, backend: Backend) -> MemoryPlan:
+def plan_memory(
+    loaded: LoadedModel, options: CompileOptions, backend: Backend, ranks: Ranks | None = None
+) -> MemoryPlan:
     """Estimate every step of a program.
 
     Args:
         loaded: the model, on the backend's device.
         options: settled by `for_model` or not.
         backend: whose kernels the steps are bound to.
+        ranks: the processes that share the model; None: this one has all of it.
     """
     notes = backend.notes.copy()
     options = options.for_model(loaded.max_positions)
     few = options.blocks_per_request(options.sequence_limit) + 1
-    compiler = StepCompiler(loaded, replace(options, num_pages=few), backend)
+    compiler = StepCompiler(loaded, replace(options, num_pages=few), backend, ranks=ranks)
     live = {str(key): live_memory(compiler.rewritten(key)) for key in compiler.keys}
     steps = {name: peak_bytes(items) for name, items in live.items()}
     pool = max(pool_bytes(place_live(items)) for items in live.values())
@@ -114,7 +118,11 @@ def _made(weights: WeightTable) -> int:
 
 
 def settle_pages(
-    loaded: LoadedModel, options: CompileOptions, backend: Backend, report: Report
+    loaded: LoadedModel,
+    options: CompileOptions,
+    backend: Backend,
+    report: Report,
+    ranks: Ranks | None = None,
 ) -> CompileOptions:
     """Options whose KV pool fits beside the graphs; they stay as they are where all of it fits.
 
@@ -123,6 +131,8 @@ def settle_pages(
         options: as asked for.
         backend: knows how much memory is free.
         report: hears the plan.
+        ranks: the processes that share the model. All take the plan of the one with the fewest
+            pages.
 
     Raises:
         CapacityError: `num_pages` was asked for and does not fit, or not even one request does.
@@ -130,10 +140,17 @@ def settle_pages(
     free = backend.free_bytes()
     if free is None:
         return options
-    plan = plan_memory(loaded, options, backend)
+    plan = plan_memory(loaded, options, backend, ranks)
     gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
     settled = options.for_model(loaded.max_positions)
+    if ranks is not None:
+        plan, free = least_pages(ranks.tell_all((plan, free)))
     return fit_pages(plan, settled, free, report, backend.notes)
+
+
+def least_pages(plans: Sequence[tuple[MemoryPlan, int]]) -> tuple[MemoryPlan, int]:
+    """Of plans with the free bytes of their ranks, the one for which the fewest pages fit."""
+    return min(plans, key=lambda each: each[0].pages(each[1]))
 
 
 def fit_pages(

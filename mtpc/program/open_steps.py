@@ -117,11 +117,11 @@ def open_steps(
     from mtpc.program.group_memory import share_memory
     from mtpc.program.ranks import join_ranks
 
-    ranks = join_ranks(parsed.tensor_parallel_size)
+    row = first_choice(parsed.backend)
+    ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
     opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
     ranks.compare(opener.source, opener.options)
     opened = ranks.all_succeed(opener.open)
-    row = first_choice(parsed.backend)
     fault = share_memory(ranks) if row and row.has_packages else ""
     opened.fallbacks.update([fault] if fault else [])
     return opened
@@ -220,8 +220,19 @@ class _Opener(Generic[T]):
         """All steps from the cache, or None if one is missing; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
-        found = restore(self.source, self.options, cache, self.graphs)
+        found = restore(self.source, self.options, cache, self.graphs, self._caches_of_ranks())
         return None if found is None else self._bound(found, cache)
+
+    def _caches_of_ranks(self) -> tuple[StepCache | None, ...]:
+        """The caches of all ranks, None for this one; only `require_sha256` needs the others."""
+        if self.ranks is None or self.options.require_sha256 is None:
+            return (None,)
+        return tuple(
+            None
+            if place.rank == self.ranks.rank
+            else open_cache(self.source, self.options, self.report, place)
+            for place in self.ranks.all_places
+        )
 
     def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
         """Steps with weights straight from the checkpoint's files."""
@@ -287,7 +298,7 @@ class _Opener(Generic[T]):
                 return opened
         loaded = self._load(backend)
         if self.assembler.owns_buffers:
-            options = settle_pages(loaded, options, backend, self.report)
+            options = settle_pages(loaded, options, backend, self.report, self.ranks)
         compiler = self._compiler(loaded, options, backend, keeps)
         if keeps is not None:
             steps = CachingCompiler(compiler, keeps).obtain_all(self.graphs)
@@ -320,11 +331,16 @@ class _Opener(Generic[T]):
         return self._bound(Restored(source, steps, WeightSource(source, fill_packed)), cache)
 
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
-        from mtpc.models.load import load, place
+        from mtpc.models.load import load
+        from mtpc.models.place import place
+        from mtpc.program.rank_share import RankShare
 
-        options = self.options
+        options, cut = self.options, frozenset[str]()
         given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring, headers_only)
-        return place(load(*given, draft=options.drafter), backend.device)
+        loaded = load(*given, draft=options.drafter)
+        if self.ranks is not None and backend.device != DEVICE:
+            cut = RankShare(loaded.with_layers(options.spec_tokens), self.ranks).cut_weights
+        return place(loaded, backend.device, cut)
 
     def _compiler(
         self,

@@ -125,6 +125,14 @@ class Program:
         """Copy rows of a buffer to a snapshot, or back, after the work that is launched already."""
         to.copy_(source)
 
+    def wait(self, wait: Callable[[], None]) -> None:
+        """Wait for a step.
+
+        Args:
+            wait: returns when the step is done.
+        """
+        wait()
+
     def set_batch(self, key: StepKey, slots: list[int]) -> None:
         """Point the rows of a step at request slots; writes only if they changed."""
         indices = self.steps[key].buffers["batch.state_indices"]

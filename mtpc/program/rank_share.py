@@ -12,7 +12,7 @@ from mtpc.layout import BufferSpec
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import ShardPlan
 from mtpc.passes import Sharding
-from mtpc.passes.shard import CutWeight
+from mtpc.passes.shard import HEADS, CutWeight
 from mtpc.program.ranks import Ranks
 
 
@@ -48,13 +48,18 @@ class RankShare:
         runs = shard.ranges(length, rank, size)
         return CutWeight(shard.dim, runs, step, plan.is_gathered(name))
 
-    def nbytes(self, name: str, tensor: Tensor) -> int:
-        """Bytes of this rank's part of a weight."""
+    @property
+    def cut_weights(self) -> frozenset[str]:
+        """Names of the weights of which this rank holds a part."""
+        return frozenset(self._weights)
+
+    def held(self, name: str, tensor: Tensor) -> int:
+        """Elements of this rank's part of a weight."""
         cut = self._weights.get(name)
         if cut is None:
-            return tensor.nbytes
+            return tensor.numel()
         held = sum(stop - start for start, stop in cut.runs)
-        return tensor.nbytes * held // tensor.shape[cut.dim]
+        return tensor.numel() // tensor.shape[cut.dim] * held
 
     def cuts(self, spec: BufferSpec) -> bool:
         """Whether each rank holds only its own key/value heads of a buffer."""
@@ -65,8 +70,9 @@ class RankShare:
         return tuple(self._part(spec) if self.cuts(spec) else spec for spec in whole)
 
     def _part(self, spec: BufferSpec) -> BufferSpec:
-        *rows, heads, width = spec.dims
-        return replace(spec, dims=(*rows, int(heads) // self.ranks.size, width))
+        dims = list(spec.dims)
+        dims[HEADS] = int(dims[HEADS]) // self.ranks.size
+        return replace(spec, dims=tuple(dims))
 
     def sharding(self, caches: Mapping[str, Tensor]) -> Sharding:
         """What the pass `shard` needs.
@@ -74,4 +80,5 @@ class RankShare:
         Args:
             caches: this rank's tensors of the buffers that are cut, by name.
         """
-        return Sharding(self.ranks.size, self.ranks.group, self._weights, caches)
+        place = (self.ranks.rank, self.ranks.size, self.ranks.group)
+        return Sharding(*place, self._weights, caches)

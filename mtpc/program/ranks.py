@@ -15,6 +15,7 @@ import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import LostRankError, OptionError, RankError
 from mtpc.program.model_key import checkpoint_fields, sample_digest
+from mtpc.program.rank_devices import join_devices, kind_of_device
 from mtpc.store.sources import source_fields
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -26,6 +27,13 @@ _IDLE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
+class _Failed:
+    """What a rank tells that cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Ranks:
     """This process among those that share a model.
 
@@ -34,12 +42,14 @@ class Ranks:
         size: how many there are.
         group: name of the process group of the steps' collectives.
         control: the group on which rank 0 tells the others what to do; None without others.
+        on_gpus: whether the steps exchange values on GPUs.
     """
 
     rank: int
     size: int
     group: str = DEFAULT_GROUP
     control: Any = field(default=None, repr=False)
+    on_gpus: bool = False
 
     @property
     def part(self) -> str:
@@ -51,13 +61,18 @@ class Ranks:
         """A copy without the process group, for another process that builds for this rank."""
         return replace(self, control=None)
 
+    @property
+    def all_places(self) -> tuple[Ranks, ...]:
+        """All ranks in order, without the process group."""
+        return tuple(replace(self.place, rank=rank) for rank in range(self.size))
+
     def compare(self, source: Any, options: CompileOptions) -> None:
         """Check that all ranks have the same versions, model and options.
 
         Raises:
             RankError: a rank differs; the message says which, and in what.
         """
-        facts = _facts(source, options)
+        facts = _facts(source, options, self.on_gpus)
         for rank, other in enumerate(self.tell_all(facts)):
             names = [name for name, value in other.items() if facts.get(name) != value]
             if names:
@@ -76,19 +91,20 @@ class Ranks:
         """
         try:
             made = make()
+        except RankError:
+            raise  # All ranks know, as each has told or heard it.
         except Exception as error:
-            with suppress(RankError):  # Others have ended; the reason here is this rank's own.
-                self.tell_all(f"{type(error).__name__}: {error}")
+            with suppress(RankError):  # The reason here is this rank's own.
+                self.tell_all(_Failed(f"{type(error).__name__}: {error}"))
             raise
-        for rank, other in enumerate(self.tell_all("")):
-            if other:
-                raise RankError(f"rank {rank} of {self.size} failed: {other}")
+        self.tell_all(None)
         return made
 
     def tell_all(self, told: T) -> list[T]:
         """What each rank tells all others, in the order of the ranks; every rank calls this.
 
         Raises:
+            RankError: a rank has failed since the last call, and tells that instead.
             LostRankError: another rank has ended.
         """
         every: list[Any] = [None] * self.size
@@ -99,7 +115,19 @@ class Ranks:
                 f"rank {self.rank} of {self.size} has lost the others before the first step: one "
                 f"has ended: {error}"
             ) from error
+        for rank, other in enumerate(every):
+            if isinstance(other, _Failed):
+                raise RankError(f"rank {rank} of {self.size} failed: {other.reason}")
         return every
+
+    def meet(self) -> None:
+        """Wait for all ranks, however long each of them compiles.
+
+        Raises:
+            RankError: as `tell_all`.
+        """
+        if self.control is not None:
+            self.tell_all(None)
 
 
 def all_parts(size: int) -> tuple[Ranks | None, ...]:
@@ -107,10 +135,17 @@ def all_parts(size: int) -> tuple[Ranks | None, ...]:
     return tuple(Ranks(rank, size) for rank in range(size)) if size > 1 else (None,)
 
 
-def join_ranks(size: int) -> Ranks:
+def join_ranks(size: int, on_gpus: bool = False) -> Ranks:
     """This process's place in the default process group, which the host has made.
 
+    Args:
+        size: how many ranks there must be.
+        on_gpus: whether steps run on GPUs, one for each rank. They then exchange values in a group
+            of their own; see `join_devices`.
+
     Raises:
+        RankError: another rank has no GPU for itself, or torch there lacks NCCL.
+        BackendError: the same of this rank.
         OptionError: there is no process group, or it has another number of ranks.
     """
     ready = dist.is_available() and dist.is_initialized()
@@ -124,12 +159,25 @@ def join_ranks(size: int) -> Ranks:
         )
     assert dist.group.WORLD is not None
     control = dist.new_group(backend="gloo", timeout=_IDLE)
-    return Ranks(dist.get_rank(), size, dist.group.WORLD.group_name, control)
+    ranks = Ranks(dist.get_rank(), size, dist.group.WORLD.group_name, control)
+    if not on_gpus:
+        return ranks
+    return replace(ranks, group=join_devices(ranks), on_gpus=True)
 
 
-def _facts(source: Any, options: CompileOptions) -> dict[str, str]:
+def step_timeout_s() -> float:
+    """How long a rank of the default process group waits for another."""
+    world = dist.group.WORLD
+    assert world is not None
+    backend = world._get_backend(world._device_types[0])
+    return float(backend.options._timeout.total_seconds())
+
+
+def _facts(source: Any, options: CompileOptions, on_gpus: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields()}
     if isinstance(source, Checkpoint):
         facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
+    if on_gpus:
+        facts["device"] = kind_of_device()
     return {**facts, "options": repr(options)}

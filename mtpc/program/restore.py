@@ -7,6 +7,7 @@ what is about to run, and mapping the weights into memory.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,11 @@ class Restored:
 
 
 def restore(
-    checkpoint: Checkpoint, options: CompileOptions, cache: StepCache, graphs: Graphs
+    checkpoint: Checkpoint,
+    options: CompileOptions,
+    cache: StepCache,
+    graphs: Graphs,
+    parts: Sequence[StepCache | None] = (None,),
 ) -> Restored | None:
     """Steps of a checkpoint, if the cache has them all.
 
@@ -59,6 +64,7 @@ def restore(
         options: as asked for.
         cache: of this checkpoint and these options.
         graphs: which steps.
+        parts: the caches of all ranks in order, with None for `cache`; `require_sha256` is for all.
 
     Returns:
         None where a step or the kernels are missing, and where only transformers can load the
@@ -84,9 +90,11 @@ def restore(
         if cache.frozen:
             raise
         return None
-    wanted = options.require_sha256
+    wanted, every = options.require_sha256, [steps]
+    if wanted is not None:
+        every = [steps if part is None else part.find_all(graphs) or {} for part in parts]
     # Before any code of the entries is opened.
-    if wanted is not None and (found := pin_of(kernels, steps)) != wanted:
+    if wanted is not None and (found := pin_of(kernels, *every)) != wanted:
         raise CacheError(
             f"require_sha256 is {wanted}, the cache holds {found}: it was built again or by "
             "somebody else; `mtpc build` prints the digest of what it built"
@@ -95,9 +103,19 @@ def restore(
     return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
 
 
-def pin_of(kernels: Entry | Path, steps: Steps) -> str:
-    """One SHA-256 over a program's entries by the names of what they are for, kernels included."""
-    entries = {step_name(*key): step.entry for key, step in steps.items() if step.entry}
+def pin_of(kernels: Entry | Path, *parts: Steps) -> str:
+    """One SHA-256 over a program's entries by the names of what they are for, kernels included.
+
+    Args:
+        kernels: that all steps call.
+        parts: the steps, or those of each rank in order.
+    """
+    entries = {
+        step_name(*key) + (f", rank {rank}" if len(parts) > 1 else ""): step.entry
+        for rank, steps in enumerate(parts)
+        for key, step in steps.items()
+        if step.entry
+    }
     if isinstance(kernels, Entry):
         entries["kernels"] = kernels
     lines = [f"{name} {entry.pin}\n" for name, entry in sorted(entries.items())]

@@ -291,13 +291,16 @@ class StepCache:
     def _step(self, directory: Path, record: StepRecord, entry: Entry | None) -> CachedStep:
         return CachedStep(directory, record, entry, self.options.for_model(record.max_positions))
 
-    def reasons(self, key: StepKey, part: Part = "step") -> list[Difference]:
-        """Differences between a step's key and the nearest entry; empty if the cache is empty."""
+    def reasons(self, key: StepKey, part: Part = "step") -> list[Difference] | None:
+        """Differences between a step's key and the nearest entry; None if the cache has no step.
+
+        There are none if the step's own entry is there, but damaged.
+        """
         entries = [*peek(self.store)]
         rows = (nearest(entries, self.fields(key, part, fixed)) for fixed in _FIXED)
         found = [row.differences for row in rows if row is not None]
         # Where some are equally near, the one that says by which size the entry differs.
-        return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=[])
+        return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=None)
 
     def seconds_of_nearest(
         self, graphs: Iterable[tuple[StepKey, Part]]
@@ -329,9 +332,12 @@ class StepCache:
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""
         reasons = self.reasons(key, part)
-        shown = "; ".join(map(str, reasons[:_SHOWN]))
-        more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-        why = f"the nearest entry differs in {shown}{more}" if reasons else "it holds no step"
+        if reasons:
+            shown = "; ".join(map(str, reasons[:_SHOWN]))
+            more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+            why = f"the nearest entry differs in {shown}{more}"
+        else:
+            why = "it holds no step" if reasons is None else "its entry is damaged"
         return f"{step_name(key, part)} is not in the cache {self.store.root}: {why}"
 
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
@@ -343,8 +349,9 @@ class StepCache:
 
     def _build(self, key: StepKey, part: Part, build: Build) -> CachedStep:
         directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
-        record = build(directory)
-        (directory / RECORD).write_text(record.to_json())
+        with self._scratch.filled():
+            record = build(directory)
+            (directory / RECORD).write_text(record.to_json())
         own = frozenset(record.package.fixed)
         fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
         (directory / KEY).write_bytes(key_bytes(fields))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -160,7 +161,8 @@ class _Remote:
 
 
 def _work(builder: Builder, tasks: Any, events: Any) -> None:
-    """A worker process."""
+    """A worker process. Ctrl-C in a terminal reaches it, too, but its parent ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(1)
     builder.tell = _Remote(events)

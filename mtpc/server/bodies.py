@@ -53,6 +53,10 @@ def parse_json(body: bytes) -> Any:
         # JSON allows an escaped surrogate alone, but UTF-8 cannot encode it; encode() then raises.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        found = error.object[error.start : error.start + 1]
+        text = f"the body has {found!a}, half of a pair of surrogates, which is no text alone"
+        raise ApiError(400, text, code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     return value

@@ -25,6 +25,10 @@ _TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
 MAX_STOPS = 16
 """The most stop strings. OpenAI allows 4, vLLM any number."""
 
+_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean",
+          type(None): "null"}  # fmt: skip
+"""Types of JSON that are no object."""
+
 Check = Callable[[str, Any], Any]
 """Takes a field's name and its value (never None), and returns the value to use."""
 
@@ -332,7 +336,7 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
         ApiError: 400, with the field's name.
     """
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a JSON {type(body).__name__}; expected an object")
+        raise ApiError(400, f"the body is a JSON {_NAMES[type(body)]}; expected an object")
     used, idle = USED[endpoint], NO_OPS.get(endpoint, {})
     fixed = ONE_VALUE.get(endpoint, {})
     checked = {}

@@ -28,8 +28,9 @@ from mtpc.models.hf import (
     share_model,
     stepped_decoder,
 )
-from mtpc.models.load import LoadedModel, family_of, place, read_target
+from mtpc.models.load import LoadedModel, family_of, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
+from mtpc.models.place import place
 from mtpc.store.machine import cpu_flags
 from mtpc.tuning.experts import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint

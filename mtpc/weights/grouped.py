@@ -14,8 +14,10 @@ adjacent inputs, as dot-product instructions take them. Scales, zero points and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from torch import Tensor
 from mtpc.weights.packing import TILE, allocate, count_tiles, fill_tiles, unpack
 
 Kind = Literal["int4", "int8", "float8"]
+Runs: TypeAlias = Sequence[tuple[int, int]]
+"""Slices [start, stop) along a dimension, ascending."""
 
 PACKED_INPUTS: dict[Kind, int] = {"int4": 8, "int8": 4, "float8": 4}
 """Inputs of one feature in 32 bits: K and the group are multiples of it."""
@@ -54,6 +58,18 @@ class GroupForm:
         is_signed = self.kind in _BITS and not self.has_mins
         return 1 << (_BITS[self.kind] - 1) if is_signed else 0
 
+    @property
+    def is_packable(self) -> bool:
+        """Whether codes of a group fill whole words."""
+        return self.group % PACKED_INPUTS[self.kind] == 0
+
+    def cut(self, runs: Runs) -> GroupForm:
+        """The form of slices along the inputs.
+
+        A group of which a slice has a part becomes several smaller ones with its scale.
+        """
+        return replace(self, group=gcd(self.group, *(edge for run in runs for edge in run)))
+
     def misfit(self, inputs: int) -> str | None:
         """Why a weight of so many inputs cannot have this form; None if it can."""
         step = PACKED_INPUTS[self.kind]
@@ -63,7 +79,7 @@ class GroupForm:
             return "weights have zero points or minima, not both"
         if self.group <= 0 or inputs % self.group:
             return f"groups of {self.group} do not divide {inputs} inputs"
-        if self.group % step:
+        if not self.is_packable:
             return f"groups of {self.group} are not a multiple of {step} inputs, as {self.kind}"
         return None
 

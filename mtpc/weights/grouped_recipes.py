@@ -8,14 +8,14 @@ needs little more memory than its result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales, raw_codes
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Runs, pack_scales, raw_codes
 from mtpc.weights.packing import TILE, Fill, allocate, allocate_packed, count_tiles, fill_packed
 
 _AT_ONCE = 1 << 20
@@ -45,6 +45,10 @@ class GroupSpec:
         has_zeros = self.form.has_zeros or self.form.has_mins
         return ("codes", "scales", "zeros") if has_zeros else ("codes", "scales")
 
+    def cut(self, runs: Runs) -> GroupSpec:
+        """The spec of slices along the inputs; see `GroupForm.cut`."""
+        return replace(self, form=self.form.cut(runs))
+
     def nbytes(self, count: int) -> int:
         """Bytes of so many weights, without those that fill last tiles."""
         form, groups = self.form, count // self.form.group
@@ -64,12 +68,13 @@ class GroupedRows:
     Attributes:
         shape: [N, K]; or [E, N, K], a stack, whose matrices are read as the rows of a matrix.
         read: (start, stop) -> rows [start, stop).
-        take: runs [start, stop) of rows of a matrix -> these rows. None: they are read run by run.
+        take: (runs [start, stop), dimension) -> these slices. None: they are taken from what is
+            read.
     """
 
     shape: tuple[int, ...]
     read: Callable[[int, int], GroupedWeight]
-    take: Callable[[Sequence[tuple[int, int]]], GroupedRows] | None = None
+    take: Callable[[Runs, int], GroupedRows] | None = None
 
     def whole(self) -> GroupedWeight:
         """All rows."""
@@ -140,10 +145,12 @@ def rows_of(weight: GroupedWeight) -> GroupedRows:
     return GroupedRows(tuple(weight.codes.shape), read)
 
 
-def take_rows(weight: GroupedRows, runs: Sequence[tuple[int, int]]) -> GroupedRows:
-    """Rows of a matrix, given as runs [start, stop)."""
+def take_rows(weight: GroupedRows, runs: Runs, dim: int = 0) -> GroupedRows:
+    """Rows of a matrix or matrices of a stack; or slices along another dimension, -1 for inputs."""
     if weight.take is not None:
-        return weight.take(runs)
+        return weight.take(runs, dim)
+    if dim:
+        return _take_within(weight, runs, dim)
 
     def run(begin: int, end: int) -> GroupedRows:
         return GroupedRows(
@@ -152,6 +159,30 @@ def take_rows(weight: GroupedRows, runs: Sequence[tuple[int, int]]) -> GroupedRo
         )
 
     return join([run(begin, end) for begin, end in runs])
+
+
+def _take_within(weight: GroupedRows, runs: Runs, dim: int) -> GroupedRows:
+    """Slices of every row or, along dimension 1 of a stack, of every matrix."""
+    shape = list(weight.shape)
+    shape[dim] = sum(stop - start for start, stop in runs)
+
+    def slices(tensor: Tensor, step: int = 1) -> Tensor:
+        found = [tensor.narrow(dim, a // step, (b - a) // step) for a, b in runs]
+        return _cat(found, dim)
+
+    def read(start: int, stop: int) -> GroupedWeight:
+        part = weight.read(start, stop)
+        if dim != -1:
+            return _map([part], lambda tensors: slices(tensors[0]))
+        form = part.form.cut(runs)
+
+        def of_groups(tensor: Tensor) -> Tensor:
+            return slices(tensor.repeat_interleave(part.form.group // form.group, -1), form.group)
+
+        zeros = None if part.zeros is None else of_groups(part.zeros)
+        return GroupedWeight(form, slices(part.codes), of_groups(part.scales), zeros)
+
+    return GroupedRows(tuple(shape), read)
 
 
 def join(weights: Sequence[GroupedRows], dim: int = 0) -> GroupedRows:

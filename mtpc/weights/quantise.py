@@ -6,14 +6,14 @@ name, in checkpoints and in transformers' modules alike (`stays_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
+from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, Runs
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,16 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
 
 
 def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
-    """The rows of `quantise`, rounded on demand."""
+    """The rows of `quantise`, rounded on demand. Of slices, only what their scales need is read."""
+    rows = GroupedRows(tuple(weight.shape), lambda start, stop: quantise(weight[start:stop], spec))
 
-    def take(runs: Sequence[tuple[int, int]]) -> GroupedRows:
-        parts = [weight[start:stop] for start, stop in runs]
-        return quantised_rows(parts[0] if len(parts) == 1 else torch.cat(parts), spec)
+    def take(runs: Runs, dim: int) -> GroupedRows:
+        if dim == -1 and spec.cut(runs) != spec:
+            return take_rows(rows, runs, dim)
+        parts = [weight.narrow(dim, start, stop - start) for start, stop in runs]
+        return quantised_rows(parts[0] if len(parts) == 1 else torch.cat(parts, dim), spec)
 
-    return GroupedRows(
-        tuple(weight.shape), lambda start, stop: quantise(weight[start:stop], spec), take
-    )
+    return replace(rows, take=take)
 
 
 def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:

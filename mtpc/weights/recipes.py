@@ -56,7 +56,7 @@ class Rows:
     Attributes:
         runs: the rows, as ascending runs [start, stop).
         part: the tensor.
-        dim: the dimension whose rows these are.
+        dim: the dimension whose rows these are; -1 for inputs of a matrix or of a stack of them.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -100,7 +100,7 @@ class Grouped:
 
     Attributes:
         piece: which tensor.
-        spec: of the weight, which every weight of `part` has.
+        spec: that every weight of `part` has, whole; see `part_spec`.
         part: the weight: a name, or rows of names joined or stacked.
     """
 
@@ -157,7 +157,8 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
         tensor_of: name -> tensor; only shapes and dtypes are read.
     """
     if isinstance(recipe, Grouped):
-        return allocate_piece(recipe.piece, recipe.spec, _extent(recipe.part, tensor_of)[0])
+        shape, _ = _extent(recipe.part, tensor_of)
+        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape)
     if isinstance(recipe, Packed):
         return packing.allocate_packed(*_extent(recipe.part, tensor_of))
     shape, dtype = _extent(recipe, tensor_of)
@@ -220,12 +221,24 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
     """
     if isinstance(recipe, str):
         return specs.get(recipe)
-    if isinstance(recipe, Rows):  # A group is along a row, and no part of one has a group's form.
-        return spec_of(recipe.part, specs) if recipe.dim == 0 else None
+    if isinstance(recipe, Rows):
+        spec = spec_of(recipe.part, specs)
+        return spec if spec is not None and part_spec(recipe, spec).form.is_packable else None
     if not isinstance(recipe, Join):
         return None
     found = {spec_of(part, specs) for part in recipe.parts}
     return found.pop() if len(found) == 1 else None
+
+
+def part_spec(recipe: Recipe, spec: GroupSpec) -> GroupSpec:
+    """The spec of what a recipe makes of weights of one spec: a cut between inputs changes it."""
+    if isinstance(recipe, Join):
+        (found,) = {part_spec(part, spec) for part in recipe.parts}
+        return found
+    if not isinstance(recipe, Rows):
+        return spec
+    inner = part_spec(recipe.part, spec)
+    return inner.cut(recipe.runs) if recipe.dim == -1 else inner
 
 
 def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedRows:
@@ -233,7 +246,7 @@ def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> Grou
 
     Args:
         recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
-        spec: of the weight and of all that it is made of.
+        spec: of all that the weight is made of; its own is `part_spec`.
         grouped_of: (name, spec) -> a weight as codes.
 
     Raises:
@@ -241,8 +254,8 @@ def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> Grou
     """
     if isinstance(recipe, str):
         return grouped_of(recipe, spec)
-    if isinstance(recipe, Rows) and recipe.dim == 0:
-        return take_rows(make_grouped(recipe.part, spec, grouped_of), recipe.runs)
+    if isinstance(recipe, Rows):
+        return take_rows(make_grouped(recipe.part, spec, grouped_of), recipe.runs, recipe.dim)
     if not isinstance(recipe, Join):
         raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
     parts = [make_grouped(part, spec, grouped_of) for part in recipe.parts]
@@ -268,7 +281,8 @@ class GroupedMaker:
         if self._last is None or self._last[0] != wanted:
             self._last = None  # Its memory goes before the next weight is made.
             rows = make_grouped(recipe.part, recipe.spec, self._grouped_of)
-            self._last = (wanted, pack_rows(rows, recipe.spec, self._fill))
+            own = part_spec(recipe.part, recipe.spec)
+            self._last = (wanted, pack_rows(rows, own, self._fill))
         return self._last[1][recipe.piece]
 
 
@@ -286,11 +300,11 @@ def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
     part = take_early(recipe.part, tensor_of)
     if not isinstance(recipe, Rows) or not isinstance(part, Join):
         return replace(recipe, part=part)
-    joined = {"cat": 0, "cat_rows": 1, "stack": -1}[part.op]
+    joined = 1 if part.op == "cat_rows" else 0
     if part.op == "stack" and recipe.dim == 0:
         return replace(recipe, part=part)
     if recipe.dim != joined:
-        dim = recipe.dim - (part.op == "stack")
+        dim = recipe.dim - (part.op == "stack" and recipe.dim > 0)
         of_each = tuple(Rows(recipe.runs, each, dim) for each in part.parts)
         return replace(part, parts=tuple(take_early(each, tensor_of) for each in of_each))
     start, taken = 0, []

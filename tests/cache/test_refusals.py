@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from helpers.compiled import CpuBuilt
@@ -13,8 +16,12 @@ from helpers.families import CPU_OPTIONS
 from helpers.warm_starts import BATCH, DECODE, damage
 
 import mtpc
-from mtpc.errors import CacheError, OptionError
-from mtpc.store.entries import SUMS
+from mtpc.config import CompileOptions
+from mtpc.errors import BackendError, CacheError, CacheWriteError, OptionError
+from mtpc.program.build import Task, _report
+from mtpc.program.step_cache import StepCache
+from mtpc.program.step_record import StepRecord
+from mtpc.store.entries import SUMS, EntryStore
 
 
 def test_frozen_says_what_is_missing(
@@ -78,7 +85,10 @@ def test_damage_is_said_and_healed(
     mine = own_copy(cpu_cache, tmp_path)
     damage(mine, cold.compiler.obtain(DECODE), "step.tape.json")
     options = {**CPU_OPTIONS, "cache_dir": mine}
-    healed = mtpc.compile(checkpoint("mimo"), **options)
+    told = list[str]()
+    healed = mtpc.compile(checkpoint("mimo"), **options, progress=lambda p: told.append(p.stage))
+    (miss,) = (line for line in told if "is not in the cache" in line)
+    assert miss.endswith("its entry is damaged")
     (note,) = healed.stats.fallbacks
     assert "damaged cache entry was not used" in note
     assert "step.tape.json does not have the SHA-256" in note
@@ -98,3 +108,25 @@ def test_a_cache_that_others_can_write_is_refused(
     for frozen in (True, False):
         with pytest.raises(CacheError, match=r"can be written by its group.*chmod go-w"):
             warm("mimo", cache_dir=mine, frozen=frozen)
+
+
+def test_a_full_temporary_directory(tmp_path: Path) -> None:
+    """A write that does not fit names no file: the error says which directory is full."""
+    cache = StepCache(EntryStore(tmp_path), {}, CompileOptions(max_len=32))
+
+    def build(directory: Path) -> StepRecord:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(BackendError, match=r"mtpc-scratch-steps-.*: No space left.*; free.*TMPDIR"):
+        cache.obtain(DECODE, build)
+
+
+def test_a_build_without_kernels_in_the_cache(tmp_path: Path) -> None:
+    """The error says what the cache lacks: here nothing but the kernels."""
+    found = SimpleNamespace(find=lambda key, part: object(), store=EntryStore(tmp_path))
+    tasks = [Task(3, DECODE, "step", None)]
+    with pytest.raises(CacheWriteError, match=r"^the kernels are built but not in the cache"):
+        _report({tasks[0].program: cast("StepCache", found)}, tasks, set(), tmp_path, 0.0)
+    found.find = lambda key, part: None
+    with pytest.raises(CacheWriteError, match=r"^1 of 1 steps and the kernels are built"):
+        _report({tasks[0].program: cast("StepCache", found)}, tasks, set(), tmp_path, 0.0)

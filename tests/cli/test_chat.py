@@ -52,7 +52,7 @@ def test_by_pipe(
         ({"chat_template.jinja": None}, "w7", "has no chat template; give one: --chat-template"),
         ({"chat_template.jinja": "{% for %}"}, "w7", "the chat template is broken: line 1"),
         ({"chat_template.jinja": "{{ 1 / 0 }}"}, "w7", "refuses these messages: division by zero"),
-        ({"tokenizer.json": None}, "w7", "has no tokenizer.json"),
+        ({"tokenizer.json": None}, "w7", "has no tokenizer.json; a chat needs one"),
         ({}, "w7 " * 70, "prompt of 73"),
     ],
 )

@@ -257,6 +257,9 @@ def test_help_and_import_are_light():
         (["chat", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
         (["serve", "/no/such/checkpoint"], "'/no/such/checkpoint' is not a directory"),
         (["run", "{bare}"], "has no tokenizer.json; give prompts as token ids"),
+        (["run", "{nothing}"], "has no config.json; expected a checkpoint's directory"),
+        (["serve", "{nothing}"], "has no config.json; expected a checkpoint's directory"),
+        (["chat", "{nothing}"], "has no config.json; expected a checkpoint's directory"),
         (["run", "{bare}", "--ids", "1"], "holds no *.safetensors"),
         (
             ["run", "{good}", "--spec-tokens", "17"],
@@ -275,7 +278,9 @@ def test_help_and_import_are_light():
 )
 def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["MiMoForCausalLM"]}')
-    words = [word.format(bare=tmp_path, good=word_model) for word in arguments]
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    words = [word.format(bare=tmp_path, good=word_model, nothing=nothing) for word in arguments]
     assert main(words) == 2
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith("[")]
@@ -295,6 +300,10 @@ def test_a_known_error_is_one_line(arguments, message, word_model, capsys, tmp_p
         (["run", "--temperature", "hot"], "'hot' is invalid; expected a number"),
         (["run", "--ids", "1 x"], "--ids: '1 x' is invalid; expected integers such as 1,2,3"),
         (["run", "-n", "0"], "--max-new-tokens: '0' is invalid; expected an integer >= 1"),
+        (
+            ["run", "--threads", "1025"],
+            "--threads: '1025' is invalid; expected an integer in 1..1024",
+        ),
         (["inspect", "--phase", "decod"], "did you mean decode?"),
         ([], "the following arguments are required: COMMAND"),
     ],

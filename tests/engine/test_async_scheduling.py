@@ -324,7 +324,7 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(layout.results) == 4
     buffers = {name: buffer(place) for place, name in enumerate(layout.results)}
     steps = {key: SimpleNamespace(buffers=buffers, layout=layout)}
-    program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers)
+    program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers, wait=lambda wait: wait())
     readout = Readout(program, key)
     assert recorded == ["stream of cuda:1"] * 3
     assert isinstance(readout.begin, DeviceMoment)

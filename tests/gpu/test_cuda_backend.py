@@ -37,7 +37,8 @@ from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
-from mtpc.models.load import load, place
+from mtpc.models.load import load
+from mtpc.models.place import place
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights.recipes import Join, Packed, make
 

@@ -91,9 +91,9 @@ def test_inductor_compiles_a_layer_once(
 ) -> None:
     graph, compiled = deep_step(family, 6, tmp_path, dtype="float64"), []
 
-    def compile_flat(module: fx.GraphModule, examples: Any) -> Any:
+    def compile_flat(module: fx.GraphModule, examples: Any, options: Any) -> Any:
         compiled.append(module)
-        return original(module, examples)
+        return original(module, examples, options)
 
     original = cuda.compile_flat
     monkeypatch.setattr(cuda, "compile_flat", compile_flat)

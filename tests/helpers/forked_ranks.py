@@ -82,10 +82,10 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
             fork.pipe.close()
 
 
-def run_ranks(size: int, directory: Path, body: Body) -> list[Any]:
+def run_ranks(size: int, directory: Path, body: Body, within_s: float = 60.0) -> list[Any]:
     """Run all ranks; returns their results in order."""
-    with forks_of(size, directory, body) as forks:
-        return [fork.told() for fork in forks]
+    with forks_of(size, directory, body, within_s) as forks:
+        return [fork.told(within_s) for fork in forks]
 
 
 def _run(rank: int, size: int, store: str, body: Body, wait_s: float, pipe: Connection) -> None:

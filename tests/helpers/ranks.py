@@ -61,15 +61,23 @@ class Group:
 
 
 def states(model: mtpc.SpecModel, size: int) -> list[Any]:
-    """Tokens and lengths of each rank."""
+    """Tokens and lengths of each rank, and its pages of codes with their scales."""
     shared = [model.program.shared[f"state.{name}"] for name in ("token_ids", "committed_lens")]
     results = [
         model.program.steps[key].buffers["batch.out_token_ids"]
         for key in sorted(model.program.steps)
     ]
     every: list[Any] = [None] * size
-    dist.all_gather_object(every, [tensor.tolist() for tensor in (*shared, *results)])
+    own = [tensor.tolist() for tensor in (*shared, *results, *codes_of(model))]
+    dist.all_gather_object(every, own)
     return every
+
+
+def codes_of(model: mtpc.SpecModel) -> list[torch.Tensor]:
+    """Pages of codes and their scales, [pages, P, heads, ...], as float32."""
+    scales = [name for name in model.program.shared if name.endswith("_scale")]
+    names = [name for scale in scales for name in (scale.removesuffix("_scale"), scale)]
+    return [model.program.shared[name].float() for name in names]
 
 
 def memory_shared_by(pid: int) -> int:

@@ -48,6 +48,7 @@ _SCHEDULES = "engine/test_schedules.py"
 _LONGCAT = "test_theorem.py::test_speculative_output_equals_plain_decoding[longcat_flash-3]"
 _QWEN4 = "models/test_qwen4_exp.py::test_rows_equal_transformers_uncached[4-8-3-3-4]"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
+_RANKS = "ranks/test_tensor_parallel.py::"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
@@ -62,6 +63,7 @@ LONGCAT = "models/families/longcat_flash.py"
 QWEN4 = "models/qwen4_exp_layers.py"
 QWEN4_FAMILY = "models/families/qwen4_exp.py"
 ASSISTANT = "models/gemma4_assistant.py"
+SHARD = "passes/shard.py"
 SINGLE = "step/single_position.py"
 HEADS = "models/heads.py"
 RECURRENCE = "ops/recurrence.py"
@@ -959,5 +961,41 @@ FAULTS = (
         "elif emission.is_begun:",
         "elif False:",
         "engine/test_outbox.py",
+    ),
+    # Several ranks.
+    Fault(
+        "a rank reads the scales of keys as those of values",
+        SHARD,
+        "name, caches[name])",
+        'name, caches[name.replace("v_scale", "k_scale")])',
+        f"{_RANKS}test_each_rank_has_the_codes_of_its_heads[mimo-int8-1]",
+    ),
+    Fault(
+        "every rank has the first rank's rows of a trimmed head",
+        SHARD,
+        "ids[self.sharding.rank * step :]",
+        "ids[0:]",
+        f"{_RANKS}test_drafts_from_a_part_of_the_vocabulary[mimo-1]",
+    ),
+    Fault(
+        "a rank's places in the vocabulary are without its offset",
+        "ops/collectives.py",
+        "ids = place + group_of(group).rank() * step",
+        "ids = place",
+        f"{_RANKS}test_drafts_from_a_part_of_the_vocabulary[mimo-1]",
+    ),
+    Fault(
+        "a rank has the scales of the first inputs",
+        "weights/grouped_recipes.py",
+        "[tensor.narrow(dim, a // step, (b - a) // step) for a, b in runs]",
+        "[tensor.narrow(dim, a if step == 1 else 0, (b - a) // step) for a, b in runs]",
+        "ranks/test_codes.py::test_slices_have_the_values_of_the_whole[int4-32-zeros]",
+    ),
+    Fault(
+        "a rank rounds its part of a row by a scale of its own",
+        "passes/pack_groups.py",
+        "spec_by_scheme(self.scheme, whole, graph.weights[whole])",
+        "spec_by_scheme(self.scheme, whole, weight)",
+        "ranks/test_codes.py::test_each_rank_has_its_part_of_the_codes[mimo-int8-False]",
     ),
 )

@@ -160,6 +160,7 @@ import ctypes, mmap, sys, torch
 from mtpc.backends.cpu_kernels import load_kernels
 load_kernels()
 OURS = torch.ops.mtpc_cpu
+torch.manual_seed(0)
 libc, page, kept = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, []
 
 def cache(shape, live):
@@ -190,7 +191,7 @@ assert torch.equal(chosen, torch.ops.mtpc.choose_slots(query, weights, values, *
 
 # Latents of the chosen slots alone: each row is a request of one row, in pages of one token.
 values, latents = cache((32, 1, 1024), sorted(set(chosen.flatten().tolist()) - {-1}))
-arguments = chosen, (chosen >= 0).sum(1, dtype=torch.int32), ints(0, 1, 2, 3, 4), 0.1, 960
+arguments = chosen, (chosen >= 0).sum(1, dtype=torch.int32), ints(0, 1, 2, 3, 4), 1024**-0.5, 960
 found = OURS.latent_attention(query, latents, *arguments)
 torch.testing.assert_close(found, torch.ops.mtpc.latent_attention(query, values, *arguments))
 

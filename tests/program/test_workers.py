@@ -111,3 +111,16 @@ def test_an_error_of_this_process_ends_the_workers() -> None:
     with pytest.raises(OptionError, match="not here"):
         build(fail, list(range(3)))
     assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_is_for_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    """A terminal sends it to all; the parent decides when it takes effect."""
+
+    def interrupt(task: Any) -> None:
+        if is_worker():
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+    heard = build(interrupt, list(range(6)))
+    assert len({line.split()[0] for line in heard.lines}) == 3
+    assert "Traceback" not in capfd.readouterr().err

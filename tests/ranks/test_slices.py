@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
-from mtpc.errors import CheckpointError
+from mtpc.errors import CacheError, CheckpointError
 from mtpc.layout import graph_keys
 from mtpc.program.binding import bind_program
 from mtpc.program.build import build
@@ -56,13 +56,43 @@ def options(built: list[str], cpu_cache: Path) -> CompileOptions:
     )  # fmt: skip
 
 
-def restored(directory: Path, options: CompileOptions, part: Ranks | None) -> Restored:
+def restored(
+    directory: Path,
+    options: CompileOptions,
+    part: Ranks | None,
+    others: Sequence[Ranks | None] = (None,),
+) -> Restored:
+    """What a rank finds in the cache.
+
+    Args:
+        directory: the checkpoint.
+        options: of the steps.
+        part: the rank; None: one that has all.
+        others: all ranks in order, None for this one; those whose entries are pinned, too.
+    """
     source = Checkpoint(directory)
     cache = open_cache(source, options, print, part)
     assert cache is not None
-    found = restore(source, options, cache, graph_keys(options, "fused"))
+    caches = [None if each is None else open_cache(source, options, print, each) for each in others]
+    found = restore(source, options, cache, graph_keys(options, "fused"), caches)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_digest_pins_the_entries_of_all_ranks(
+    rank: int, options: CompileOptions, checkpoint: Callable[..., Path]
+) -> None:
+    """`mtpc build` tells it; entries of two ranks in another order are others."""
+    every = all_parts(2)
+    report = build(checkpoint("mimo"), options, (1,), jobs=1, parts=every)
+    assert all(step.was_there for step in report.steps)
+    pinned = replace(options, require_sha256=report.pins[1])
+    others = [None if part == every[rank] else part for part in every]
+    restored(checkpoint("mimo"), pinned, every[rank], others)
+    for wrong in (others[::-1], [None]):
+        with pytest.raises(CacheError, match=r"the cache holds .* built again"):
+            restored(checkpoint("mimo"), pinned, every[rank], wrong)
 
 
 @pytest.mark.slow

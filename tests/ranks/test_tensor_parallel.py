@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
-from helpers.ranks import Group, group_of
+from helpers.ranks import Group, codes_of, group_of
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
 from helpers.trained import make_trained_checkpoint
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache
 from mtpc.program.ranks import Ranks
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.write_quantised import quantise_checkpoint
 
 SLOW: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (1, 4)}
 OPTIONS: dict[str, Any] = {**SLOW, "batch_buckets": (4,)}
@@ -88,6 +89,22 @@ def test_the_same_of_all_families(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_passes_that_are_off_by_default(
+    family: str, two: Group, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
+) -> None:
+    """Drafts from int8 weights; the text is that of plain decoding all the same."""
+    spec = two.compile(
+        checkpoint(family), spec_tokens=3, enabled_passes=("quantise-draft",), **OPTIONS
+    )
+    check_theorem(spec, oracle(family), 1)
+    (step, *_) = spec.program.steps.values()
+    assert step.graph is not None
+    assert {r.name: r.rewrites for r in step.graph.history}["quantise-draft"] > 0
+    assert sum(spec.stats.accepted) > 0
+
+
+@pytest.mark.slow
 def test_each_head_has_its_own_sink(two: Group, tmp_path: Path) -> None:
     """With sinks far apart, so that text depends on them."""
     directory = make_trained_checkpoint("mimo_v2@heads", tmp_path)
@@ -115,6 +132,54 @@ def test_the_same_of_tapes(
     spec = two.compile(checkpoint(family), spec_tokens=spec_tokens, **cpu)
     assert not spec.stats.fallbacks
     check_text_and_drafts(spec, oracle(family), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "is_stored"),
+    [
+        ("mimo", "int4-g32", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *(("mimo", "int4-g32", True), ("mimo", "int8", False), ("mimo", "fp8", True)),
+                *(("glm4_moe", "int8", False), ("glm4_moe", "int4-g32", True)),
+            )
+        ),
+    ],
+)
+def test_text_on_codes_depends_on_neither_drafts_nor_batch(
+    family: str,
+    scheme: str,
+    is_stored: bool,
+    two: Group,
+    checkpoint: Callable[..., Path],
+    cpu_cache: Path,
+    tmp_path: Path,
+) -> None:
+    """Nor on chunks. With codes in weights and in pages, and a trimmed head; the second start
+    compiles nothing."""
+    directory = checkpoint("mimo")
+    if family == "glm4_moe":  # Wide experts, of which each rank has enough for kernels.
+        directory = make_trained_checkpoint(family, tmp_path / "wide", moe_intermediate_size=64)
+    cpu: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "backend": "cpu", "cache_dir": cpu_cache}
+    cpu |= {"kv_cache_dtype": "int8", "draft_vocab": 60}
+    if is_stored:
+        quantise_checkpoint(directory, tmp_path / "codes", scheme)
+        directory = tmp_path / "codes"
+    else:
+        cpu["quantize"] = scheme
+    texts = []
+    for spec_tokens, chunk in ((0, 5), (3, 8)):
+        options = {**cpu, "spec_tokens": spec_tokens, "prefill_chunk": chunk}
+        spec = two.compile(directory, **options)
+        assert {"shard", "pack-groups", "skip-idle-rows"} <= passes_of(spec, directory)
+        texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
+        texts.append([spec.generate(prompt, 16, ignore_eos=True) for prompt in PROMPTS[2:8]])
+    assert sum(spec.stats.accepted) > 0
+    assert not spec.stats.fallbacks
+    spec = two.compile(directory, **options, frozen=True)
+    texts.append(spec.generate(PROMPTS[2:8], 16, ignore_eos=True))
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.slow
@@ -161,6 +226,69 @@ def test_sampling_preemption_and_reuse(
     assert spec.stats.preemptions > 0 < spec.stats.reused_tokens
     first, second = two.close()
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "spec_tokens"),
+    [
+        ("mimo", "int8", 1),
+        *(
+            pytest.param(family, kind, k, marks=pytest.mark.slow)
+            for family in ("mimo", "glm4_moe", "mimo_v2@heads")
+            for kind, k in (("int8", 3), ("fp8", 1))
+        ),
+    ],
+)
+def test_each_rank_has_the_codes_of_its_heads(
+    family: str, kind: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
+) -> None:
+    """Pages of codes and scales are those that one rank has; so are text and accepted drafts."""
+    options = {**OPTIONS, "spec_tokens": spec_tokens, "kv_cache_dtype": kind, "num_pages": 40}
+    alone = mtpc.compile(checkpoint(family), backend="eager", **options)
+    spec = two.compile(checkpoint(family), **options)
+    texts = [model.generate(PROMPTS[3:9], 16, ignore_eos=True) for model in (alone, spec)]
+    assert texts[0] == texts[1]
+    assert spec.stats.accepted == alone.stats.accepted
+    assert sum(spec.stats.accepted) > 0
+    every = codes_of(alone)
+    assert len(every) >= 4
+    for rank, kept in enumerate(two.close()):
+        for whole, own in zip(every, kept[-len(every) :], strict=True):
+            assert own == whole.chunk(2, 2)[rank].tolist()
+
+
+LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 77, 90)
+"""Seven in the first half of the vocabulary: the first rank has six, the other five."""
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"),
+    [
+        ("mimo", 1),
+        *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("mimo", "glm4_moe", "step3p5")),
+    ],
+)
+def test_drafts_from_a_part_of_the_vocabulary(
+    family: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
+) -> None:
+    """Every text and every draft is that of one rank, from both ranks' rows of the head."""
+    options = {**OPTIONS, "spec_tokens": spec_tokens, "draft_vocab": LISTED}
+
+    def run(spec: mtpc.SpecModel) -> tuple[list[list[int]], list[list[int]]]:
+        texts: dict[int, list[int]] = {spec.engine.add(p, 16): [] for p in PROMPTS[:8]}
+        drafts: list[list[int]] = []
+        while spec.engine.has_work:
+            for output in spec.engine.step():
+                texts[output.request_id] += output.token_ids
+            slots = [r.slot for r in spec.engine.running if r.output_ids]
+            drafts += spec.program.shared["state.token_ids"][slots, 1:].tolist()
+        return list(texts.values()), drafts
+
+    alone = run(mtpc.compile(checkpoint(family), backend="eager", **options))
+    assert run(two.compile(checkpoint(family), **options)) == alone
+    found = {token for row in alone[1] for token in row}
+    assert found <= set(LISTED)
+    assert len(found & {*LISTED[:6]}) > 0 < len(found & {*LISTED[6:]})
 
 
 @pytest.mark.parametrize("family", ["mimo", pytest.param("step3p5", marks=pytest.mark.slow)])
@@ -214,7 +342,7 @@ def test_what_is_wrong_is_said_on_every_rank(
 def test_what_several_ranks_cannot_have(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match=r"tensor_parallel_size is 3 with .*expected one of 3"):
         mtpc.compile(checkpoint("mimo"), tensor_parallel_size=3)
-    refused: dict[str, Any] = {"backend": "cuda", "quantize": "int8", "draft_vocab": 8}
+    refused: dict[str, Any] = {"backend": "null", "kv_offload_dir": "pages"}
     for name, value in refused.items():
         with pytest.raises(
             OptionError, match=rf"{name} is .* with tensor_parallel_size 2; .*leave"

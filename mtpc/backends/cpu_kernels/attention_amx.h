@@ -33,15 +33,6 @@ inline void pack_values(const BFloat16* const* values, Range range, Range local,
   }
 }
 
-/// Brings 32 sums of such a tile into the order of their dimensions.
-inline void order_halves(Vec<float> (&sums)[2]) {
-  const __m512d first = (__m512d)sums[0], second = (__m512d)sums[1];
-  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-  const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-  sums[0] = (Vec<float>)_mm512_permutex2var_pd(first, low, second);
-  sums[1] = (Vec<float>)_mm512_permutex2var_pd(first, high, second);
-}
-
 /// parts[0] + parts[1] = weights, to 16 bits, for the positions of `range`, which is of whole panels.
 inline void split_weights(const float* weights, Range range, BFloat16* parts) {
   for (int64_t j = range.begin; j < range.end; j += kFeatures) {

@@ -85,6 +85,9 @@ class SplitAttention {
   explicit SplitAttention(const Problem& problem)
       : stride((problem.values.width + kPanel<A> - 1) / kPanel<A> * kPanel<A>),
         p_(problem),
+        in_pairs_(
+            kPairs<A, F> && problem.q.scalar_type() == ScalarType::BFloat16 &&
+            problem.keys.width % 2 == 0),
         keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
         values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())) {
     if constexpr (kCodes<T>) {
@@ -116,7 +119,7 @@ class SplitAttention {
     A* wide = memory.queries.reserve(kRows * width);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t at = token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
-      if (in_pairs()) {
+      if (in_pairs_) {
         const F* query = static_cast<const F*>(p_.q.const_data_ptr()) + at;
         std::copy(query, query + width, narrow + row * width);
       } else {
@@ -146,17 +149,15 @@ class SplitAttention {
       const Range own = intersect(p_.visible(position(unit, row)), seen);
       const bool is_first = row % unit.rows == 0;
       if (kCodes<T> && is_first) find_scales(row / unit.rows, local, memory);
-      out.norms[row] = weigh_row<A>(
-          weights + row * kSplit, computed, {own.begin - base, own.end - base},
-          static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory));
+      out.norms[row] = weigh(row, computed, {own.begin - base, own.end - base}, memory);
       if constexpr (kTileRegisters<A, F>) {
         F* parts = memory.weight_parts.reserve(2 * kRows * kSplit);
-        if (in_pairs()) split_weights(weights + row * kSplit, computed, parts + 2 * row * kSplit);
+        if (in_pairs_) split_weights(weights + row * kSplit, computed, parts + 2 * row * kSplit);
       }
     }
 #if defined(__AMX_TILE__)
     if constexpr (kTileRegisters<A, F>) {
-      if (in_pairs()) return add_packed_values(unit, computed, local, memory, registers, out);
+      if (in_pairs_) return add_packed_values(unit, computed, local, memory, registers, out);
     }
 #endif
     add_values_by_panel(unit, local, memory, out);
@@ -165,20 +166,19 @@ class SplitAttention {
   /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more.
   void order(A* sums) const {
     if constexpr (kPairs<A, F>) {
-      if (!kTileRegisters<A, F> || !in_pairs()) order_dimensions(sums, stride);
+      if (adds_value_pairs()) return order_pair_dimensions(sums, stride);
+      if (!kTileRegisters<A, F> || !in_pairs_) order_dimensions(sums, stride);
     }
   }
 
  private:
-  /// Whether products are taken of pairs of bfloat16.
-  bool in_pairs() const {
-    return kPairs<A, F> && p_.q.scalar_type() == ScalarType::BFloat16 && p_.keys.width % 2 == 0;
-  }
+  /// Whether values are added up by pairs of keys, with weights rounded to bfloat16.
+  bool adds_value_pairs() const { return kValuePairs<A, F> && in_pairs_; }
 
   /// Whether keys are taken as they lie in memory, 16 of which are then in one page.
   bool scores_keys_in_place(const Unit& unit) const {
     if constexpr (!kTileRegisters<A, F>) return false;
-    return in_pairs() && unit.rows <= kFewRows && p_.keys.width % kFeatures == 0 &&
+    return in_pairs_ && unit.rows <= kFewRows && p_.keys.width % kFeatures == 0 &&
            (kCodes<T> || p_.keys.page_size % kFewRows == 0);
   }
 
@@ -201,6 +201,11 @@ class SplitAttention {
     std::fill_n(memory.keys, kSplit, nullptr);
     place(unit, p_.keys, keys_, base, local, memory.keys);
     place(unit, p_.values, values_, base, local, memory.values);
+    if (adds_value_pairs()) {  // Weights of what no row sees are zeros.
+      const Range pairs = whole_pairs(local);
+      memory.values[pairs.begin] = memory.values[local.begin];
+      memory.values[pairs.end - 1] = memory.values[local.end - 1];
+    }
     if constexpr (kCodes<T>) {
       place(unit, *p_.key_scales, key_scales_, base, local, memory.key_scales);
       place(unit, *p_.value_scales, value_scales_, base, local, memory.value_scales);
@@ -244,6 +249,25 @@ class SplitAttention {
     }
   }
 
+  /// The weights of one row, from its scores.
+  Norm<A> weigh(int64_t row, Range computed, Range own, Memory& memory) const {
+    A* scores = memory.weights.get() + row * kSplit;
+    const auto weigh_and = [&](const auto& keep) {
+      return weigh_row<A>(scores, computed, own, static_cast<A>(p_.scale),
+                          static_cast<A>(p_.softcap), scales(memory), keep);
+    };
+    if constexpr (kValuePairs<A, F>) {
+      F* narrow = memory.weight_parts.reserve(kRows * kSplit) + row * kSplit;
+      const auto keep_narrow = [&](int64_t j, const Vec<A> (&weights)[2]) {
+        narrow_sums<kPanel<A>>(narrow + j, reinterpret_cast<const float*>(weights));
+      };
+      if (in_pairs_) return weigh_and(keep_narrow);
+    }
+    return weigh_and([&](int64_t j, const Vec<A> (&weights)[2]) {
+      std::memcpy(scores + j, weights, sizeof(weights));
+    });
+  }
+
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
   Range score(const Unit& unit, Range local, Memory& memory, PassRegisters& registers,
               A* scores) const {
@@ -268,6 +292,7 @@ class SplitAttention {
     LinesAhead ahead = lines_ahead(unit, p_.values, memory.values + local.begin, local.size());
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
       const bool whole = panel_at(j, local).size() == kPanel<A>;
+      read_lines(unit, p_.keys, memory.keys, panel_at(j, local));
       if (whole && scores_keys_in_place(unit)) continue;
       for (int64_t h = 0; h < unit.heads; ++h) {
         score_panel_of(unit, h, memory, registers, j, whole, ahead, scores + j);
@@ -284,6 +309,20 @@ class SplitAttention {
       return {rows, count, unit.heads * cache.width};
     } else {
       return {nullptr, 0, 0};
+    }
+  }
+
+  /// Reads all heads' lines of some rows that were fetched, one after the other: then those whose fetch
+  /// was dropped are waited for together, and not by one product each.
+  void read_lines(const Unit& unit, const Cache& cache, const T* const* rows, Range at) const {
+    if constexpr (kValuePairs<A, T>) {
+      const int64_t elements = unit.heads * cache.width;
+      if (unit.heads > 1 && cache.head_stride != cache.width) return;
+      for (int64_t j = at.begin; j < at.end; ++j) {
+        for (int64_t d = 0; d < elements; d += kFeatures) {
+          __asm__ volatile("" : : "v"(load_groups(rows[j] + d, elements - d)));
+        }
+      }
     }
   }
 
@@ -311,7 +350,7 @@ class SplitAttention {
     const int64_t width = p_.keys.width;
     scores += h * unit.rows * kSplit;
     if constexpr (kPairs<A, F>) {
-      if (in_pairs()) {
+      if (in_pairs_) {
         const F* queries = memory.narrow_queries.get() + h * unit.rows * width;
         Group* packed = memory.packed.reserve(kSplit / 2 * kFeatures + width / 2 * kFeatures);
         pack_keys(keys, whole, shift, width, ahead, packed);
@@ -340,18 +379,29 @@ class SplitAttention {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
     const A* weights = memory.weights.get();
     LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
-    for (int64_t j = local.begin; j < local.end; j += kValues) {
-      const Range panel = intersect({j, j + kValues}, local);
+    const bool by_pairs = adds_value_pairs();
+    const Range all = by_pairs ? whole_pairs(local) : local;
+    for (int64_t j = all.begin / kValues * kValues; j < all.end; j += kValues) {
+      const Range panel = intersect({j, j + kValues}, all);
+      read_lines(unit, p_.values, memory.values, panel);
       for (int64_t h = 0; h < unit.heads; ++h) {
         const auto [values, shift] = head_rows(
             p_.values, memory.values, h, panel, p_.keys,
             kPairs<A, F> ? memory.next_keys : memory.values, memory);
         for_row_tiles(unit.rows, [&, values = values, shift = shift](auto tile, int64_t row) {
           constexpr int kTile = decltype(tile)::value;
-          const A* from = weights + (h * unit.rows + row) * kSplit;
+          const int64_t at = (h * unit.rows + row) * kSplit;
+          const A* from = weights + at;
           A* to = out.sums + (h * unit.rows + row) * stride;
+          LinesAhead* with = row == 0 && !kCodes<T> ? &ahead : nullptr;
+          if constexpr (kValuePairs<A, F>) {
+            if (by_pairs) {
+              return value_row_pairs<kTile>(
+                  memory.weight_parts.get() + at, values, shift, panel, p_.values.width, with, to,
+                  stride);
+            }
+          }
           if constexpr (kPairs<A, F>) {
-            LinesAhead* with = row == 0 && !kCodes<T> ? &ahead : nullptr;
             value_row_blocks<kTile>(from, values, shift, panel, p_.values.width, with, to, stride);
           } else {
             value_row_tile<kTile>(from, values, shift, panel, p_.values.width, to, stride);
@@ -417,11 +467,16 @@ class SplitAttention {
   }
 #endif
 
+  static Range whole_pairs(Range local) {
+    return {local.begin / 2 * 2, (local.end + 1) / 2 * 2};
+  }
+
   static Range panel_at(int64_t begin, Range local) {
     return intersect({begin, begin + kPanel<A>}, local);
   }
 
   const Problem& p_;
+  const bool in_pairs_;  // Whether products are taken of pairs of bfloat16.
   const T* keys_;
   const T* values_;
   const float *key_scales_ = nullptr, *value_scales_ = nullptr;

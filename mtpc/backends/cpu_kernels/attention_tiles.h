@@ -86,7 +86,7 @@ struct Scales {
 
 /// One register of a row's scores, times the scales; -inf where the row does not see.
 template <class A>
-inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A softcap,
+__attribute__((always_inline)) inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A softcap,
                            Scales<A> scales) {
   using Lane = std::remove_reference_t<decltype(Mask<A>{}[0])>;
   Vec<A> score = load<A>(scores + j) * scale;
@@ -99,10 +99,12 @@ inline Vec<A> scaled_score(const A* scores, int64_t j, Range seen, A scale, A so
 }
 
 /// Turns one row's products into weights exp(score - peak), exact zeros where it does not see.
-/// `range` (whole registers) is all that was computed; both ranges count from the split's begin.
-/// Weights of codes are those of their values, times the values' scales.
-template <class A>
-Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap, Scales<A> scales) {
+/// `range` (whole panels) is all that was computed; both ranges count from the split's begin.
+/// Weights of codes are those of their values, times the values' scales. keep(j, weights) takes two
+/// registers of them, of the panel at j.
+template <class A, class Keep>
+Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap, Scales<A> scales,
+                  const Keep& keep) {
   Vec<A> peaks = Vec<A>{} - kInfinity<A>;
   for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
     const Vec<A> score = scaled_score<A>(scores, j, seen, scale, softcap, scales);
@@ -111,10 +113,14 @@ Norm<A> weigh_row(A* scores, Range range, Range seen, A scale, A softcap, Scales
   }
   const A peak = max_lanes<A>(peaks);
   Vec<A> totals{};
-  for (int64_t j = range.begin; j < range.end; j += kLanes<A>) {
+  const auto weigh = [&](int64_t j) {
     const Vec<A> weight = exp_nonpositive(load<A>(scores + j) - finite_peak(peak));
     totals += weight;
-    store(scores + j, scales.values ? weight * load<A>(scales.values + j) : weight);
+    return scales.values ? weight * load<A>(scales.values + j) : weight;
+  };
+  for (int64_t j = range.begin; j < range.end; j += kPanel<A>) {
+    const Vec<A> weights[2]{weigh(j), weigh(j + kLanes<A>)};
+    keep(j, weights);
   }
   return {peak, sum_lanes<A>(totals)};
 }

@@ -266,7 +266,7 @@ inline void swap_blocks(Vec<A> (&square)[kCount]) {
 
 #if defined(__AVX512F__)
 /// The same, by instructions that need no register of lane numbers and keep their inputs.
-inline void transpose_floats(Vec<float> (&square)[16]) {
+__attribute__((always_inline)) inline void transpose_floats(Vec<float> (&square)[16]) {
   Vec<float> pairs[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -297,7 +297,7 @@ inline void transpose_floats(Vec<float> (&square)[16]) {
 
 /// Transposes a square of registers.
 template <class A>
-inline void transpose(Vec<A> (&square)[kLanes<A>]) {
+__attribute__((always_inline)) inline void transpose(Vec<A> (&square)[kLanes<A>]) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<A, float>) return transpose_floats(square);
 #endif

@@ -1,0 +1,146 @@
+"""Which GPU each rank has, and the process group by which GPUs exchange values within a step.
+
+    control messages: gloo, on the host  |  `mtpc::gather_ranks` in a step: NCCL, on the device
+
+A step's group is mtpc's own, so the default group may be of any backend. torch names RCCL "nccl",
+too. **This module has never run on a GPU.**
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mtpc.backends.check_device import check_device
+from mtpc.errors import BackendError
+from mtpc.ops.collectives import gather_ranks, group_of
+from mtpc.program.step_watch import StepWatch
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
+
+_BACKEND = "nccl"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The GPUs that a rank's process sees.
+
+    Attributes:
+        machine: differs between machines.
+        devices: an identity of each GPU, by torch's index.
+        current: torch's index of the current GPU.
+    """
+
+    machine: str
+    devices: tuple[str, ...]
+    current: int
+
+
+def join_devices(ranks: Ranks) -> str:
+    """Give each rank a GPU, which becomes torch's current one; returns the name of their group.
+
+    The communicator is made here and used once: its memory counts before pages are planned, and
+    during the capture of a graph it could not be made.
+
+    Raises:
+        BackendError: this rank has no GPU, or none for itself alone, or torch lacks NCCL.
+        RankError: that is so of another rank.
+    """
+    seen = ranks.tell_all(ranks.all_succeed(_see))
+    index = ranks.all_succeed(lambda: choose_device(ranks.rank, seen))
+    torch.cuda.set_device(index)
+    return ranks.all_succeed(lambda: make_group(ranks, torch.device("cuda", index)))
+
+
+def choose_device(rank: int, seen: Sequence[Seen]) -> int:
+    """torch's index of a rank's GPU.
+
+    If a host has given each process another current GPU, or lets it see one alone, it stays. If
+    not, the ranks of a machine take its GPUs in order.
+
+    Args:
+        rank: which.
+        seen: what each rank sees.
+
+    Raises:
+        BackendError: there are fewer GPUs than ranks on a machine.
+    """
+    one = seen[rank]
+    beside = [other for other in seen if other.machine == one.machine]
+    current = {other.devices[other.current] for other in beside}
+    if len(current) == len(beside):
+        return one.current
+    index = sum(other.machine == one.machine for other in seen[:rank])
+    if index >= len(one.devices):
+        raise BackendError(
+            f"rank {rank} of {len(seen)} has no GPU: {len(beside)} ranks run on its machine, and "
+            f"torch sees {len(one.devices)} GPU(s) there; NCCL needs one for each rank: use a "
+            "smaller tensor_parallel_size, or check CUDA_VISIBLE_DEVICES"
+        )
+    return index
+
+
+def kind_of_device() -> str:
+    """What decides how kernels of the current GPU add: all ranks must have the same."""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    arch = getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
+    library = torch.version.hip or torch.version.cuda
+    return f"{found.name} {arch}, {found.multi_processor_count} processors, {library}"
+
+
+def make_group(ranks: Ranks, device: torch.device) -> str:
+    """The name of a new group by which all ranks have exchanged a value on their devices.
+
+    Raises:
+        BackendError: the value is wrong.
+    """
+    name = str(dist.new_group(backend=_BACKEND, device_id=device).group_name)
+    found = gather_ranks(torch.full((1,), ranks.rank, device=device), ranks.size, name)
+    if found.flatten().tolist() != list(range(ranks.size)):
+        raise BackendError(
+            f"the first exchange on {device} gave {found.flatten().tolist()}; expected the numbers "
+            "of all ranks: check the installation of NCCL (NCCL_DEBUG=INFO says what it uses)"
+        )
+    return name
+
+
+def watch_steps(ranks: Ranks, limit_s: float) -> StepWatch | None:
+    """Watches a program's steps if ranks exchange values on GPUs; None on CPUs, where exchanges
+    have a timeout of their own."""
+    if not ranks.on_gpus:
+        return None
+    store, end = dist.distributed_c10d._get_default_store(), partial(end_exchanges, ranks)
+    return StepWatch(ranks.rank, ranks.size, store, ranks.group, limit_s, end)
+
+
+def end_exchanges(ranks: Ranks) -> None:
+    """End a group's exchanges that wait for a rank that is lost. Graphs go on with wrong values."""
+    dist.distributed_c10d._abort_process_group(group_of(ranks.group))
+
+
+def leave_devices(ranks: Ranks) -> None:
+    """Give up the group on which graphs exchanged values, when they are released."""
+    if ranks.on_gpus:
+        dist.destroy_process_group(group_of(ranks.group))
+
+
+def _see() -> Seen:
+    check_device()
+    if not dist.is_nccl_available():
+        raise BackendError(
+            "backend 'cuda' with tensor_parallel_size > 1 needs a torch with NCCL (RCCL on ROCm), "
+            f"and this one ({torch.__version__}) is built without it; use tensor_parallel_size=1, "
+            "or a torch for Linux from pytorch.org"
+        )
+    count = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    devices = tuple(str(getattr(each, "uuid", i)) for i, each in enumerate(properties))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Seen(boot, devices, torch.cuda.current_device())

@@ -1,0 +1,110 @@
+"""Collectives spelled out around one exchange: the bits of the references, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.forked_ranks import run_ranks
+from helpers.small_graphs import run, small_graph
+from torch import Tensor
+
+from mtpc.backends import make_backend
+from mtpc.capture.graph import operators
+from mtpc.config import CompileOptions
+from mtpc.models.load import load
+from mtpc.passes import Sharding
+from mtpc.passes.spell_collectives import SpellCollectives
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.ranks import Ranks
+
+ours = torch.ops.mtpc
+GROUP = "0"
+GATHER = ours.gather_ranks.default
+
+
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(7 * sum(shape) + rank))
+    return (4 * made).to(dtype)
+
+
+def check(step: Callable[..., None], **tensors: Tensor) -> None:
+    """A step leaves the same bits in `batch.out` before and after the pass."""
+    graph = small_graph(step, **tensors)
+    wanted = run(graph)
+    sharding = Sharding(torch.distributed.get_rank(), 3, GROUP, {}, {})
+    assert SpellCollectives(sharding).apply(graph) == 1
+    left = {op for _, op in operators(graph.graph) if str(op).startswith("mtpc")}
+    assert left <= {GATHER, ours.rank_part.default}
+    assert torch.equal(run(graph), wanted)
+    assert not (wanted == -7).all()
+
+
+def check_all(ranks: Ranks) -> None:
+    """Every collective; the last rank has a smaller part of what does not divide."""
+    rank, last = ranks.rank, int(ranks.rank == 2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        out = torch.zeros(5, 7, dtype=dtype)
+
+        def total(out: Tensor, x: Tensor) -> None:
+            out.copy_(ours.all_reduce(x, GROUP))
+
+        check(total, batch_out=out.clone(), x=numbers(rank, 5, 7, dtype=dtype))
+
+        def embedded(out: Tensor, rows: Tensor, ids: Tensor) -> None:
+            out.copy_(ours.vocab_embedding(rows, ids, 6, GROUP))
+
+        rows = numbers(rank, 6 - last, 7, dtype=dtype)
+        ids = torch.tensor([0, 5, 6, 16, 12])
+        check(embedded, batch_out=out.clone(), rows=rows, ids=ids)
+        logits = numbers(rank, 5, 6 - last, dtype=dtype)
+        logits[1], logits[2, 0] = 1.0, torch.nan  # Equal ones, and what is no number.
+
+        def largest(out: Tensor, logits: Tensor) -> None:
+            values, ids = ours.vocab_max(logits, 6, GROUP)
+            out.copy_(torch.stack([values.nan_to_num(9.0).double(), ids.double()]))
+
+        check(largest, batch_out=torch.zeros(2, 5, dtype=torch.float64), logits=logits)
+        for dim, shape in ((0, (3 - last, 4)), (1, (4, 3 - last))):
+
+            def whole(out: Tensor, x: Tensor, dim: int = dim) -> None:
+                out.copy_(ours.all_gather(x, dim, 8, GROUP))
+
+            wide = [8 if i == dim else n for i, n in enumerate(shape)]
+            check(whole, batch_out=torch.zeros(wide, dtype=dtype), x=numbers(rank, *shape))
+
+    def told(out: Tensor, x: Tensor) -> None:
+        out.copy_(ours.first_rank(x, GROUP))
+
+    check(told, batch_out=torch.zeros(4, dtype=torch.int64), x=torch.arange(1, 5) * (rank + 1))
+
+
+def test_values_are_those_of_the_references(tmp_path: Path) -> None:
+    run_ranks(3, tmp_path, check_all)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
+def test_exchanges_of_a_step_have_one_order(family: str, checkpoint: Callable[..., Path]) -> None:
+    """Those of experts and shared experts, of which neither needs the other, too."""
+    loaded = load(str(checkpoint(family, "random")), "float32", True)
+    options = CompileOptions(
+        spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8,
+        sampling=False, enabled_passes=(SpellCollectives.name,),
+    )  # fmt: skip
+    compiler = StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(0, 2, GROUP))
+    graph = compiler.rewritten(compiler.keys[0])
+    reaches: dict[Any, set[Any]] = {}
+    exchanges: list[Any] = []
+    for node in graph.graph.nodes:
+        reaches[node] = set().union(*(reaches[n] | {n} for n in node.all_input_nodes))
+        if node.target is GATHER:
+            assert not exchanges or exchanges[-1] in reaches[node], node
+            exchanges.append(node)
+    assert len(exchanges) > 8
+    ordered = [node for node in exchanges if node.kwargs.get("after") is not None]
+    assert (len(ordered) > 0) == (family == "deepseek_v3")
+    assert len(ordered) < len(exchanges) / 2, "most depend on each other anyway"
