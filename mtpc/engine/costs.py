@@ -73,6 +73,7 @@ class StepCosts:
     ):
         self.tiers, self._step = tuple(tiers), step
         self.counts = [0] * len(self.tiers)
+        self._context = 0
         self.last = [-1] * len(self.tiers)
         self.changed = step
         self.surprises = dict.fromkeys(self.tiers, 0.0)
@@ -124,15 +125,24 @@ class StepCosts:
         for row in self._cov:
             row[:] = [value + variance for value in row]
 
-    def add(self, tier: int, seconds: float, step: int) -> None:
-        """Enter a sample of a step."""
+    def add(self, tier: int, seconds: float, step: int, context: int = 0) -> None:
+        """Enter a sample of a step.
+
+        If the tokens of all its requests differ from the last step's, requests came or went. The
+        cost of all K may differ as much, and that is no surprise.
+        """
         self.age(step)
+        if context and self._context:
+            self._add_common(math.log(context / self._context) ** 2)
+        self._context = context
         place = self.tiers.index(tier)
         noise = NOISE if self.counts[place] else FIRST_NOISE
         surprise = math.log(seconds) - self._logs[place]
         moved, self.surprises[tier] = self.surprises[tier], 0.0
         limit = max(SPIKE, 2 * math.sqrt(self._cov[place][place] + noise))
-        is_spike = self.counts[place] > 1 and abs(surprise + moved) > limit
+        # The first sample may have taken too long. If so, the second is shorter, and no spike.
+        is_rated = self.counts[place] > (surprise < 0)
+        is_spike = is_rated and abs(surprise + moved) > limit
         if is_spike and moved * surprise > 0:  # Two in a row are a change, and no spike.
             is_spike, self.changed = False, step
             self._add_common(surprise**2)

@@ -260,7 +260,7 @@ class TierPolicy:
             costs = StepCosts(self.tiers, tier, seconds, self.steps, like)
             self._cells[place] = cell = _Cell(costs, dict.fromkeys(self.tiers, 0.0))
         else:
-            cell.costs.add(tier, seconds, self.steps)
+            cell.costs.add(tier, seconds, self.steps, context)
         self.steps += 1
         for k in self.tiers:
             self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])

@@ -57,6 +57,34 @@ def test_one_spike_counts_little_and_two_in_full() -> None:
     assert costs.doubt(1, 0) > 3 * doubt
 
 
+def test_requests_that_join_are_no_surprise() -> None:
+    """A third more tokens make steps a fourth longer: all K, at once. What follows is held against
+    these longer steps, so that one that takes too long by chance still counts little."""
+    costs, doubt = measured(*[(1.0, 1.2, 1.5)] * 50), 0.0
+    for step in range(150, 250):
+        costs.add(3, 1.5, step, 24_000)
+        doubt = costs.doubt(0, 3)
+    costs.add(3, 1.9, 250, 32_000)
+    assert costs.surprises[3] == 0
+    assert [costs.seconds(tier) for tier in (0, 3)] == pytest.approx([1.27, 1.9], rel=0.06)
+    assert costs.doubt(0, 3) == pytest.approx(doubt, rel=0.03)
+    costs.add(3, 3.0, 251, 32_012)
+    assert costs.surprises[3] > 0
+    assert costs.seconds(3) < 2.2
+    assert costs.changed == 0
+
+
+def test_a_second_sample_may_be_a_spike_only_if_it_is_long() -> None:
+    """The first sample may be the one that took too long."""
+    known = measured(*[(1.0, 1.2, 1.5)] * 50)
+    costs = StepCosts(TIERS, 1, 1.2, 150, known)
+    costs.add(1, 2.4, 151)
+    assert costs.seconds(1) < 1.5
+    costs = StepCosts(TIERS, 1, 2.4, 150, known)
+    costs.add(1, 1.2, 151)
+    assert costs.seconds(1) == pytest.approx(1.2, rel=0.05)
+
+
 def test_a_new_cell_is_like_the_nearest_one() -> None:
     """The ratios are kept, whatever the size, but in more doubt."""
     known = measured(*[(1.0, 1.1, 1.2)] * 50)
