@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import fsum
 from typing import Any
 
 from torch import Tensor, nn
@@ -224,14 +225,14 @@ class RankModel:
         read, cached, sent, count = 0.0, 0.0, 0.0, 0
         context = self.options.sequence_limit
         for part, rows in self._runs(batch):
-            read += sum(self._read(w, rows) for n, w in self._used(part).items())
-            cached += sum(
+            read += fsum(self._read(w, rows) for n, w in self._used(part).items())
+            cached += fsum(
                 batch * (cache.token * context + cache.request * (1 + cache.rewritten))
                 for cache in self.caches
                 if cache.part == part
             )
             ends = [s for s in self.sums if s.part in (part, "ends")]
-            sent += sum(one.sent(rows, self.ranks) for one in ends)
+            sent += fsum(one.sent(rows, self.ranks) for one in ends)
             count += len(ends)
         return StepTime(
             read / device.bandwidth,
