@@ -311,4 +311,6 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add_values(parser, ("--batch", int, "R", "its requests", 1))
     add_switches(parser, ("--nodes", "print every node of the graph"))
     add_values(parser, ("--svg", Path, "FILE", "draw the step to a file"))
+    text = "show the step of the first of N ranks (default: 1)"
+    add_values(parser, ("--tensor-parallel-size", positive, "N", text))
     add_compile_options(parser)

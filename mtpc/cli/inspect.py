@@ -53,13 +53,15 @@ def command(args: argparse.Namespace) -> int:
 def _build(
     checkpoint: Path, options: CompileOptions, args: argparse.Namespace, tell: Tell
 ) -> tuple[StepGraph, list[Layout], str]:
-    """The requested graph, its buffers' layout for every bucket of its phase, and the backend."""
+    """The requested graph, its buffers' layout for every bucket of its phase, and whom it is for:
+    the backend, and of several ranks the first."""
     tell("import torch and transformers")
     from mtpc.backends import choose_backend, settle_prefill
     from mtpc.layout import Layout, StepKey, step_keys
     from mtpc.models.load import load
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
+    from mtpc.program.ranks import all_parts
     from mtpc.weights.paired_checkpoint import open_checkpoint
 
     store = kernel_store(options, None)
@@ -74,7 +76,8 @@ def _build(
     options = settle_prefill(options, source.dtype)
     needs_mtp = options.spec_tokens > 0
     loaded = load(source, options.dtype, needs_mtp, options.wiring, headers_only=True)
-    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+    first = all_parts(options.tensor_parallel_size)[0]
+    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve, ranks=first)
     compiler.weights.defers = True
     if args.phase == "decode":
         key = StepKey.decode(args.batch, options.spec_tokens)
@@ -88,7 +91,8 @@ def _build(
         compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
     specs = graph.layout.values()
-    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name
+    of_rank = f", rank 0 of {first.size}" if first else ""
+    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name + of_rank
 
 
 def _last_pass(

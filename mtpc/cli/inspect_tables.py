@@ -28,7 +28,7 @@ def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backen
         graph: the step.
         layouts: its buffers in each bucket.
         nodes: whether to print every node, too.
-        backend: the name of the backend that it is for.
+        backend: whom it is for: the name of the backend, and of several ranks one.
     """
     console = output()
     title = f"{graph.key} {position(graph)}: {graph.num_nodes} nodes, for backend {backend}"

@@ -181,6 +181,8 @@ class Eagle3Layer(MTPLayer):
         self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
         offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
         self.register_buffer(TOKEN_MAP, offsets)
+        rules = config.llama.base_model_tp_plan
+        self.tp_plan = {name.replace("layers.*", "block"): style for name, style in rules.items()}
 
     def run(self, embedding: Tensor, features: Tensor, context: StepContext) -> Tensor:
         """Embeddings and features of rows, each [T, H] -> the layer's output [T, H]."""

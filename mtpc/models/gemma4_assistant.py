@@ -55,8 +55,11 @@ class AssistantLayer(MTPLayer):
         self.block: Any = nn.Module()
         self.block.model = nn.Module()
         self.block.model.layers = model.layers
+        rules = model.config.base_model_tp_plan
+        self.tp_plan = {f"block.model.{name}": style for name, style in rules.items()}
         if assistant.masked_embedding is not None:
             self.block.masked_embedding = assistant.masked_embedding
+            self.tp_plan |= {"head": "replicate"}  # A few of its rows are read, by token id.
         with torch.device("cpu"):  # Frequencies are computed, not read.
             self.rotary = type(model.rotary_emb)(model.config)
         for layer in model.layers:

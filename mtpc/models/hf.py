@@ -248,10 +248,13 @@ class MTPLayer(nn.Module):
         final_norm: the norm after the block; see `final_norm_of` where the wiring names none.
         head: the layer's own output head, H -> V; None: the target's.
         embedding: the layer's own token embedding [V, H]; None: the target's.
+        tp_plan: of a drafter, rules of transformers' tensor plan by names of the layer's modules;
+            None: the block has those of the target's decoder layers.
     """
 
     head: nn.Linear | None
     embedding: nn.Embedding | None
+    tp_plan: Mapping[str, str] | None = None
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Which part of each tensor a rank holds under transformers' own tensor and expert plans.
 
 The plans are data: `model.tp_plan` and `model.ep_plan`, from the config's `base_model_tp_plan` and
-`base_model_ep_plan`. The rules of decoder layers hold for the blocks of MTP layers, too. What no
-rule names is on every rank, as in transformers.
+`base_model_ep_plan`. The rules of decoder layers hold for the blocks of MTP layers, too; a drafter
+of another architecture has those of its own config. What no rule names is on every rank, as in
+transformers.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Style:
     collective: Collective | None = None
 
     def shard(self, dims: int) -> Shard:
-        """How a weight or a bias with so many dimensions is cut."""
-        if self.kind == "replicated" or (self.kind == "rowwise" and dims == 1):
+        """How a weight or a bias with so many dimensions is cut; a number is on every rank."""
+        if self.kind == "replicated" or not dims or (self.kind == "rowwise" and dims == 1):
             return Shard()  # A bias is added once, to the sum.
         dim = {"rowwise": dims - 1, "colwise": max(dims - 2, 0)}.get(self.kind, 0)
         return Shard(self.kind, dim, self.parts)
@@ -132,6 +133,8 @@ class ShardPlan:
         names = {id(module): name for name, module in target.named_modules()}
         self._embedding = names[id(target.get_input_embeddings())]
         self._head = names[id(target.get_output_embeddings())]
+        layer = next(iter(loaded.mtp_layers), None)
+        self._drafter = dict((layer and layer.tp_plan) or {})
         self._rules = self._read(expert_parallel) if ranks > 1 else {}
         if ranks > 1:
             self._check_heads()
@@ -177,6 +180,7 @@ class ShardPlan:
             )
         if expert_parallel:  # As in transformers, rules for experts replace those for tensors.
             rules = {n: s for n, s in rules.items() if not _is_below(n, experts)} | experts
+        rules |= {f"mtp.*.{name}": style for name, style in self._drafter.items()}
         unknown = sorted({style for style in rules.values() if style not in STYLES})
         if unknown:
             raise UnsupportedModelError(
@@ -186,23 +190,30 @@ class ShardPlan:
         return rules
 
     def _generic(self, name: str) -> str:
-        """The name in the target that a rule would have: an MTP block is a decoder layer or two."""
+        """The name that a rule would have: what no rule of a drafter names stands for the target's,
+        and an MTP block for a decoder layer or two."""
+        own = _starred(name)
+        if own in self._rules:
+            return own
         name = re.sub(r"^mtp\.\d+\.block\.(\d+\.)?", f"{self._layers}0.", name)
         name = re.sub(r"^mtp\.\d+\.embedding\b", self._embedding, name)
         name = re.sub(r"^mtp\.\d+\.head\b", self._head, name)
-        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        return _starred(name)
 
     def _attention(self, layer: int) -> str:
         """The attention that writes a layer's cache; MTP layers follow the target's."""
         caches = self._loaded.family.caches_per_layer
         later = layer - self._loaded.config.num_hidden_layers
         block = f"{self._layers}{layer // caches}" if later < 0 else f"mtp.{later}.block"
-        return f"{block}.self_attn" + (f".{layer % caches}" if caches > 1 else "")
+        has_several = caches > 1 and not (self._drafter and later >= 0)
+        return f"{block}.self_attn" + (f".{layer % caches}" if has_several else "")
 
     def _check_heads(self) -> None:
         """Key/value heads by the cache's own shape, and query heads by the output projection's."""
         loaded, weights = self._loaded, self._loaded.weights()
-        for layer in range(loaded.config.num_hidden_layers + len(loaded.mtp_layers)):
+        count = loaded.config.num_hidden_layers
+        for layer in range(count + len(loaded.mtp_layers)):
+            where = "the drafter" if self._drafter and layer >= count else f"layer {layer}"
             output = f"{self._attention(layer)}.o_proj"
             if self.style(output).collective is None or f"{output}.weight" not in weights:
                 continue
@@ -213,9 +224,9 @@ class ShardPlan:
             else:
                 heads = weights[f"{output}.weight"].shape[1] // int(values[-1])
                 if self.cuts_cache(f"kv.{layer}.k"):
-                    self._divide(int(values[-2]), "key/value heads", f"layer {layer}")
+                    self._divide(int(values[-2]), "key/value heads", where)
             if self._rules[self._generic(output)] != "rowwise_split_input":  # It takes all heads.
-                self._divide(heads, "attention heads", f"layer {layer}")
+                self._divide(heads, "attention heads", where)
 
     def _check_sizes(self) -> None:
         for name, tensor in self._loaded.weights().items():
@@ -235,6 +246,11 @@ class ShardPlan:
             f"{where} has {count} {what} for {self.ranks} ranks: {found}; expected a number of "
             f"ranks that divides {count}: use --tensor-parallel-size {fit[-1]}"
         )
+
+
+def _starred(name: str) -> str:
+    """A name with "*" for each number, as rules have it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _is_below(name: str, modules: Mapping[str, str]) -> bool:

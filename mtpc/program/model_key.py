@@ -41,8 +41,12 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
 
 def sample_digest(checkpoint: Checkpoint) -> str:
     """A digest of some bytes of each tensor: another one for a checkpoint with other weights."""
-    names = sorted(checkpoint.stored)
-    return hash_of(checkpoint.sample(name, _SAMPLED) for name in names)
+    paired = [checkpoint.draft] if isinstance(checkpoint, PairedCheckpoint) else []
+    return hash_of(
+        each.sample(name, _SAMPLED)
+        for each in (checkpoint, *paired)
+        for name in sorted(each.stored)
+    )
 
 
 def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] | None:

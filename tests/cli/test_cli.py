@@ -141,6 +141,23 @@ def test_inspect_a_prefill_step(word_model, capsys):
     assert re.search(r"batch.prompt_ids +\[R\*Q\] +int64 +0 +host +\[64\] 512 B", out)
 
 
+def test_inspect_the_step_of_a_rank(word_model, capsys):
+    """Half of the heads in its caches, fewer bytes of weights, and exchanges between ranks."""
+    found = []
+    for size in ("1", "2"):
+        out = inspect(word_model, capsys, "--after", "shard", "--tensor-parallel-size", size)
+        assert (", rank 0 of 2" in out.splitlines()[0]) == (size == "2")
+        assert ("mtpc.all_reduce" in out) == (size == "2")
+        heads = re.search(r"kv\.\S+\.k +\[N, P, (\d+), ", out)
+        weights = re.search(r"Weights.*?total +\d+ +([\d.]+) KiB", out, re.DOTALL)
+        assert heads is not None
+        assert weights is not None
+        found.append((int(heads[1]), float(weights[1])))
+    (heads, nbytes), (own_heads, own_nbytes) = found
+    assert own_heads * 2 == heads
+    assert 0.4 * nbytes < own_nbytes < 0.7 * nbytes
+
+
 def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
         _write(tmp_path / "step.svg", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,17 @@ def train(name: str, target: Any, layers: Sequence[MTPLayer], steps: int = 18) -
         optimizer.step()
 
 
-def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
-    """A checkpoint trained for seconds, so that drafts are accepted in part."""
+def make_trained_checkpoint(
+    name: str,
+    directory: Path,
+    seed: int = 0,
+    drafter: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """A checkpoint trained for seconds, so that drafts are accepted in part.
+
+    `changes` are those of the target's config, and `drafter` those of its drafter's.
+    """
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     target = build_target(name, seed, **eager, **changes)
     layers = [] if name in (*DRAFTED, *ASSISTED) else build_mtp_layers(name, target, seed + 1)
@@ -75,7 +84,7 @@ def make_trained_checkpoint(name: str, directory: Path, seed: int = 0, **changes
         train(name, target, [], 60)
     steps = {"deepseek_v4": 16, "qwen4_exp": 10, **dict.fromkeys((*DRAFTED, *ASSISTED), 30)}
     train(name, target, layers, steps.get(name, 18))
-    save_drafter(name, target, directory / "draft")
+    save_drafter(name, target, directory / "draft", **(drafter or {}))
     return save_checkpoint(name, target, layers, directory)
 
 

@@ -23,7 +23,7 @@ import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.models.load import SteppedModel, load
-from mtpc.program.model_key import checkpoint_fields
+from mtpc.program.model_key import checkpoint_fields, sample_digest
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
@@ -320,6 +320,18 @@ def test_a_head_is_in_the_key(checkpoint: Callable[..., Path], tmp_path: Path) -
     ]
     assert keys[0] == keys[1]
     assert len({json.dumps(key, sort_keys=True) for key in keys}) == 4
+
+
+def test_ranks_compare_the_values_of_a_head(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    tensors = eagle.new_head(eagle.CONFIG, 64)
+    other = {**tensors, "norm.weight": tensors["norm.weight"] + 1}
+    digests = [
+        sample_digest(open_checkpoint(checkpoint("llama"), eagle.save_head(t, eagle.CONFIG, d)))
+        for t, d in ((tensors, tmp_path / "one"), (tensors, tmp_path / "same"), (other, tmp_path))
+    ]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def refused(checkpoint: Path, draft: Path, **options: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import eagle, tiny
 from helpers.families import ASSISTED, DRAFTED
 from torch import Tensor, nn
 
@@ -135,6 +135,31 @@ def test_refusals(shapes: Callable[[str], LoadedModel]) -> None:
     loaded.target._tp_plan = {"lm_head": "diagonal"}
     with pytest.raises(UnsupportedModelError, match="has the style 'diagonal'; expected one of"):
         ShardPlan(loaded, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "longcat_flash"])
+def test_an_eagle_head_is_cut_by_its_own_plan(
+    family: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Whatever attention its target has, also where a decoder layer of that has several."""
+    entries = {**eagle.CONFIG, "num_key_value_heads": 2, "eagle_config": None}
+    entries["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    draft = eagle.save_head(eagle.new_head(entries, 64), entries, tmp_path)
+    loaded = load(checkpoint(family, "random"), None, True, headers_only=True, draft=draft)
+    plan = ShardPlan(loaded, 2)
+    cut = {
+        name.removeprefix("mtp.0.").removesuffix(".weight"): plan.shard(name, tensor).kind
+        for name, tensor in loaded.weights().items()
+        if name.startswith("mtp.") and plan.shard(name, tensor).kind != "replicated"
+    }
+    columns = [*(f"self_attn.{n}_proj" for n in "qkv"), "mlp.gate_proj", "mlp.up_proj"]
+    rows = ["self_attn.o_proj", "mlp.down_proj"]
+    assert cut == {
+        **{f"block.{name}": "colwise" for name in columns},
+        **{f"block.{name}": "rowwise" for name in rows},
+        "head": "vocab",
+    }
+    assert plan.cuts_cache(f"kv.{loaded.config.num_hidden_layers}.k")
 
 
 def test_caches_follow_their_heads(shapes: Callable[[str], LoadedModel]) -> None:
