@@ -15,8 +15,9 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 
-# The interpreter multiplies by numpy, whose BLAS for AMD's processors adds in an order that depends
-# on the number of rows. Its kernels for AVX-512 do not.
+# The interpreter multiplies by numpy. Its BLAS adds in an order that depends on the number of rows
+# where several threads share a product, and with its kernels for AVX2.
+export OPENBLAS_NUM_THREADS=1
 if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -qs avx512f /proc/cpuinfo; then
     export OPENBLAS_CORETYPE=SkylakeX
 fi
