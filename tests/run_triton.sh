@@ -15,10 +15,10 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 
-# The interpreter multiplies by numpy. Its BLAS adds in an order that depends on the number of rows
-# where several threads share a product, and with its kernels for AVX2.
-export OPENBLAS_NUM_THREADS=1
-if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -qs avx512f /proc/cpuinfo; then
+# The interpreter multiplies by numpy, whose BLAS adds in an order that depends on the number of rows
+# with its kernels for AVX2, which it also has for AMD. Those for AVX-512 do not, so they are used
+# whatever the environment says.
+if grep -qs avx512f /proc/cpuinfo; then
     export OPENBLAS_CORETYPE=SkylakeX
 fi
 
