@@ -138,42 +138,52 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
   }
 }
 
+/// Lets add(sums) add to kTile rows of kVecs registers that are kept in `out` before and after.
+template <int kTile, int kVecs, class Add>
+__attribute__((always_inline)) inline void add_to_rows(
+    float* out, int64_t stride, const Add& add) {
+  constexpr int kN = kLanes<float>;
+  Vec<float> sums[kTile][kVecs];
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) sums[r][i] = load<float>(out + r * stride + i * kN);
+  }
+  add(sums);
+#pragma GCC unroll 8
+  for (int r = 0; r < kTile; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) store(out + r * stride + i * kN, sums[r][i]);
+  }
+}
+
 /// out[r][..] += sum over keys of weights[r][key] * values[key][shift..], in key order, for kTile
 /// rows and kBlocks times 32 dimensions. Of each 32 the even ones come first: a bfloat16 is the
 /// upper half of a float, so that taking them apart needs no shuffling.
 template <int kTile, int kBlocks, bool kFetch>
 void value_blocks(const float* weights, const BFloat16* const* values, int64_t shift, Range keys,
                   int64_t valid, LinesAhead* lines, float* out, int64_t out_stride) {
-  constexpr int kN = kLanes<float>, kVecs = 2 * kBlocks;
+  constexpr int kVecs = 2 * kBlocks;
   LinesAhead ahead = kFetch ? *lines : LinesAhead{nullptr, 0, 0};
-  Vec<float> sums[kTile][kVecs];
+  add_to_rows<kTile, kVecs>(out, out_stride, [&](auto& sums) __attribute__((always_inline)) {
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      Vec<float> value[kVecs];
 #pragma GCC unroll 8
-  for (int r = 0; r < kTile; ++r) {
+      for (int i = 0; i < kBlocks; ++i) {
+        const BFloat16* from = values[key] + shift + i * kFeatures;
+        const Groups both = (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
+        value[2 * i] = (Vec<float>)(both << 16);
+        value[2 * i + 1] = (Vec<float>)(both & ~0xffff);
+        if (kFetch) ahead.fetch(1);
+      }
 #pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) sums[r][i] = load<float>(out + r * out_stride + i * kN);
-  }
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
-    Vec<float> value[kVecs];
+      for (int r = 0; r < kTile; ++r) {
+        const float weight = weights[r * kSplit + key];
 #pragma GCC unroll 8
-    for (int i = 0; i < kBlocks; ++i) {
-      const BFloat16* from = values[key] + shift + i * kFeatures;
-      const Groups both = (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
-      value[2 * i] = (Vec<float>)(both << 16);
-      value[2 * i + 1] = (Vec<float>)(both & ~0xffff);
-      if (kFetch) ahead.fetch(1);
+        for (int i = 0; i < kVecs; ++i) sums[r][i] += weight * value[i];
+      }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < kTile; ++r) {
-      const float weight = weights[r * kSplit + key];
-#pragma GCC unroll 8
-      for (int i = 0; i < kVecs; ++i) sums[r][i] += weight * value[i];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kTile; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) store(out + r * out_stride + i * kN, sums[r][i]);
-  }
+  });
   if (kFetch) *lines = ahead;
 }
 
@@ -199,54 +209,49 @@ template <int kTile, int kBlocks, bool kFetch>
 void value_pair_blocks(const BFloat16* weights, const BFloat16* const* values, int64_t shift,
                        Range keys, int64_t valid, LinesAhead* lines, float* out,
                        int64_t out_stride) {
-  constexpr int kN = kLanes<float>, kVecs = 2 * kBlocks;
+  constexpr int kVecs = 2 * kBlocks;
   LinesAhead ahead = kFetch ? *lines : LinesAhead{nullptr, 0, 0};
-  Vec<float> sums[kTile][kVecs];
+  add_to_rows<kTile, kVecs>(out, out_stride, [&](auto& sums) __attribute__((always_inline)) {
+    Inputs<kTile> inputs;
+    inputs.take(dense_rows(weights, kSplit), keys.begin / 2, keys.size() / 2);
+    for (int64_t pair = 0; pair < keys.size() / 2; ++pair) {
+      const BFloat16* const* both = values + keys.begin + 2 * pair;
+      Groups pairs[kBlocks][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < kTile; ++r) {
+      for (int i = 0; i < kBlocks; ++i) {
+        const auto load = [&](const BFloat16* value) {
+          const BFloat16* from = value + shift + i * kFeatures;
+          return (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
+        };
+        pair_values(load(both[0]), load(both[1]), pairs[i]);
+        if (kFetch) ahead.fetch(2);
+      }
 #pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) sums[r][i] = load<float>(out + r * out_stride + i * kN);
-  }
-  Inputs<kTile> inputs;
-  inputs.take(dense_rows(weights, kSplit), keys.begin / 2, keys.size() / 2);
-  for (int64_t pair = 0; pair < keys.size() / 2; ++pair) {
-    const BFloat16* const* both = values + keys.begin + 2 * pair;
-    Groups pairs[kBlocks][2];
+      for (int r = 0; r < kTile; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kBlocks; ++i) {
-      const auto load = [&](const BFloat16* value) {
-        const BFloat16* from = value + shift + i * kFeatures;
-        return (Groups)load_groups(from, kBlocks > 1 ? kFeatures : valid);
-      };
-      pair_values(load(both[0]), load(both[1]), pairs[i]);
-      if (kFetch) ahead.fetch(2);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kTile; ++r) {
-#pragma GCC unroll 8
-      for (int i = 0; i < kVecs; ++i) {
-        sums[r][i] = inputs.add(sums[r][i], r, pair, pairs[i / 2][i % 2]);
+        for (int i = 0; i < kVecs; ++i) {
+          sums[r][i] = inputs.add(sums[r][i], r, pair, pairs[i / 2][i % 2]);
+        }
       }
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kTile; ++r) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) store(out + r * out_stride + i * kN, sums[r][i]);
-  }
+  });
   if (kFetch) *lines = ahead;
 }
 
-/// Calls add(integral_constant kBlocks, column) for all dimensions, as many blocks of 32 at a time as
-/// leave registers for kTile rows of sums.
+/// Calls add(integral_constant kBlocks, bool_constant kFetch, column) for all dimensions, as many
+/// blocks of 32 at a time as leave registers for kTile rows of sums.
 template <int kTile, class Add>
-inline void for_blocks(int64_t width, const Add& add) {
+inline void for_blocks(int64_t width, bool fetches, const Add& add) {
   constexpr int kBlocks = kTile == 8 ? 1 : kTile == 4 ? 2 : 4;
+  const auto add_one = [&](auto blocks, int64_t column) {
+    if (fetches) return add(blocks, std::true_type{}, column);
+    add(blocks, std::false_type{}, column);
+  };
   int64_t column = 0;
   for (; column + kBlocks * kFeatures <= width; column += kBlocks * kFeatures) {
-    add(std::integral_constant<int, kBlocks>{}, column);
+    add_one(std::integral_constant<int, kBlocks>{}, column);
   }
-  for (; column < width; column += kFeatures) add(std::integral_constant<int, 1>{}, column);
+  for (; column < width; column += kFeatures) add_one(std::integral_constant<int, 1>{}, column);
 }
 
 /// All dimensions of value_blocks; out rows are padded to whole blocks.
@@ -254,10 +259,9 @@ template <int kTile>
 void value_row_blocks(const float* weights, const BFloat16* const* values, int64_t shift,
                       Range keys, int64_t width, LinesAhead* ahead, float* out,
                       int64_t out_stride) {
-  for_blocks<kTile>(width, [&](auto blocks, int64_t column) {
-    constexpr int kMany = decltype(blocks)::value;
-    const auto body = ahead ? value_blocks<kTile, kMany, true> : value_blocks<kTile, kMany, false>;
-    body(weights, values, shift + column, keys, width - column, ahead, out + column, out_stride);
+  for_blocks<kTile>(width, ahead, [&](auto blocks, auto fetches, int64_t column) {
+    value_blocks<kTile, blocks, fetches>(
+        weights, values, shift + column, keys, width - column, ahead, out + column, out_stride);
   });
 }
 
@@ -266,11 +270,9 @@ template <int kTile>
 void value_row_pairs(const BFloat16* weights, const BFloat16* const* values, int64_t shift,
                      Range keys, int64_t width, LinesAhead* ahead, float* out,
                      int64_t out_stride) {
-  for_blocks<kTile>(width, [&](auto blocks, int64_t column) {
-    constexpr int kMany = decltype(blocks)::value;
-    const auto body = ahead ? value_pair_blocks<kTile, kMany, true>
-                            : value_pair_blocks<kTile, kMany, false>;
-    body(weights, values, shift + column, keys, width - column, ahead, out + column, out_stride);
+  for_blocks<kTile>(width, ahead, [&](auto blocks, auto fetches, int64_t column) {
+    value_pair_blocks<kTile, blocks, fetches>(
+        weights, values, shift + column, keys, width - column, ahead, out + column, out_stride);
   });
 }
 
