@@ -61,6 +61,11 @@ _STEM = {
 }
 
 
+def with_text(name: str, **entries: Any) -> dict[str, Any]:
+    """The changes of an assistant's config that change entries of its text model."""
+    return {"text_config": {**CONFIGS[name]["text_config"], **entries}}
+
+
 @torch.no_grad()
 def new_assistant(name: str, seed: int = 5, **changes: Any) -> Any:
     """A random float32 assistant of transformers' class; its norms are far from 1."""

@@ -108,7 +108,7 @@ least the rotary part."""
 DRAFTERS: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]} for name in DRAFTED},
     "gemma4": {
-        "text_config": {**assistant.CONFIGS["gemma4"]["text_config"], **CHANGES["gemma4"]},
+        **assistant.with_text("gemma4", **CHANGES["gemma4"]),
         "use_ordered_embeddings": False,
     },
 }

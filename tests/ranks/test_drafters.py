@@ -22,18 +22,12 @@ OPTIONS: dict[str, Any] = {**TINY, "dtype": "float64", "batch_buckets": (4,)}
 TWO_GLOBAL = {"num_global_key_value_heads": 2}
 HEAD = {"num_attention_heads": 4, "num_key_value_heads": 2}
 """Of an EAGLE-3 head that two ranks can share."""
-
-
-def assistant_with(name: str, **entries: int) -> dict[str, Any]:
-    return {"text_config": {**assistant.CONFIGS[name]["text_config"], **entries}}
-
-
 TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, HEAD),
     "qwen3": ({}, HEAD),
     "gemma4": ({}, {}),
     **{
-        name: (TWO_GLOBAL, assistant_with(name, **TWO_GLOBAL))
+        name: (TWO_GLOBAL, assistant.with_text(name, **TWO_GLOBAL))
         for name in ("gemma4_unified", "gemma4@experts")
     },
 }
