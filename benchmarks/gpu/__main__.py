@@ -15,6 +15,7 @@ Exit code 1: a check failed, or a case raised an error. 2: there is no GPU, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import traceback
@@ -54,6 +55,8 @@ from benchmarks.harness.sampling import Tell
 from mtpc.errors import MtpcError
 
 PARTS = ("ops", "gate", "sampling", "aot", "kernels", "speed", "profile")
+GATED = (1, 3)
+"""K of a measured shape's gates."""
 TIMED = {"kernels", "speed", "profile"}
 CHECKS_SHARE = 0.5
 """Share of the deadline for the checks, if measurements follow."""
@@ -160,8 +163,9 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
     for name in args.families if "gate" in args.parts else ():
         row = Row("gate", machine.name, name, COMPARED, 3, 2)
         attempt("gate", row, lambda row: check_family(row, machine, workdir / f"tiny-{row.shape}"))
-    for name in args.shapes if "gate" in args.parts else ():
-        row = Row("gate", machine.name, name, COMPARED, 3, 2)
+    shapes = args.shapes if "gate" in args.parts else ()
+    for name, k in itertools.product(shapes, GATED):
+        row = Row("gate", machine.name, name, COMPARED, k, 1)
         attempt("gate", row, lambda row: check_shape(row, machine, workdir / f"gate-{row.shape}"))
     telling = TELLING[:1] if machine.is_dry else TELLING
     for name in telling if "gate" in args.parts else ():

@@ -31,11 +31,14 @@ from mtpc.layout import StepKey
 pytestmark = pytest.mark.gpu_compile
 
 WAIT, RELEASE = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-_MEMORY = re.compile(
-    r"^\s*(?:@!?%p\d+ )?(?:ld\.global|ld\.volatile|st\.|cp\.async|atom|red\.)", re.M
-)
-AHEAD = {"skinny_kernel"}
-"""Kernels that ask for weights before they wait."""
+_GUARD = r"^\s*(?:@!?%p\d+ )?"
+_WRITES = re.compile(_GUARD + r"(?:st\.|cp\.async|atom|red\.)", re.M)
+_READS = re.compile(_GUARD + r"ld\.(?:global|volatile)[^\[]*\[\s*(%rd\d+)", re.M)
+_MEMORY = re.compile(f"{_READS.pattern}|{_WRITES.pattern}", re.M)
+_PARAMETER = re.compile(r"ld\.param\.b64\s+(%rd\d+), \[\w+_param_(\d+)\]")
+_MADE = re.compile(r"^\s*[\w.]+\s+(%rd\d+), (.*);", re.M)
+WEIGHTS_FIRST = {"skinny_kernel": "weight_ptr"}
+"""Kernels that read a weight before they wait -> the parameter."""
 
 
 def _early_launches() -> dict[str, Launch]:
@@ -43,6 +46,19 @@ def _early_launches() -> dict[str, Launch]:
     with FakeTensorMode():
         launches = [launch for shipped in SHIPPED.values() for launch in shipped()]
     return {x.name: replace(x, early=True) for x in launches if "EARLY" in x.kernel.arg_names}
+
+
+def _parameters_read(text: str) -> set[int]:
+    """The parameters, by number, from which addresses of loads are computed."""
+    parameters = dict(_PARAMETER.findall(text))
+    made = dict(_MADE.findall(text))
+
+    def origins(register: str) -> set[int]:
+        if register in parameters:
+            return {int(parameters[register])}
+        return {n for r in re.findall(r"%rd\d+", made.get(register, "")) for n in origins(r)}
+
+    return {number for address in _READS.findall(text) for number in origins(address)}
 
 
 def test_every_early_kernel_waits_before_it_reads_or_writes() -> None:
@@ -54,10 +70,11 @@ def test_every_early_kernel_waits_before_it_reads_or_writes() -> None:
         text = compiled.asm["ptx"]
         assert compiled.metadata.launch_pdl, name
         assert (text.count(WAIT), text.count(RELEASE)) == (1, 1), name
-        first = _MEMORY.search(text)
-        assert first is not None
-        assert text.index(WAIT) < first.start(), name
-        assert ("prefetch.global.L2" in text) == (name in AHEAD), name
+        before, after = text.split(WAIT)
+        assert _MEMORY.search(after), name
+        read = {wanted.kernel.arg_names[number] for number in _parameters_read(before)}
+        assert read == {WEIGHTS_FIRST[name]} if name in WEIGHTS_FIRST else not read, name
+        assert not _WRITES.search(before), name
 
 
 @pytest.mark.parametrize("target", ["cuda:80", "hip:gfx942"])

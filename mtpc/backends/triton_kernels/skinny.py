@@ -1,7 +1,8 @@
 """Linear layers of a few rows: a program has a few rows of the weight, and reads each once.
 
 Tensor cores are not used: with so few rows, reading the weight takes longer than the arithmetic.
-The inputs are in the device's cache, so each program computes the norm anew.
+The inputs are in the device's cache, so each program computes the norm anew. A launch that begins
+early reads its first weights, which are often all of them, while it waits for the launch before.
 """
 
 from __future__ import annotations
@@ -17,31 +18,37 @@ from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of
 from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
 
 _THREADS = 128
-_TILES = {1: (4, 1024, 3), 2: (4, 1024, 3), 4: (4, 512, 4)}
-"""Rows -> features of a program, inputs and stages of its loop: the fastest of a dozen on an H100,
-at the sizes of a 0.5B and an 8B model. A gated program has half as many features."""
-_LINE: tl.constexpr = tl.constexpr(64)
-"""Elements of a cache line."""
-_AHEAD_BYTES = 16 << 20
-"""Bytes of the weight that an early launch prefetches; caches hold several times as much."""
+_WEIGHTS = 2048
+"""Elements of the weight that a program has at once: 16 a thread."""
+_TILES = {1: (4096, 3), 2: (4096, 3), 4: (512, 4)}
+"""Rows -> inputs and stages of a program's loop: the fastest of dozens on an H100, at the sizes of
+a 0.5B and an 8B model. They decide the features of a program; a gated one has half as many."""
 
 
 @triton.jit
-def _fetch(addresses):  # type: ignore[no-untyped-def]
-    """Prefetch lines into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _ask(at, up, K: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefetch the first lines of rows and, if GATED, of the rows `up` elements further on."""
-    lines = at + tl.minimum(tl.arange(0, AHEAD) * _LINE, K - 1)[None, None]
-    _fetch(lines.to(tl.int64))
+def _add(  # type: ignore[no-untyped-def]
+    weight, up_weight, sums, up_sums, squares, x_ptr, added_ptr, norm_ptr, total_ptr, x_row,
+    added_row, row, i, ROWS: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The sums with the inputs i of all rows, by the loaded weights."""
+    mask = (row < ROWS) & (i < K)
+    x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
+    if HAS_NORM:
+        added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
+        # The norm is of the rounded sum.
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + row * K + i, x, mask=mask)
+    wide = x.to(tl.float32)
+    if HAS_NORM:
+        squares += wide * wide
+        scale = tl.load(norm_ptr + i, mask=i < K, other=0.0).to(tl.float32)
+        wide *= 1.0 + scale if PLUS_ONE else scale
+    sums += weight.to(tl.float32) * wide
     if GATED:
-        _fetch((lines + up).to(tl.int64))
+        up_sums += up_weight.to(tl.float32) * wide
+    return sums, up_sums, squares
 
 
 @triton.jit
@@ -50,40 +57,40 @@ def skinny_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     EPSILON: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """x, added [ROWS, K] with any row stride; weight [N, K], of gate and up if GATED;
     total [ROWS, K]; out [ROWS, N]. K is a multiple of 8."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS_PAD)[:, None, None]
     at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :, None] * K
-    if EARLY:
-        _ask(at, N * K, K, AHEAD, GATED)
-    await_launches(EARLY)
+    i = tl.arange(0, BLOCK_K)[None, None]
     sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)
     up_sums = tl.zeros((ROWS_PAD, BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((ROWS_PAD, 1, BLOCK_K), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        i = start + tl.arange(0, BLOCK_K)[None, None]
-        mask = (row < ROWS) & (i < K)
+    # An early launch reads its first weights while it waits.
+    FIRST: tl.constexpr = BLOCK_K if EARLY or BLOCK_K >= K else 0
+    if FIRST:
         weight = tl.load(at + i, mask=i < K, other=0.0)
+        up_weight = weight
         if GATED:
             up_weight = tl.load(at + N * K + i, mask=i < K, other=0.0)
-        x = tl.load(x_ptr + row * x_row + i, mask=mask, other=0.0)
-        if HAS_NORM:
-            added = tl.load(added_ptr + row * added_row + i, mask=mask, other=0.0)
-            # The norm is of the rounded sum.
-            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-            if tl.program_id(0) == 0:
-                tl.store(total_ptr + row * K + i, x, mask=mask)
-        wide = x.to(tl.float32)
-        if HAS_NORM:
-            squares += wide * wide
-            scale = tl.load(norm_ptr + i, mask=i < K, other=0.0).to(tl.float32)
-            wide *= 1.0 + scale if PLUS_ONE else scale
-        sums += weight.to(tl.float32) * wide
+    await_launches(EARLY)
+    if FIRST:
+        sums, up_sums, squares = _add(
+            weight, up_weight, sums, up_sums, squares, x_ptr, added_ptr, norm_ptr, total_ptr,
+            x_row, added_row, row, i, ROWS, K, HAS_NORM, PLUS_ONE, GATED,
+        )  # fmt: skip
+    for start in tl.range(FIRST, K, BLOCK_K, num_stages=STAGES):
+        j = start + i
+        weight = tl.load(at + j, mask=j < K, other=0.0)
+        up_weight = weight
         if GATED:
-            up_sums += up_weight.to(tl.float32) * wide
+            up_weight = tl.load(at + N * K + j, mask=j < K, other=0.0)
+        sums, up_sums, squares = _add(
+            weight, up_weight, sums, up_sums, squares, x_ptr, added_ptr, norm_ptr, total_ptr,
+            x_row, added_row, row, j, ROWS, K, HAS_NORM, PLUS_ONE, GATED,
+        )  # fmt: skip
     out = tl.sum(sums, 2)
     if HAS_NORM:
         inverse = tl.rsqrt(tl.sum(squares, 2) / K + EPSILON)
@@ -132,14 +139,13 @@ def skinny_launch(
     (rows, width), features = x.shape, weight.shape[0] // (2 if gated else 1)
     added, scale, total, epsilon, plus_one = norm or (x, x, x, 0.0, False)
     padded = power_of_two(rows)
-    block_n, block_k, stages = _TILES[padded]
-    block_n, block_k = block_n // (2 if gated else 1), min(block_k, power_of_two(width))
-    ahead = max(1, min(width, _AHEAD_BYTES // (weight.shape[0] * weight.itemsize)) // _LINE.value)
+    inputs, stages = _TILES[padded]
+    block_k = min(inputs, power_of_two(width))
+    block_n = max(1, _WEIGHTS // (block_k * (2 if gated else 1)))
     constants = dict(
         ROWS=rows, ROWS_PAD=padded, N=features, K=width, BLOCK_N=block_n, BLOCK_K=block_k,
         HAS_NORM=norm is not None, PLUS_ONE=plus_one, EPSILON=float(epsilon),
         HAS_BIAS=bias is not None, GATED=gated, STAGES=stages,
-        AHEAD=power_of_two(ahead),
     )  # fmt: skip
     arguments = dict(
         x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
