@@ -3,17 +3,23 @@
     python -m benchmarks.gpu_model                            # needs Triton; nothing is run
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
+    python -m benchmarks.gpu_model --device h100 --measured benchmarks/results/h100/gpu.json \\
+        --cases glm4-0.5b:1:3 glm4-8b:64:0 glm4-8b:64:3 --context 200
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with uninitialised weights. Times are computed, not measured.
+and scheduled by Inductor, with uninitialised weights. Times are computed; `--measured` puts the
+profiles of a record of benchmarks.gpu_record beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.count import Lowered, lowered
@@ -29,23 +35,28 @@ from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.traffic import Cost
+    from benchmarks.gpu.traffic import Cost, Device
 
 CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:3",
          "glm4.5-air:1:3", "deepseek-v3:64:3")  # fmt: skip
 BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
 """Passes that are disabled for the first count."""
-SLOWEST = 5
+SLOWEST, WHOLE = 5, "whole step"
 COLUMNS = ("shape", "batch", "K", "choice", "kernels before", "kernels", "operator", "calls",
-           "launches", "MB moved", "MB least", "us", "us least")  # fmt: skip
+           "launches", "MB moved", "MB least", "us least", "us", "us measured")  # fmt: skip
 NOTES = (
-    "the five operators of each case that are farthest from their floor, and the whole step; no "
-    "figure was measured.",
+    "the five operators of each case that are farthest from their floor, and the whole step.",
     "kernels before: without " + ", ".join(BEFORE) + ". generated: what Inductor writes.",
     "moved: bytes that programs load and store; least: of what an operator is given and gives.",
-    "us: 2 for each launch, and the longer of memory at 4.8 TB/s and cache at 7 TB/s (assumed), by "
-    "the share of 132 processors that have a program; products of libraries at their floor.",
+    "us, by the model: 2 for each launch, and the longer of the times of memory and cache (assumed:"
+    " 5.5 TB/s of an H100, 7 of an H200), by the share of 132 processors that have a program; "
+    "products of libraries at their floor.",
+    "us measured: of the operator's kernels in a profile, and of the whole step by events.",
 )
+_LIBRARY = re.compile(r"nvjet|cutlass|cublas|gemv|Cijk_|splitK|dot_kernel|reduce_1Block")
+_GENERATED = re.compile(r"triton_(poi|red|per)_")
+_MOST_OFF = 0.1
+"""Share of a step's launches that a profile may lack."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     tell = command.teller()
     rows: list[dict[str, Any]] = []
+    seen = json.loads(args.measured.read_text())["rows"] if args.measured else ()
     for case in args.cases:
         tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
-        rows += case_rows(case, args.context)
-    args.cases = " ".join(map(str, args.cases))
+        profile = profile_of(seen, case)
+        for row in case_rows(case, args.context, args.device):
+            rows.append({**row, "measured": measured(row["operator"], row["names"], profile)})
+    args.cases, args.measured = " ".join(map(str, args.cases)), str(args.measured or "")
     publish("gpu_model", args, {"machine": ON_PAPER, "rows": rows}, table)
     return 0
 
@@ -99,6 +113,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     default = [Case.of(text) for text in CASES]
     add("--cases", type=Case.of, nargs="+", default=default, metavar="SHAPE:BATCH:K[:sampled]")
     add("--context", type=command.positive, default=4096, metavar="N", help="tokens of a request")
+    add("--device", choices=("h100", "h200"), default="h200")
+    add("--measured", type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles")
     add_result_files(parser)
     return parser.parse_args(argv)
 
@@ -111,21 +127,64 @@ def unfilled(shape: str, layers: int) -> LoadedModel:
     return loaded
 
 
-def case_rows(case: Case, context: int) -> list[dict[str, Any]]:
+def profile_of(rows: Sequence[Mapping[str, Any]], case: Case) -> dict[str, float]:
+    """Seconds of each kernel of a case's step, and of the step under the name `WHOLE`.
+
+    They are of the last run that lists nearly all kernels, and whose kernels do not overlap; {} if
+    there is none.
+
+    Args:
+        rows: of a record of benchmarks.gpu_record.
+        case: greedy; of another, nothing is measured.
+    """
+    wanted = (case.shape, case.spec_tokens, case.batch)
+    same = [r for r in rows if (r["shape"], r["spec_tokens"], r["batch"]) == wanted]
+    found: dict[str, float] = {}
+    for whole in same if not case.sampled else ():
+        if whole["part"] not in ("speed", "profile") or "kernels" not in whole:
+            continue
+        kernels = [r for r in same if (r["part"], r["run"]) == ("kernel", whole["run"])]
+        count, ms = (sum(r[name] for r in kernels) for name in ("kernels", "ms_device"))
+        is_whole = abs(count - whole["kernels"]) <= _MOST_OFF * whole["kernels"]
+        if is_whole and ms <= whole["ms_device"]:
+            found = {r["engine"]: 1e-3 * r["ms_device"] for r in kernels}
+            found[WHOLE] = 1e-3 * whole["ms_device"]
+    return found
+
+
+def measured(operator: str, names: Sequence[str], profile: Mapping[str, float]) -> float | None:
+    """Seconds of an operator's kernels in a profile; None if it has none of them.
+
+    Args:
+        operator: its name, or `WHOLE`.
+        names: of its kernels.
+        profile: as `profile_of` returns it.
+    """
+    from benchmarks.gpu.traffic import GENERATED, LIBRARY
+
+    if operator == WHOLE:
+        return profile.get(WHOLE)
+    classes = {LIBRARY: _LIBRARY, GENERATED: _GENERATED}
+    patterns = [classes.get(name, re.compile(re.escape(name))) for name in names]
+    found = [s for kernel, s in profile.items() if any(p.search(kernel) for p in patterns)]
+    return sum(found) if found else None
+
+
+def case_rows(case: Case, context: int, device: str) -> list[dict[str, Any]]:
     """The slowest operators of a case, and its whole step.
 
     Raises:
         BackendError: there is no Triton.
     """
     try:
-        from benchmarks.gpu.traffic import launches_of
+        from benchmarks.gpu.traffic import DEVICES, launches_of
     except ModuleNotFoundError as error:
         raise BackendError(
             "benchmarks.gpu_model needs Triton, whose kernels it counts: pip install triton"
         ) from error
-    before = launches_of(all_layers(case, context, BEFORE))
-    costs = all_layers(case, context)
-    total = replace(costs[0], operator="whole step")
+    before = launches_of(all_layers(case, context, DEVICES[device], BEFORE))
+    costs = all_layers(case, context, DEVICES[device])
+    total = replace(costs[0], operator=WHOLE)
     for cost in costs[1:]:
         total = total + cost
     kernels = dict(kernels_before=before, kernels=launches_of(costs))
@@ -133,7 +192,9 @@ def case_rows(case: Case, context: int) -> list[dict[str, Any]]:
     return [{**asdict(case), **kernels, **asdict(cost)} for cost in whole]
 
 
-def all_layers(case: Case, context: int, disabled: tuple[str, ...] = ()) -> list[Cost]:
+def all_layers(
+    case: Case, context: int, device: Device, disabled: tuple[str, ...] = ()
+) -> list[Cost]:
     """The operators of a step, ordered by distance from their floor.
 
     Layers of one kind cost the same. So two models that differ by one layer of the last kind give
@@ -146,7 +207,7 @@ def all_layers(case: Case, context: int, disabled: tuple[str, ...] = ()) -> list
     dense = config["first_k_dense_replace"]
     least = min(depth - 1, 2 + (dense if dense < depth else 0))
     few, more = (
-        step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work)
+        step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work, device)
         for layers in (least, least + 1)
     )
     seen = {cost.operator: cost for cost in few}
@@ -179,12 +240,13 @@ def table(record: Record) -> Table:
             "sampled" if row["sampled"] else "greedy", str(row["kernels_before"]),
             str(row["kernels"]), row["operator"], str(row["calls"]), str(row["launches"]),
             f"{row['moved'] / 1e6:.1f}", f"{row['least'] / 1e6:.1f}",
-            f"{1e6 * row['seconds']:.0f}", f"{1e6 * row['floor']:.0f}",
+            f"{1e6 * row['floor']:.0f}", f"{1e6 * row['seconds']:.0f}",
+            "-" if row["measured"] is None else f"{1e6 * row['measured']:.0f}",
         ]
         for row in record["rows"]
     ]  # fmt: skip
-    context = record["arguments"]["context"]
-    title = f"Decode steps of an H200 by the model, {context} tokens of context"
+    context, device = (record["arguments"][name] for name in ("context", "device"))
+    title = f"Decode steps of an {device.upper()} by the model, {context} tokens of context"
     return Table(title, COLUMNS, cells, NOTES)
 
 
