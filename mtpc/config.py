@@ -56,7 +56,7 @@ SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 
-_ONE_RANK_ONLY = ("kv_offload_dir", "images", "build_in_background")
+_ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 _ALIASES = {"num_speculative_tokens": "spec_tokens"}
 

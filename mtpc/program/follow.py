@@ -3,14 +3,16 @@
 Before each replay, rank 0 sends one message: the step's number, and what the host has written since
 the last message. If it has written nothing, the message is the number alone. A message is JSON and
 holds numbers only: in place of a buffer's name, it has the buffer's place in a list that all ranks
-have.
+have. Behind it are the bytes of what is not whole numbers, such as the embeddings of images.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from mtpc.program.rank_devices import end_exchanges, leave_devices, watch_steps
 from mtpc.program.ranks import Ranks, step_timeout_s
 from mtpc.program.step_watch import StepWatch
 
-_FIRST_BYTES = 256
-"""A message of up to so many bytes, including its length, is one broadcast. A longer one is two."""
+_FIRST_BYTES, _LENGTHS = 256, struct.Struct("<2Q")
+"""A message of up to so many bytes is one broadcast. A longer one is two. It begins with the
+lengths of its JSON and of the bytes behind it."""
 _END = -1
 """In place of a step's number: the last message."""
 
@@ -75,12 +78,19 @@ class LeadingProgram(Program):
     sent_bytes: int = 0
     watch: StepWatch | None = None
     _events: list[Any] = field(default_factory=list, repr=False)
+    _behind: bytearray = field(default_factory=bytearray, repr=False)
     _failure: str = ""
 
     def write(self, tensor: Tensor, value: Tensor | int) -> None:
         """As `Program.write`; every other rank does the same before its next step."""
         super().write(tensor, value)
-        told = value.tolist() if isinstance(value, Tensor) else value
+        told: Any = value
+        if isinstance(value, Tensor) and value.is_floating_point():
+            told = {"shape": list(value.shape)}
+            same = value.to(tensor.dtype).contiguous().flatten()
+            self._behind += same.view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, Tensor):
+            told = value.tolist()
         self._events.append([_Tensors(self).place_of(tensor), told])
 
     def copy(self, to: Tensor, source: Tensor) -> None:
@@ -133,8 +143,9 @@ class LeadingProgram(Program):
 
     def _send(self, number: int) -> None:
         data = json.dumps([number, self._events], separators=(",", ":")).encode()
-        self._events = []
-        sent = bytearray(len(data).to_bytes(4, "little") + data).ljust(_FIRST_BYTES, b"\0")
+        sent = bytearray(_LENGTHS.pack(len(data), len(self._behind)) + data + self._behind)
+        sent = sent.ljust(_FIRST_BYTES, b"\0")
+        self._events, self._behind = [], bytearray()
         for part in torch.frombuffer(sent, dtype=torch.uint8).tensor_split([_FIRST_BYTES]):
             if len(part):
                 dist.broadcast(part, group=self.ranks.control, group_src=0)
@@ -171,9 +182,10 @@ class FollowingProgram(Program):
         keys, tensors = sorted(self.steps), _Tensors(self)
         try:
             while (message := self._receive())[0] != _END:
-                for place, told in message[1]:
-                    self._repeat(tensors, place, told)
-                _watched_run(self, keys[message[0]])
+                number, events, behind = message
+                for place, told in events:
+                    behind = self._repeat(tensors.view(place), told, tensors, behind)
+                _watched_run(self, keys[number])
         except Exception as error:
             _release(self)
             if self.ranks.on_gpus:
@@ -185,26 +197,33 @@ class FollowingProgram(Program):
         _release(self)
         leave_devices(self.ranks)
 
-    def _repeat(self, tensors: _Tensors, place: list[Any], told: Any) -> None:
-        view = tensors.view(place)
-        if isinstance(told, dict):
-            super().copy(view, tensors.view(told["from"]))
-        elif isinstance(told, list):
+    def _repeat(self, view: Tensor, told: Any, tensors: _Tensors, behind: bytearray) -> bytearray:
+        """Repeat a write; returns the bytes behind the message that are of later writes."""
+        if isinstance(told, list):
             super().write(view, torch.tensor(told, dtype=view.dtype))
-        else:
+        elif not isinstance(told, dict):
             super().write(view, told)
+        elif "from" in told:
+            super().copy(view, tensors.view(told["from"]))
+        else:
+            nbytes = prod(told["shape"]) * view.itemsize
+            value = torch.frombuffer(behind[:nbytes], dtype=view.dtype)
+            super().write(view, value.view(told["shape"]))
+            return behind[nbytes:]
+        return behind
 
-    def _receive(self) -> Any:
+    def _receive(self) -> tuple[int, list[Any], bytearray]:
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         dist.broadcast(first, group=self.ranks.control, group_src=0)
-        data = first.numpy().tobytes()
-        length = int.from_bytes(data[:4], "little")
-        data = data[4:]
-        if length > len(data):
-            rest = torch.empty(length - len(data), dtype=torch.uint8)
+        data = bytearray(first.numpy().tobytes())
+        begin, (length, behind) = _LENGTHS.size, _LENGTHS.unpack_from(data)
+        missing = begin + length + behind - len(data)
+        if missing > 0:
+            rest = torch.empty(missing, dtype=torch.uint8)
             dist.broadcast(rest, group=self.ranks.control, group_src=0)
             data += rest.numpy().tobytes()
-        return json.loads(data[:length])
+        number, events = json.loads(data[begin : begin + length])
+        return number, events, data[begin + length : begin + length + behind]
 
 
 def _watched_run(program: LeadingProgram | FollowingProgram, key: StepKey) -> Mapping[str, Tensor]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import mtpc
 from mtpc.errors import MtpcError
+from mtpc.layout import PROMPT_EMBEDS
 
 
 @dataclass
@@ -61,14 +62,17 @@ class Group:
 
 
 def states(model: mtpc.SpecModel, size: int) -> list[Any]:
-    """Tokens and lengths of each rank, and its pages of codes with their scales."""
+    """Tokens and lengths of each rank, the bytes of its images' rows, and its pages of codes."""
+    rows = [
+        t.view(torch.uint8) for name, t in model.program.shared.items() if name == PROMPT_EMBEDS
+    ]
     shared = [model.program.shared[f"state.{name}"] for name in ("token_ids", "committed_lens")]
     results = [
         model.program.steps[key].buffers["batch.out_token_ids"]
         for key in sorted(model.program.steps)
     ]
     every: list[Any] = [None] * size
-    own = [tensor.tolist() for tensor in (*shared, *results, *codes_of(model))]
+    own = [tensor.tolist() for tensor in (*shared, *rows, *results, *codes_of(model))]
     dist.all_gather_object(every, own)
     return every
 
