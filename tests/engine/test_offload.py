@@ -220,12 +220,12 @@ def test_processes_share_a_directory_and_are_killed(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.communicate()
-    files = sorted(tmp_path.glob("*.page.safetensors"))
-    assert files
+    # A writer that is killed before it evicts leaves a file too many; the reader's start evicts.
     reader = offload_of(tmp_path, filled(), most)
     found = [n for seed in (1, 2) for m in range(40)
              for n in loaded(reader, [seed * 1000 + m, *TEXT[1:]])]  # fmt: skip
-    assert len(found) == len(files)
+    files = sorted(tmp_path.glob("*.page.safetensors"))
+    assert len(found) == len(files) > 0
     assert not reader._fallbacks
 
 
