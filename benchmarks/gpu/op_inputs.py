@@ -189,6 +189,15 @@ def _experts(new: Inputs) -> Iterator[Arguments]:
         yield new.normal(tokens, 256), *weights, *choices, *limit
 
 
+def _relu2_experts(new: Inputs) -> Iterator[Arguments]:
+    """One row, a few, and more of one expert than a tile has; choices of no expert."""
+    for tokens in (1, 5, 40):
+        weights = (new.normal(8, 128, 256) / 16, new.normal(8, 256, 128) / 24)
+        ids = new.distinct(2, 8, tokens)
+        ids[3:, 0] = 8
+        yield new.normal(tokens, 256), *weights, ids, new.uniform(tokens, 2)
+
+
 def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     """Requests that stand where the last step left them, that replay drafts, that begin; then so
     many rows that they go in chunks."""
@@ -210,6 +219,22 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
     starts = torch.tensor([0, 70, 160]).int()
     prompts = new.normal(160, channels + 2 * heads)
     yield prompts, *weights, *state, slots, lens, starts, counts
+
+
+def _mamba2_scan(new: Inputs) -> Iterator[Arguments]:
+    """Requests as of `_gated_delta_rule`; a bias of the convolution and groups, or neither."""
+    heads, dim, state_dim, width, drafts = 4, 64, 128, 4, 3
+    for groups in (2, 1):
+        channels = heads * dim + 2 * groups * state_dim
+        bias = new.normal(channels) if groups > 1 else None
+        weights = (new.normal(channels, width) / 4, bias, *(new.normal(heads) for _ in range(3)))
+        recurrent = torch.randn(5, heads, state_dim, dim, generator=new.generator) / 8
+        history = new.normal(5, drafts + width - 1, channels + heads)
+        standing = torch.tensor([0, 126, 33, 0, 0]).int()
+        state = (recurrent, history, standing, torch.tensor([2, 4, 0, 1]))
+        certain = torch.ones(len(LENGTHS), dtype=torch.int32)
+        rows = new.rows(channels + heads)
+        yield rows, *weights, *state, *new.indices[1:], certain, groups
 
 
 def _slot_attention(new: Inputs) -> Iterator[Arguments]:
@@ -394,7 +419,9 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "latent_attention": (_latent_attention, ALL),
     "choose_slots": (_choose_slots, ALL),
     "experts": (_experts, ALL),
+    "relu2_experts": (_relu2_experts, ALL),
     "gated_delta_rule": (_gated_delta_rule, ALL),
+    "mamba2_scan": (_mamba2_scan, ALL),
     "grouped_linear": (_grouped_linear, ALL),
     "grouped_gated_linear": (_grouped_gated_linear, HALVES),
     # In float32 one activation that is rounded the other way is more than the tolerance.

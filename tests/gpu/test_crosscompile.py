@@ -300,4 +300,11 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["places_ptr", "values_ptr"],
         ["firsts_ptr", "peaks_ptr"],
         ["places_ptr", "values_ptr"],
+        ["terms_ptr"],
+        ["out_ptr", "state_ptr"],
+        ["history_ptr", "out_ptr", "standing_ptr"],
+        ["experts_ptr", "picks_ptr"],
+        ["hidden_ptr"],
+        ["part_ptr"],
+        ["out_ptr"],
     ]

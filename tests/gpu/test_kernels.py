@@ -384,6 +384,33 @@ def test_a_limit_keeps_nan() -> None:
         assert out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(0, (37, 19)), (1, (37, 19)), (5, (130, 33)), (19, (64, 48))]
+)
+def test_experts_without_gates(dtype: torch.dtype, tokens: int, sizes: tuple[int, int]) -> None:
+    mix = make_mixture(tokens, dtype=dtype, hidden=sizes[0], intermediate=sizes[1])
+    close(mix.run_without_gates(OURS), mix.run_without_gates(REFERENCE), scale=2)
+
+
+@pytest.mark.parametrize("tokens", [5, 90])
+def test_experts_without_gates_of_any_choice(tokens: int) -> None:
+    """Ids out of order and of no expert, unused experts that are NaN, a row that is, two tiles of
+    one expert; int32."""
+    mix = make_mixture(tokens, chosen=3)
+    mix.ids[:, 0] = 4
+    mix.ids[:, 1] = torch.arange(tokens) % 2
+    mix.ids[:, 2] = torch.tensor([99, -1, WILD, 6, -WILD]).repeat(tokens // 5)
+    expected = mix.run_without_gates(REFERENCE)
+    for unused in (2, 3, 5):
+        mix.gate_up[unused] = mix.down[unused] = float("nan")
+    mix.x[3], mix.ids = float("nan"), mix.ids.int()
+    found = mix.run_without_gates(OURS)
+    assert found[3].isnan().all()
+    others = [row for row in range(tokens) if row != 3]
+    close(found[others], expected[others])
+
+
 # ---- sinkhorn --------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     store = tmp_path / "store"
     _child("build", store, target, tmp_path / "elsewhere")
     found = _child("load", store, target, tmp_path / "here")
-    assert len(found) == 46
+    assert len(found) == 53
     assert all(reason is None for _, reason, _ in found)
     assert all(was_there for _, _, was_there in found), found
     for code in store.glob("entries/*/triton.json"):

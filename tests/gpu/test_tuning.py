@@ -21,7 +21,7 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from helpers.batches import close, make_batch, make_mixture
-from helpers.deltas import DELTA, NARROW, Layer, make_rows
+from helpers.deltas import DELTA, MAMBA, NARROW, Layer, make_rows
 from helpers.grouped import experts_call, random_weight
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
@@ -120,8 +120,9 @@ def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.M
     close(latent.latent(ops, 48), latent.latent(REFERENCE, 48))
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)
+    close(mixture.run_without_gates(ops), mixture.run_without_gates(REFERENCE), scale=2)
     monkeypatch.setattr(delta_chunks, "_LEAST_ROWS", 18)
-    for rule, count in ((DELTA, 5), (NARROW, 16)):  # The latter go in chunks.
+    for rule, count in ((DELTA, 5), (MAMBA, 5), (NARROW, 16)):  # The last go in chunks.
         ours, theirs = Layer(ops, torch.float32, rule), Layer(REFERENCE, torch.float32, rule)
         for layer in (ours, theirs):
             layer.run([make_rows(count), make_rows(2, seed=1)], [2, 1], [0, 0], [count, 2])

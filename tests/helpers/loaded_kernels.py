@@ -60,6 +60,10 @@ def launches() -> list[Launch]:
         *(new(3, 4, 8, 8, dtype=float32), new(3, 6, 72), new(3, dtype=int32)),
         *(new(2, dtype=int64), *indices[1:], new(2, dtype=int32)),
     )
+    scanned = (
+        *(new(8, 68), new(64, 4), new(64), *(new(4) for _ in range(3))),
+        *(new(3, 4, 8, 8, dtype=float32), new(3, 6, 68), *delta[6:]),
+    )
     numbers = (new(3, 6, dtype=torch.float64), new(3, 6, dtype=int64))
     biases = (new(3, 5, dtype=int64), new(3, 5, dtype=torch.float64))
     tokens = (*(new(3, 3, dtype=int32) for _ in range(2)), new(3, 96, dtype=int32))
@@ -87,7 +91,9 @@ def launches() -> list[Launch]:
         plan("paged_attention", new(1, 4, 64), kv, kv, *one, 0.1, 32, 5.0, new(4)),
         plan("latent_attention", new(8, 4, 80), latent, *indices, 0.1, 64),
         plan("experts", new(1, 64), new(6, 64, 64), new(6, 64, 32), *choices, 7.0, True),
+        plan("relu2_experts", new(1, 64), new(6, 32, 64), new(6, 64, 32), *choices),
         plan("gated_delta_rule", *delta),
+        plan("mamba2_scan", *scanned, 2),
         plan("grouped_linear", new(8, 64), *codes, new(2, 2, 32), None, 64, None),
         plan("sample", *rows, *numbers, *biases, *tokens, new(3, 2, dtype=int64), mask),
         plan("count_tokens", tokens[2], *emitted),

@@ -32,6 +32,7 @@ class Step(nn.Module):
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
         grouped_mixture, slotted, skinny, halved, routed, limited, headed,
+        scanned, ungated,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -70,6 +71,8 @@ class Step(nn.Module):
             *ops.topk(*routed),
             *ops.group_topk(*limited),
             *ops.row_max(headed),
+            ops.mamba2_scan(*scanned, 2),
+            ops.relu2_experts(*ungated),
         )
 
 
@@ -154,6 +157,15 @@ def main() -> None:
             (new(8, 4, 8, dtype=torch.float32), 2),
             (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),
+            (
+                *(new(8, 68), new(64, 4), new(64), *(new(4) for _ in range(3))),
+                *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 68), new(3, dtype=int32)),
+                *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+            ),
+            (
+                *(new(8, 64), new(6, 32, 64), new(6, 64, 32)),
+                *(new(8, 2, dtype=torch.int64), new(8, 2)),
+            ),
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

@@ -75,19 +75,26 @@ def _experts(
     *limit: float | bool,
     dtype: torch.dtype = BF16,
     configs: str = "",
+    name: str = "experts",
 ) -> list[Launch]:
     count, hidden, inner = sizes
-    x, weights, gate_up, down = (
+    x, weights, first, down = (
         _fake(*shape, dtype=dtype)
         for shape in (
             (tokens, hidden),
             (tokens, chosen),
-            (count, 2 * inner, hidden),
+            (count, 2 * inner if name == "experts" else inner, hidden),
             (count, hidden, inner),
         )
     )
     ids = _fake(tokens, chosen, dtype=torch.int64)
-    return plan("experts", x, gate_up, down, ids, weights, *limit, configs=configs)[0]
+    return plan(name, x, first, down, ids, weights, *limit, configs=configs)[0]
+
+
+def _relu2_experts(tokens: int, dtype: torch.dtype = BF16, configs: str = "") -> list[Launch]:
+    """Nemotron 3 Nano's: six of 128."""
+    sizes = (128, 2688, 1856)
+    return _experts(tokens, sizes, 6, dtype=dtype, configs=configs, name="relu2_experts")
 
 
 def write(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
@@ -196,21 +203,39 @@ def _delta(
 ) -> list[Launch]:  # type: ignore[no-untyped-def]
     """Qwen3-Next: key and value heads of 128, a convolution over four rows."""
     channels = (2 * heads[0] + heads[1]) * 128
-    tokens, fields, slots = reqs * rows, channels + 2 * heads[1], reqs + 1
     weights = (_fake(channels, 4, dtype=dtype), _fake(heads[1]), _fake(heads[1]))
-    state = (
-        _fake(slots, heads[1], 128, 128, dtype=torch.float32),
+    state = _state(reqs, rows, channels + 2 * heads[1], (heads[1], 128, 128), drafts, dtype)
+    return plan("gated_delta_rule", state[0], *weights, *state[1:])[0]
+
+
+def _state(
+    reqs: int,
+    rows: int,
+    fields: int,
+    matrices: tuple[int, int, int],
+    drafts: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """Rows of a recurrence, its state, and its requests."""
+    slots, int32 = reqs + 1, torch.int32
+    return (
+        _fake(reqs * rows, fields, dtype=dtype),
+        _fake(slots, *matrices, dtype=FP32),
         _fake(slots, 3 + drafts, fields, dtype=dtype),
-        _fake(slots, dtype=torch.int32),
+        *(_fake(slots, dtype=int32), _fake(reqs, dtype=torch.int64)),
+        *(_fake(count, dtype=int32) for count in (reqs, reqs + 1, reqs)),
     )
-    indices = (
-        _fake(reqs, dtype=torch.int64),
-        _fake(reqs, dtype=torch.int32),
-        _fake(reqs + 1, dtype=torch.int32),
-        _fake(reqs, dtype=torch.int32),
-    )
-    args = (_fake(tokens, fields, dtype=dtype), *weights, *state, *indices)
-    return plan("gated_delta_rule", *args)[0]
+
+
+def _scan(
+    reqs: int, rows: int, heads: int = 64, drafts: int = 3, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """Nemotron 3: heads of 64, a state of 128 in 8 groups, a convolution over four rows."""
+    channels = heads * 64 + 2 * 8 * 128
+    convolution = (_fake(channels, 4, dtype=dtype), _fake(channels, dtype=dtype))
+    of_heads = (_fake(heads, dtype=dtype) for _ in range(3))
+    state = _state(reqs, rows, channels + heads, (heads, 128, 64), drafts, dtype)
+    return plan("mamba2_scan", state[0], *convolution, *of_heads, *state[1:], 8)[0]
 
 
 def _codes(kind: Kind, group: int, *shape: int) -> tuple[torch.Tensor, ...]:
@@ -322,6 +347,19 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "Qwen3-Next's state, 64 x 1 rows without drafts": lambda: _delta(64, 1, drafts=0),
     "Qwen3-Next's state, prompt of 512": lambda: _delta(1, 512),
     "Qwen3.5's state (48 heads), float32": lambda: _delta(4, 4, (16, 48), dtype=torch.float32),
+    "Nemotron 3 Nano's state, 1 x 5 rows": lambda: _scan(1, 5, drafts=4),
+    "Nemotron 3 Nano's state, 64 x 1 rows without drafts, float16": lambda: _scan(
+        64, 1, drafts=0, dtype=FP16
+    ),
+    "Nemotron 3 Super's state (128 heads), prompt of 512, float32": lambda: _scan(
+        1, 512, 128, dtype=FP32
+    ),
+    "Nemotron 3 Nano's experts, 5 rows": lambda: _relu2_experts(5),
+    "Nemotron 3 Nano's experts, prompt of 1024, float16": lambda: _relu2_experts(1024, FP16),
+    "Nemotron 3 Nano's experts, 5 rows, float32": lambda: _relu2_experts(5, FP32),
+    "batch-invariant experts of Nemotron 3 Nano, 4 rows": lambda: _relu2_experts(
+        4, configs=BATCH_INVARIANT
+    ),
     "int8 head of GLM-4.5, 1 row": lambda: _grouped(1, "int8", 4096, (151_552, 4096)),
     "int8 head of GLM-4.5, 5 rows, float16": lambda: _grouped(
         5, "int8", 4096, (151_552, 4096), FP16

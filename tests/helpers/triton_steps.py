@@ -43,6 +43,7 @@ FAMILIES = {
     "step3p7": {"paged_attention", "experts", "topk"},
     "deepseek_v4": {"experts", "topk", "sinkhorn", "choose_slots", "slot_attention"},
     "qwen4_exp": {"paged_attention", "experts", "topk", "gated_delta_rule", "choose_slots"},
+    "nemotron_h": {"paged_attention", "relu2_experts", "topk", "mamba2_scan"},
     "deepseek_v32": {"latent_attention", "experts", "group_topk", "choose_slots"},
 }
 """The mtpc operators that the steps of a family call, in addition to those of every step."""

@@ -11,7 +11,7 @@ What the kernels guarantee:
 - Grids depend on the bucket's sizes only. Lengths, block tables and slots are read on the device,
   so one captured graph serves every length up to max_len.
 - There are no atomics, so a result has the same bits in every run. In one bucket, a row's bits of
-  attention and of the gated delta rule do not depend on other requests, on the rows and the context
+  attention and of recurrent state do not depend on other requests, on the rows and the context
   of its own request, or on whether the row was replayed.
 - They read only cache positions that some row attends to, and only weights of experts that some row
   chose.

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, is_interpreted, power_of_two
+from mtpc.backends.triton_kernels.recurrence import softplus
 from mtpc.backends.triton_kernels.tiles import dot
 
 CHUNK, _FEATURES, _COLUMNS = 32, 32, 16
@@ -44,9 +45,7 @@ def round_beta(b, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def log_decay(a, a_log, bias):  # type: ignore[no-untyped-def]
     """-exp(a_log) softplus(a + dt_bias)."""
-    x = a.to(tl.float32) + bias.to(tl.float32)
-    softplus = tl.where(x <= 20, tl.log(1 + tl.exp(tl.minimum(x, 20.0))), x)  # NaN stays NaN.
-    return -tl.exp(a_log.to(tl.float32)) * softplus
+    return -tl.exp(a_log.to(tl.float32)) * softplus(a.to(tl.float32) + bias.to(tl.float32))
 
 
 @triton.jit

@@ -9,6 +9,8 @@ in the order of the experts, so that the rounding does not depend on atomics.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,13 +60,22 @@ def glu(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def squared_relu(x):  # type: ignore[no-untyped-def]
+    """relu(x)^2. It uses `where`, because a maximum would drop NaN."""
+    x = tl.where(x < 0, 0.0, x)
+    return x * x
+
+
+@triton.jit
 def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, experts_ptr, picks_ptr, hidden_ptr, x_stride,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]."""
+    """hidden[t, j] = silu(gate x) * (up x) of row t's expert j; weight [E, 2I, H]. Not GATED:
+    relu(gate x)^2; weight [E, I, H]."""
     await_launches(EARLY)
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
@@ -74,7 +85,7 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     live, token = pick >= 0, pick // CHOICES
     feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inner = feature < INNER
-    base = weight_ptr + expert.to(tl.int64) * (2 * INNER * H)
+    base = weight_ptr + expert.to(tl.int64) * ((2 if GATED else 1) * INNER * H)
     gate = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     up = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for begin in range(0, H, BLOCK_K):
@@ -84,8 +95,9 @@ def expert_gate_up_kernel(  # type: ignore[no-untyped-def]
         at = base + feature[None] * H + k[:, None]
         mask = inner[None] & (k < H)[:, None]
         gate += dot(x, tl.load(at, mask=mask, other=0.0), WIDEN)
-        up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
-    value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
+        if GATED:
+            up += dot(x, tl.load(at + INNER * H, mask=mask, other=0.0), WIDEN)
+    value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU) if GATED else squared_relu(gate)
     out = hidden_ptr + pick[:, None] * INNER + feature[None]
     tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & inner[None])
 
@@ -156,10 +168,32 @@ def experts(
     Raises:
         BackendError: elements of a weight's row are not adjacent in memory.
     """
+    form = dict(LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu, GATED=True)
+    return expert_plan(x, gate_up, down, expert_ids, expert_weights, form, batch_invariant)
+
+
+def expert_plan(
+    x: Tensor, weight: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    form: dict[str, Any], batch_invariant: bool,
+) -> Plan:  # fmt: skip
+    """The plan of experts with an activation.
+
+    Args:
+        x: [T, H].
+        weight: [E, 2I, H], gate rows first, or [E, I, H] without gates.
+        down: [E, H, I].
+        expert_ids: integers [T, k].
+        expert_weights: [T, k].
+        form: the activation, as constants of `expert_gate_up_kernel`.
+        batch_invariant: whether tiles must not depend on how many rows there are.
+
+    Raises:
+        BackendError: elements of a weight's row are not adjacent in memory.
+    """
     out = x.new_empty(x.shape)
     if x.shape[0] == 0:
         return [], out
-    gate_up, down = (adjacent(w, "expert weights").contiguous() for w in (gate_up, down))
+    weight, down = (adjacent(w, "expert weights").contiguous() for w in (weight, down))
     ids, scales = expert_ids.contiguous(), expert_weights.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_tokens, width), (count, _, inner) = x.shape, down.shape
@@ -171,14 +205,13 @@ def experts(
     sizes = dict(H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile, BLOCK_F=features,
                  BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
                  WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    bounded = dict(sizes, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
-    first = dict(x_ptr=x, weight_ptr=gate_up, hidden_ptr=hidden, x_stride=x.stride(0))
+    first = dict(x_ptr=x, weight_ptr=weight, hidden_ptr=hidden, x_stride=x.stride(0))
     second = dict(hidden_ptr=hidden, weight_ptr=down, scale_ptr=scales, part_ptr=part)
     grid_up, grid_down = ((choices.num_tiles, -(-n // features), 1) for n in (inner, width))
     by_inner, by_width = (Choice(_CHANGES, {"BLOCK_F": (1, cut)}) for cut in ("INNER", "H"))
     launches = [
         choices.launch,
-        Launch(expert_gate_up_kernel, grid_up, choices.arguments() | first, bounded,
+        Launch(expert_gate_up_kernel, grid_up, choices.arguments() | first, sizes | form,
                threads=threads, choice=by_inner),
         Launch(expert_down_kernel, grid_down, choices.arguments() | second, sizes,
                threads=threads, choice=by_width),
