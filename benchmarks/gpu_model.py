@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
     python -m benchmarks.gpu_model --device h100 --measured benchmarks/results/h100/gpu.json \\
-        --cases glm4-0.5b:1:3 glm4-8b:64:0 glm4-8b:64:3 --context 200
+        --cases glm4-0.5b:1:0 glm4-0.5b:1:3 glm4-8b:64:0 --context 72
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
 and scheduled by Inductor, with uninitialised weights. Times are computed; `--measured` puts the
