@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import tiny, uncached
 from helpers.stepped_rows import DRAFTS, SLOTS, SteppedRows, poisoned
 from safetensors.torch import load_file, save_file
 
+import mtpc
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, M, P, S
@@ -199,3 +201,13 @@ def test_no_buffer_counts_as_paged() -> None:
             cache_specs(config, layer, torch.bfloat16), {S: SLOTS, K_MAX: 1, M: 16, P: PAGE}
         )
         assert slot_state(layout) == tuple(sorted(layout))
+
+
+def test_norms_that_widen_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As transformers 5.17 has them: the weight is float32, and so is the product with it."""
+    norm = transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4RMSNorm
+    monkeypatch.setattr(norm, "forward", lambda self, x: self.weight.float() * x)
+    directory = tiny.make_checkpoint("deepseek_v4", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"give float32 for bfloat16 .* 5\.23 or later"):
+        mtpc.compile(directory, dtype="bfloat16", backend="eager", max_len=64)
+    mtpc.compile(directory, dtype="float32", backend="eager", max_len=64)

@@ -14,10 +14,12 @@ from typing import Any
 
 import sympy
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtpc.layout import STEP, VERIFY, BufferSpec
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import STEP, VERIFY, BufferSpec, dtype_name
 from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
@@ -166,10 +168,15 @@ class HyperConnection(nn.Module):
 
 
 class StreamTarget(nn.Module):
-    """The decoder over flat tokens, without its stream head: (ids [T], ...) -> [T, streams, H]."""
+    """The decoder over flat tokens, without its stream head: (ids [T], ...) -> [T, streams, H].
+
+    Raises:
+        UnsupportedModelError: this transformers' norms do not keep the model's dtype.
+    """
 
     def __init__(self, decoder: Any, pool: CachePool, wiring: MTPWiring):
         super().__init__()
+        _check_norm(decoder.norm, decoder.embed_tokens.weight)
         self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers, self.config, self.pool = decoder.layers, decoder.config, pool
 
@@ -184,6 +191,18 @@ class StreamTarget(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
         return hidden[0]
+
+
+def _check_norm(norm: nn.Module, embedding: Tensor) -> None:
+    """Refuse a norm whose float32 weight makes its results float32, as in transformers 5.17."""
+    found = norm(torch.empty_like(embedding[:1])).dtype
+    if found != embedding.dtype:
+        wanted = dtype_name(embedding.dtype)
+        raise UnsupportedModelError(
+            f"the norms of DeepSeek-V4 give {dtype_name(found)} for {wanted} in transformers "
+            f"{transformers.__version__}, which its linears do not take; install 5.23 or later, or "
+            "use dtype='float32'"
+        )
 
 
 class StreamDraft(HFDraft):
