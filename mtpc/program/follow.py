@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -87,8 +87,7 @@ class LeadingProgram(Program):
         told: Any = value
         if isinstance(value, Tensor) and value.is_floating_point():
             told = {"shape": list(value.shape)}
-            same = value.to(tensor.dtype).contiguous().flatten()
-            self._behind += same.view(torch.uint8).numpy().tobytes()
+            self._behind += _bytes_of(value.to(tensor.dtype).contiguous()).tobytes()
         elif isinstance(value, Tensor):
             told = value.tolist()
         self._events.append([_Tensors(self).place_of(tensor), told])
@@ -184,7 +183,7 @@ class FollowingProgram(Program):
             while (message := self._receive())[0] != _END:
                 number, events, behind = message
                 for place, told in events:
-                    behind = self._repeat(tensors.view(place), told, tensors, behind)
+                    self._repeat(tensors, place, told, behind)
                 _watched_run(self, keys[number])
         except Exception as error:
             _release(self)
@@ -197,8 +196,8 @@ class FollowingProgram(Program):
         _release(self)
         leave_devices(self.ranks)
 
-    def _repeat(self, view: Tensor, told: Any, tensors: _Tensors, behind: bytearray) -> bytearray:
-        """Repeat a write; returns the bytes behind the message that are of later writes."""
+    def _repeat(self, tensors: _Tensors, place: list[Any], told: Any, behind: BytesIO) -> None:
+        view = tensors.view(place)
         if isinstance(told, list):
             super().write(view, torch.tensor(told, dtype=view.dtype))
         elif not isinstance(told, dict):
@@ -206,16 +205,14 @@ class FollowingProgram(Program):
         elif "from" in told:
             super().copy(view, tensors.view(told["from"]))
         else:
-            nbytes = prod(told["shape"]) * view.itemsize
-            value = torch.frombuffer(behind[:nbytes], dtype=view.dtype)
-            super().write(view, value.view(told["shape"]))
-            return behind[nbytes:]
-        return behind
+            value = torch.empty(told["shape"], dtype=view.dtype)
+            behind.readinto(_bytes_of(value))
+            super().write(view, value)
 
-    def _receive(self) -> tuple[int, list[Any], bytearray]:
+    def _receive(self) -> tuple[int, list[Any], BytesIO]:
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         dist.broadcast(first, group=self.ranks.control, group_src=0)
-        data = bytearray(first.numpy().tobytes())
+        data = first.numpy().tobytes()
         begin, (length, behind) = _LENGTHS.size, _LENGTHS.unpack_from(data)
         missing = begin + length + behind - len(data)
         if missing > 0:
@@ -223,7 +220,12 @@ class FollowingProgram(Program):
             dist.broadcast(rest, group=self.ranks.control, group_src=0)
             data += rest.numpy().tobytes()
         number, events = json.loads(data[begin : begin + length])
-        return number, events, data[begin + length : begin + length + behind]
+        return number, events, BytesIO(data[begin + length :])
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The bytes of a contiguous CPU tensor, as an array over its memory."""
+    return tensor.flatten().view(torch.uint8).numpy()
 
 
 def _watched_run(program: LeadingProgram | FollowingProgram, key: StepKey) -> Mapping[str, Tensor]:

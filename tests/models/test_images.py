@@ -6,6 +6,7 @@ import importlib.util
 import io
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +65,12 @@ def similar(family: str, seed: int) -> Any:
 @pytest.fixture(scope="module")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """pictured(family): a checkpoint that takes images."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = make_vision_checkpoint(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
+    return cache(lambda family: make_vision_checkpoint(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")
 def plain(pictured: Callable[[str], Path]) -> Callable[[str], VisionOracle]:
-    made: dict[str, VisionOracle] = {}
-
-    def get(family: str) -> VisionOracle:
-        return made.setdefault(family, VisionOracle(pictured(family)))
-
-    return get
+    return cache(lambda family: VisionOracle(pictured(family)))
 
 
 @pytest.fixture(scope="module")

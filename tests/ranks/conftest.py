@@ -1,15 +1,23 @@
-"""Steps of two ranks, built once."""
+"""Two ranks, and their steps, built once."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.ranks import Group, group_of
 
 SHAPE = ["--dtype=float64", "--spec-tokens=1", "--max-len=512", "--prefill-chunk=16"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    """Two ranks, for all tests of a module."""
+    with group_of(2, tmp_path_factory.mktemp("two")) as group:
+        yield group
 
 
 @pytest.fixture(scope="session")

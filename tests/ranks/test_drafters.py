@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from helpers import assistant, eagle
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
-from helpers.ranks import Group, group_of
+from helpers.ranks import Group
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
 from helpers.tiny import apart
 from helpers.trained import make_trained_checkpoint
@@ -36,13 +36,6 @@ EACH = [
     *("llama", "gemma4"),
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma4_unified")),
 ]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    """Two ranks, for all tests of this module."""
-    with group_of(2, tmp_path_factory.mktemp("two")) as group:
-        yield group
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.pictured import NEW, OPTIONS, prompts_of, serve
-from helpers.ranks import Group, group_of
+from helpers.ranks import Group
 from helpers.vision import VisionOracle, make_vision_checkpoint
 
 import mtpc
@@ -26,23 +27,9 @@ recurrent state; experts."""
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    """Two ranks, for all tests of this module."""
-    with group_of(2, tmp_path_factory.mktemp("two")) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """pictured(family): a checkpoint that takes images."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = make_vision_checkpoint(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
+    return cache(lambda family: make_vision_checkpoint(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=SLOW)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
-from helpers.ranks import Group, codes_of, group_of
+from helpers.ranks import Group, codes_of
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
 from helpers.trained import make_trained_checkpoint
 from safetensors.torch import load_file, save_file
@@ -31,13 +31,6 @@ FAMILIES = (
     *("deepseek_v32", "glm_moe_dsa@shared", "longcat_flash", "nemotron_h", "ernie4_5_moe"),
     *("exaone_moe", "qwen4_exp", "mimo_v2@heads"),
 )
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    """Two ranks, for all tests of this module."""
-    with group_of(2, tmp_path_factory.mktemp("two")) as group:
-        yield group
 
 
 def check_text_and_drafts(spec: mtpc.SpecModel, plain: Oracle, max_examples: int) -> None:

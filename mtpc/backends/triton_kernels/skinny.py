@@ -19,7 +19,8 @@ from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
 
 _THREADS = 128
 _WEIGHTS = 2048
-"""Elements of the weight that a program has at once: 16 a thread."""
+"""Elements of the weight that a program has at once, 16 a thread; more if those of one feature are
+more."""
 _TILES = {1: (4096, 3), 2: (4096, 3), 4: (512, 4)}
 """Rows -> inputs and stages of a program's loop: the fastest of dozens on an H100, at the sizes of
 a 0.5B and an 8B model. They decide the features of a program; a gated one has half as many."""
