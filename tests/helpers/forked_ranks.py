@@ -1,4 +1,7 @@
-"""Ranks as forks of this process, which start quickly."""
+"""Ranks as forks of a process that has torch imported, and no threads.
+
+A fork of the test's own process may hang: it holds the locks of threads that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from mtpc.program.processes import end_with_parent
 from mtpc.program.ranks import Ranks, join_ranks
 
 Body = Callable[[Ranks], Any]
-"""The function that each rank runs. It may yield once, to report progress."""
+"""The function that each rank runs, which must pickle. It may yield once, to report progress."""
 
 
 @dataclass
@@ -60,17 +62,15 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
         body: the function that each rank runs.
         wait_s: timeout of a collective.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     forks: list[Fork] = []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, str(directory / "store"), body, wait_s, theirs)
             process = context.Process(target=_run, args=arguments, daemon=True)
-            with warnings.catch_warnings():
-                # From Python 3.12 on: that a fork lacks the other threads.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+            process.start()
             theirs.close()
             forks.append(Fork(process, ours))
         yield forks

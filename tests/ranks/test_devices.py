@@ -291,7 +291,7 @@ def test_a_device_has_only_its_rank_s_part(
     Over gloo, but with the group, the watch and the end of ranks on GPUs.
     """
     directory = checkpoint(family)
-    one, other = run_ranks(2, tmp_path, lambda ranks: generate(ranks, directory))
+    one, other = run_ranks(2, tmp_path, partial(generate, directory=directory))
     text, held, (*ended, group) = one
     assert ended == other[2] == ["reset", "reset", group], "graphs first, then their group"
     assert text == oracle(family).generate([5, 6, 7], 12, stop=False)
