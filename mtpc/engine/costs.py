@@ -17,10 +17,10 @@ from dataclasses import dataclass
 NOISE, FIRST_NOISE = 0.04**2, 0.3**2
 """Variance of a sample's logarithm, and of the first sample of a K in a cell, which warms up
 caches."""
-COMMON_DRIFT, MEMORY_DRIFT, OWN_DRIFT = 0.05**2, 0.02**2, 0.01**2
+COMMON_DRIFT, MEMORY_DRIFT, OWN_DRIFT = 0.05**2, 0.055**2, 0.01**2
 """Growth of the variance in a step: of all K alike, of the memory reads that they share, and of
-each K by itself. The first is large, because requests come and go within a cell. It is harmless,
-because it changes no comparison."""
+each K by itself. The first two are about equally likely: a slower step of the smallest K is laid to
+each of them by half, until a step of another K tells them apart."""
 SLOPE, BEND = 0.29**2, 0.05**2
 """Variance of the estimate for a K that was never measured: of the share of a step's time that a
 row costs, and of each K by itself."""
