@@ -30,7 +30,6 @@ from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.codes import write_codes
 from benchmarks.harness.command import positive
-from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.memory import LARGE
@@ -63,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.touch:
         print(_write_new(args.touch))
-        return 0
-    if args.child:
-        print(json.dumps(_report(json.loads(args.child))))
         return 0
     tell, rows = command.teller(), list[dict[str, Any]]()
     with command.working_directory(args.workdir) as workdir:
@@ -156,36 +152,10 @@ def _start(directory: Path, cache: Path, k: int, args: argparse.Namespace) -> di
     """Run one process; returns its report, and the seconds from its start to its first token."""
     job = dict(directory=str(directory), cache=str(cache), k=k, steps=args.steps)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.real_size", "--child", json.dumps(job)]
+    command = [sys.executable, "-m", "benchmarks.harness.real_start", json.dumps(job)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     return report | {"first_token_s": report.pop("first_token") - begin}
-
-
-def _report(job: dict[str, Any]) -> dict[str, Any]:
-    """The report of a process."""
-    import mtpc
-
-    model = mtpc.compile(
-        job["directory"], spec_tokens=job["k"], cache_dir=job["cache"], backend="cpu", max_len=1024
-    )
-    model.generate(list(range(2, 34)), 1, ignore_eos=True)
-    first_token = time.monotonic()
-    peak = field_bytes("/proc/self/status", "VmHWM")
-    step_ms = _time_steps(model.engine, job["steps"])
-    return dict(first_token=first_token, peak_bytes=peak, step_ms=step_ms)
-
-
-def _time_steps(engine: Any, count: int) -> list[float]:
-    """Milliseconds of decode steps of one request."""
-    times = list[float]()
-    engine.add(list(range(2, 34)), count * (engine.options.spec_tokens + 1))
-    while engine.has_work and len(times) < count:
-        decodes, begin = engine.running and engine.running[0].is_prefilled, time.perf_counter()
-        engine.step()
-        if decodes:
-            times.append(1e3 * (time.perf_counter() - begin))
-    return times
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -195,7 +165,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
     command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
     add("--touch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
