@@ -51,6 +51,7 @@ from sglang.srt.model_executor.forward_context import (  # noqa: E402
     ForwardContext,
     forward_context,
 )
+from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
@@ -127,6 +128,7 @@ def check_family(family: str, directory: Path) -> None:
     draft = ours(config=config, quant_config=None).eval()
     tensors = load_file(directory / "model.safetensors")
     taken = draft.load_weights(iter(tensors.items()))
+    DefaultModelLoader.postprocess_weights(draft, torch.device("cpu"))
     expected = {n for n in tensors if n.startswith(draft.draft.prefix)}
     assert taken == expected, taken ^ expected
     embed = torch.nn.Parameter(target.get_input_embeddings().weight.detach())
@@ -136,7 +138,7 @@ def check_family(family: str, directory: Path) -> None:
     assert shared[0] is embed
     assert shared[1] is head
     check_numbers(family, target, layer, draft)
-    check_refusals(ours, config, draft)
+    refused("miss", lambda: draft.load_weights(iter([])), CheckpointError)
 
 
 def check_signatures(ours: type, own: type) -> None:
@@ -207,13 +209,6 @@ def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelErro
     raise AssertionError(f"nothing was refused: {words}")
 
 
-def check_refusals(ours: type, config: Any, draft: Any) -> None:
-    """What is not served is said at once."""
-    quantised = SimpleNamespace(get_name=lambda: "fp8")
-    refused("quantised by 'fp8'", lambda: ours(config=config, quant_config=quantised))
-    refused("missing", lambda: draft.load_weights(iter([])), CheckpointError)
-
-
 def check_what_stays_the_hosts() -> None:
     """No name is overridden that mtpc does not serve."""
     ours = {n for n, c in ModelRegistry.models.items() if c.__module__.startswith("mtpc.")}
@@ -259,15 +254,22 @@ def check_algorithm() -> None:
     refused(MHATokenToKVPool.__name__, lambda: host_pools(other, torch.bfloat16))
 
 
-def check_ranks() -> None:
-    """Several ranks are refused before anything is built. Leaves the host's context at two."""
-    config = SimpleNamespace()
-    for field, words in (("tp_size", "tensor parallelism"), ("pp_size", "pipeline parallelism")):
+def check_refusals() -> None:
+    """What is not served is said before anything is built. Leaves the host's context changed."""
+    config, quantised = SimpleNamespace(), SimpleNamespace(get_name=lambda: "fp8")
+    ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
+    chained = {"speculative_algorithm": "MTPC"}
+    for arguments, quant_config, words in (
+        ({"pp_size": 2}, None, "pipeline parallelism over 2 ranks"),
+        ({"tp_size": 2, "ep_size": 2}, None, "expert parallelism over 2 ranks"),
+        ({"tp_size": 2, **chained}, None, "MTPC on 2 ranks"),
+        (chained, quantised, "MTPC with weights quantised by 'fp8'"),
+    ):
         reset_context()
-        arguments = ServerArgs(model_path="none", **{field: 2})
-        publish(arguments, role="test", ranks=SpawnRanks(world_rank=0))
-        ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
-        refused(f"{words} over 2 ranks", lambda found=ours: found(config=config))
+        publish(
+            ServerArgs(model_path="none", **arguments), role="test", ranks=SpawnRanks(world_rank=0)
+        )
+        refused(words, lambda given=quant_config: ours(config=config, quant_config=given))
 
 
 def start_host(rendezvous: Path) -> None:
@@ -284,7 +286,7 @@ def main() -> int:
     checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
     checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
     checks["algorithm MTPC"] = lambda path: check_algorithm()
-    checks["several ranks"] = lambda path: check_ranks()
+    checks["refusals"] = lambda path: check_refusals()
     for name, check in checks.items():
         with tempfile.TemporaryDirectory() as kept:
             try:
