@@ -6,8 +6,9 @@ For every architecture that mtpc overrides, those too that SGLang cannot run on 
 own registry and `ModelConfig` choose our class for a checkpoint that mtpc wrote; constructor,
 methods and parameters are those of the class it stands in for; the checkpoint's tensors load;
 and logits and hidden states of a prompt, through the host's RadixAttention and LogitsProcessor,
-equal those of an uncached computation with transformers' modules. What the host cannot serve is
-refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where something fails.
+equal those of an uncached computation with transformers' modules, on one rank and on two. What the
+host cannot serve is refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where
+something fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -70,6 +72,10 @@ HOSTS_OWN = {
 """By mtpc's family: the host's module and class that are overridden."""
 
 
+LIMIT_S = 900
+"""For each process."""
+
+
 class CausalAttention:
     """An attention backend over the rows of one prompt, without cache: what the host's compute."""
 
@@ -113,11 +119,13 @@ def batch_of(ids: torch.Tensor, hidden: torch.Tensor, mode: ForwardMode) -> Forw
     )
 
 
-def check_family(family: str, directory: Path) -> None:
+def check_family(family: str, directory: Path, **changes: Any) -> None:
     """Everything that the module's description promises, for one family."""
-    target = tiny.build_target(family)
+    target = tiny.build_target(family, **changes)
     layer = tiny.build_mtp_layer(family, target)
-    tiny.save_checkpoint(family, target, [layer], directory)
+    if torch.distributed.get_rank() == 0:
+        tiny.save_checkpoint(family, target, [layer], directory)
+    torch.distributed.barrier()
     config = ModelConfig(str(directory), is_draft_model=True, dtype="float32").hf_config
     ours, name = ModelRegistry.resolve_model_cls(config.architectures)
     module, own_name = HOSTS_OWN[family]
@@ -131,14 +139,20 @@ def check_family(family: str, directory: Path) -> None:
     DefaultModelLoader.postprocess_weights(draft, torch.device("cpu"))
     expected = {n for n in tensors if n.startswith(draft.draft.prefix)}
     assert taken == expected, taken ^ expected
-    embed = torch.nn.Parameter(target.get_input_embeddings().weight.detach())
-    head = torch.nn.Parameter(target.get_output_embeddings().weight.detach())
+    embed = part_of(draft.draft.embedding, target.get_input_embeddings().weight)
+    head = part_of(draft.lm_head, target.get_output_embeddings().weight)
     draft.set_embed_and_head(embed, head)
     shared = draft.get_embed_and_head()
     assert shared[0] is embed
     assert shared[1] is head
     check_numbers(family, target, layer, draft)
     refused("miss", lambda: draft.load_weights(iter([])), CheckpointError)
+
+
+def part_of(module: Any, weight: torch.Tensor) -> torch.nn.Parameter:
+    """A rank's rows of the target's embedding or head, as the host loads them."""
+    module.weight_loader(module.weight, weight.detach())
+    return torch.nn.Parameter(module.weight.detach().clone())
 
 
 def check_signatures(ours: type, own: type) -> None:
@@ -272,30 +286,50 @@ def check_refusals() -> None:
         refused(words, lambda given=quant_config: ours(config=config, quant_config=given))
 
 
-def start_host(rendezvous: Path) -> None:
-    """What the host's layers need of a process: arguments, and groups of one rank."""
-    publish(ServerArgs(model_path="none"), role="test", ranks=SpawnRanks(world_rank=0))
-    init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+def start_host(rendezvous: str, rank: int, ranks: int) -> None:
+    """What the host's layers need of a process: arguments, and groups of its ranks."""
+    arguments = ServerArgs(model_path="none", tp_size=ranks)
+    publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
+    init_distributed_environment(ranks, rank, f"file://{rendezvous}", rank, "gloo")
     initialize_model_parallel(backend="gloo")
 
 
-def main() -> int:
-    """Check; returns the exit code."""
-    start_host(Path(tempfile.mkdtemp()) / "rendezvous")
+def check_all(kept: Path, ranks: int) -> int:
+    """Check, with checkpoints below a directory that ranks share; returns the exit code."""
     failed = []
     checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
-    checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
-    checks["algorithm MTPC"] = lambda path: check_algorithm()
-    checks["refusals"] = lambda path: check_refusals()
+    if ranks == 1:
+        checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
+        checks["algorithm MTPC"] = lambda path: check_algorithm()
+        checks["refusals"] = lambda path: check_refusals()
+    else:
+        shared = {"num_attention_heads": 4, "num_key_value_heads": 1}
+        checks["shared heads"] = lambda path: check_family("mimo", path, **shared)
     for name, check in checks.items():
-        with tempfile.TemporaryDirectory() as kept:
-            try:
-                check(Path(kept))
-                print(f"{name}: as promised", flush=True)
-            except Exception:
-                failed.append(name)
-                print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
+        try:
+            check(kept / name)
+            print(f"{name}, {ranks} rank(s): as promised", flush=True)
+        except Exception:
+            failed.append(name)
+            print(f"{name}, {ranks} rank(s): FAILED\n{traceback.format_exc()}", flush=True)
+            if ranks > 1:  # The other rank may wait for this one, and fails when this one ends.
+                break
     return 1 if failed else 0
+
+
+def main() -> int:
+    """Check on one rank and on two, each a process; returns the exit code."""
+    if len(sys.argv) > 1:
+        rendezvous, rank, ranks = sys.argv[1:]
+        start_host(rendezvous, int(rank), int(ranks))
+        return check_all(Path(rendezvous).parent, int(ranks))
+    status = 0
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as kept:
+            command = [sys.executable, __file__, f"{kept}/rendezvous"]
+            group = [subprocess.Popen([*command, str(i), str(ranks)]) for i in range(ranks)]
+            status |= max(abs(process.wait(LIMIT_S)) for process in group)
+    return status
 
 
 if __name__ == "__main__":
