@@ -44,6 +44,7 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
     init_distributed_environment,
     initialize_model_parallel,
 )
+from sglang.srt.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import (  # noqa: E402
     CaptureHiddenMode,
     ForwardBatch,
@@ -54,10 +55,17 @@ from sglang.srt.model_executor.forward_context import (  # noqa: E402
     forward_context,
 )
 from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: E402
+from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+from sglang.srt.runtime_context import (  # noqa: E402
+    SpawnRanks,
+    get_parallel,
+    publish,
+    reset_context,
+)
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput  # noqa: E402
+from sglang_plugin import quantise  # noqa: E402
 
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError  # noqa: E402
 
@@ -223,6 +231,45 @@ def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelErro
     raise AssertionError(f"nothing was refused: {words}")
 
 
+def check_quantised(directory: Path) -> None:
+    """DeepSeek-V3 in blocks of FP8: a rank has its codes and scales, and expands latents exactly.
+
+    Nothing runs the experts, whose kernel the host registers for CUDA only.
+    """
+    group = get_parallel().tp_group
+    if group.rank_in_group == 0:
+        sizes = dict(moe_intermediate_size=64, q_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16)
+        tiny.make_checkpoint("deepseek_v3", directory, **sizes)
+        quantise(directory, 16)
+    torch.distributed.barrier()
+    config = ModelConfig(str(directory), is_draft_model=True, dtype="float16").hf_config
+    ours, _ = ModelRegistry.resolve_model_cls(config.architectures)
+    with set_default_torch_dtype(torch.float16):
+        draft = ours(config=config, quant_config=Fp8Config.from_config(config.quantization_config))
+    tensors = load_file(directory / "model.safetensors")
+    draft.load_weights(iter(tensors.items()))
+    refused("eh_proj.weight_scale_inv", lambda: draft.load_weights(
+        iter({**tensors, f"{draft.draft.prefix}eh_proj.weight_scale_inv": torch.ones(4, 8)}.items())
+    ), CheckpointError)  # fmt: skip
+    experts = draft.draft.hosted["block.mlp.experts"].module.inner
+    for leaf in ("weight", "weight_scale_inv"):
+        stored = tensors[f"{draft.draft.prefix}mlp.experts.3.up_proj.{leaf}"]
+        mine = stored.chunk(group.world_size)[group.rank_in_group]
+        held = getattr(experts, f"w13_{leaf}")[3].chunk(2)[1]
+        assert torch.equal(held.float(), mine.float()), leaf
+    (site,) = draft.draft.graph.sites
+    DefaultModelLoader.postprocess_weights(draft.draft.graph.linears, torch.device("cpu"))
+    site.quant_method.process_weights_after_loading(site)
+    codes, scales = (
+        tensors[f"{draft.draft.prefix}self_attn.kv_b_proj.{leaf}"].float()
+        for leaf in ("weight", "weight_scale_inv")
+    )
+    whole = codes * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    mine = whole.chunk(group.world_size)[group.rank_in_group]
+    found = torch.cat([site.to_key, site.to_value], 1).flatten(0, 1)
+    torch.testing.assert_close(found, mine.half(), rtol=1e-3, atol=1e-6)
+
+
 def check_what_stays_the_hosts() -> None:
     """No name is overridden that mtpc does not serve."""
     ours = {n for n, c in ModelRegistry.models.items() if c.__module__.startswith("mtpc.")}
@@ -288,6 +335,7 @@ def check_refusals() -> None:
 
 def start_host(rendezvous: str, rank: int, ranks: int) -> None:
     """What the host's layers need of a process: arguments, and groups of its ranks."""
+    sglang_on_cpu.name_device()
     arguments = ServerArgs(model_path="none", tp_size=ranks)
     publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(ranks, rank, f"file://{rendezvous}", rank, "gloo")
@@ -298,6 +346,7 @@ def check_all(kept: Path, ranks: int) -> int:
     """Check, with checkpoints below a directory that ranks share; returns the exit code."""
     failed = []
     checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
+    checks["deepseek_v3, FP8"] = check_quantised
     if ranks == 1:
         checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
         checks["algorithm MTPC"] = lambda path: check_algorithm()

@@ -106,13 +106,15 @@ def make_checkpoint(case: str, directory: Path, changes: dict[str, Any]) -> Path
     return trained.make_trained_checkpoint(case, directory, **changes)
 
 
-def quantise(directory: Path) -> None:
+def quantise(directory: Path, block: int = BLOCK) -> None:
     """Quantise the decoder layers' linear layers and experts in place, in blocks of FP8."""
     path, config = directory / "model.safetensors", directory / "config.json"
     tensors = load_file(path)
-    for name in [n for n in tensors if re.search(r"\.(self_attn|mlp)\..*_proj\.weight$", n)]:
+    for name in [
+        n for n in tensors if re.search(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$", n)
+    ]:
         weight = tensors[name]
-        blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        blocks = weight.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
         scales = blocks.abs().amax((2, 3)) / torch.finfo(torch.float8_e4m3fn).max
         codes = (blocks / scales[:, :, None, None]).transpose(1, 2).reshape(weight.shape)
         tensors[name] = codes.to(torch.float8_e4m3fn)
@@ -122,7 +124,7 @@ def quantise(directory: Path) -> None:
     fields["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
+        "weight_block_size": [block, block],
     }
     config.write_text(json.dumps(fields))
 

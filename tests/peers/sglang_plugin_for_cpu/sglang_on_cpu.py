@@ -31,15 +31,19 @@ def declare_torchvision_ops() -> None:
         torch.library.define(f"torchvision::{name}", schema)
 
 
+def name_device() -> None:
+    """Give the CPU a name, by which the host looks for files of tuned sizes, and finds none."""
+    for name in NAMED:
+        importlib.import_module(name).get_device_name = lambda *args: "cpu"
+
+
 def start() -> None:
     """Choose the Triton form of the draft tree's kernels; make waiting for CUDA harmless."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     tree = importlib.import_module("sglang.kernels.ops.speculative.spec_tree")
     tree._is_xpu = True  # The branch that launches them, for building and for verifying.
-    # Files of tuned sizes are found by the device's name, which a CPU lacks. There is none for it.
-    for name in NAMED:
-        importlib.import_module(name).get_device_name = lambda *args: "cpu"
+    name_device()
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
     if LOG in os.environ:
         HookRegistry.register(
