@@ -251,7 +251,8 @@ LINES = {
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
     # (`dynamo/`). Linear layers and experts by the host (`layer_sites.py`, `layer_weights.py`).
     # Weights that a graph reads by `.data` (`dynamo/`).
-    "integrations": 4170,
+    # What hosts' parallel layers share (`parallel_layers.py`), and those of SGLang.
+    "integrations": 4420,
     # Which buffers hold state by request slot, and sizes of their snapshots; synthetic draws.
     # How progress is shown (`display.py`, from cli); sizes that a step leaves open.
     "layout": 1010,

@@ -1,7 +1,8 @@
 """A traced draft whose linear layers and experts the host computes, on one rank or on several.
 
 The host here is plain torch: it cuts weights as vLLM and SGLang do, and its ranks are threads that
-add up what they computed. With vLLM itself tests/peers/vllm_plugin.py runs it.
+add up what they computed. tests/peers/vllm_plugin.py and sglang_plugin.py run it with the hosts
+themselves.
 """
 
 from __future__ import annotations

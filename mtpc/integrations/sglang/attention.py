@@ -75,9 +75,17 @@ class LatentAttention(nn.Module):
     """Attention over SGLang's latent pool: (q [T, N, D], latent [T, rank], rope_key [T, D_rope]).
 
     The two halves of the expansion are applied to the query and to the output, as in DeepSeek-V2
-    (section 2.1.2). So SGLang attends to one head of latents, and stores only latents. Both halves
-    are views of the expansion's weight, so they follow when the weight is loaded again.
+    (section 2.1.2). So SGLang attends to one head of latents, and stores only latents.
+
+    Attributes:
+        to_key: [N, D - D_rope, rank].
+        to_value: [N, D_v, rank].
+        quant_method: SGLang's loader calls it after each load, when all weights are in their final
+            form: `read_expansion`.
     """
+
+    to_key: Tensor
+    to_value: Tensor
 
     def __init__(self, site: AttentionSite, layer_id: int, run: DraftRun):
         super().__init__()
@@ -91,17 +99,41 @@ class LatentAttention(nn.Module):
             logit_cap=site.softcap,
             v_head_dim=site.latent_rank,
         )
+        width = site.head_dim - site.rope_head_dim
+        for name, size in (("to_key", width), ("to_value", site.v_head_dim)):
+            half = torch.zeros(site.num_heads, size, site.latent_rank)
+            self.register_buffer(name, half, persistent=False)
+        self.quant_method = _AfterLoading()
+
+    @torch.no_grad()
+    def read_expansion(self) -> None:
+        """Set both halves, in place, from what the expansion makes of unit vectors.
+
+        So they are right however SGLang stores the expansion's weight: quantised or packed.
+        """
+        site = self.site
+        units = torch.eye(site.latent_rank, dtype=self.to_key.dtype, device=self.to_key.device)
+        by_head = site.expansion(units).T.unflatten(0, (site.num_heads, -1))
+        for half, part in zip(
+            (self.to_key, self.to_value),
+            by_head.split([self.to_key.shape[1], site.v_head_dim], 1),
+            strict=True,
+        ):
+            half.copy_(part)
 
     def forward(self, q: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
         """Attend with queries, latents and rope keys; returns [T, N, D_v]."""
         site = self.site
-        assert site.expansion is not None
-        width = site.head_dim - site.rope_head_dim
-        by_head = site.expansion.weight.unflatten(0, (site.num_heads, -1))
-        to_key, to_value = by_head.split([width, site.v_head_dim], 1)
-        plain, rotated = q.split([width, site.rope_head_dim], -1)
-        query = torch.cat([torch.einsum("tnd,ndr->tnr", plain, to_key), rotated], -1)
+        plain, rotated = q.split([self.to_key.shape[1], site.rope_head_dim], -1)
+        query = torch.cat([torch.einsum("tnd,ndr->tnr", plain, self.to_key), rotated], -1)
         key = torch.cat([latent, rope_key], -1)[:, None]
         out = self.radix(query.flatten(1), key, latent[:, None], self.run.forward_batch)
         out = out.view(-1, site.num_heads, site.latent_rank)
-        return torch.einsum("tnr,ndr->tnd", out, to_value)
+        return torch.einsum("tnr,ndr->tnd", out, self.to_value)
+
+
+class _AfterLoading:
+    """What SGLang's loader calls for a layer with weights, see `LatentAttention`."""
+
+    def process_weights_after_loading(self, layer: LatentAttention) -> None:
+        layer.read_expansion()

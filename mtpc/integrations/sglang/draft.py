@@ -8,19 +8,26 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.draft import DraftOptions, TracedDraft
+from mtpc.integrations.sglang.algorithm import NAME
 from mtpc.integrations.sglang.attention import DraftRun, make_attention
+from mtpc.integrations.sglang.layers import OWN_DRAFT, SGLangLayers
 
 _WIDTHS = {
-    "tp_size": "tensor parallelism",
     "pp_size": "pipeline parallelism",
     "attn_dp_size": "data-parallel attention",
     "attn_cp_size": "context parallelism",
+    "moe_ep_size": "expert parallelism",
 }
+
+
+def is_chained() -> bool:
+    """Whether the draft is part of a draft chain, for which it computes its layers itself."""
+    return str(get_server_args().speculative_algorithm).upper() == NAME
 
 
 def check_served(name: str, config: Any, quant_config: Any) -> None:
@@ -32,8 +39,9 @@ def check_served(name: str, config: Any, quant_config: Any) -> None:
         quant_config: SGLang's quantisation config, or None.
 
     Raises:
-        UnsupportedModelError: SGLang uses several ranks, the weights are quantised, or the draft
-            has a sparse attention index.
+        UnsupportedModelError: SGLang's ranks share something other than layers; the draft has a
+            sparse attention index; or its draft chain would have layers of several ranks, or
+            quantised ones.
     """
     parallel = get_parallel()
     found = [
@@ -41,15 +49,18 @@ def check_served(name: str, config: Any, quant_config: Any) -> None:
         for width, kind in _WIDTHS.items()
         if getattr(parallel, width) > 1
     ]
-    if quant_config is not None:
-        found.append(f"weights quantised by {quant_config.get_name()!r}")
     if getattr(config, "index_topk", None):
         found.append("a sparse attention index (index_topk)")
+    if is_chained():
+        if parallel.tp_size > 1:
+            found.append(f"{NAME} on {parallel.tp_size} ranks of tensor parallelism")
+        if quant_config is not None:
+            found.append(f"{NAME} with weights quantised by {quant_config.get_name()!r}")
     if found:
         raise UnsupportedModelError(
-            f"mtpc's {name} in SGLang: found {found[0]}; a traced draft runs on one rank with the "
-            "checkpoint's own weights and full attention. Start SGLang without "
-            "SGLANG_EXTERNAL_MODEL_PACKAGE to use its own draft"
+            f"mtpc's {name} in SGLang: found {found[0]}; a traced draft has full attention, and "
+            f"ranks of tensor parallelism only; {NAME} has one rank and plain weights. Use NEXTN "
+            f"instead of {NAME}, or {OWN_DRAFT}"
         )
 
 
@@ -62,7 +73,7 @@ class HostedDraft(nn.Module):
 
     Args:
         config: SGLang's draft config, with the architecture renamed by SGLang.
-        quant_config: SGLang's quantisation config; must be None.
+        quant_config: SGLang's quantisation config, or None.
         prefix: unused; names come from the checkpoint.
 
     Attributes:
@@ -88,6 +99,7 @@ class HostedDraft(nn.Module):
                 device=torch.get_default_device(),
                 architecture=self.target_architecture(config),
             ),
+            None if is_chained() else SGLangLayers(quant_config),
         )
         text = self.draft.config.get_text_config(decoder=True)
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)
@@ -114,7 +126,7 @@ class HostedDraft(nn.Module):
         """
         features = forward_batch.spec_info.hidden_states
         if forward_batch.forward_mode.is_idle():
-            # There are no rows, and on one rank no other rank waits for a collective.
+            # All ranks of tensor parallelism are idle together, so none waits for a collective.
             hidden = features[:0]
         else:
             self.run.forward_batch = forward_batch

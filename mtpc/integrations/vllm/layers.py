@@ -1,8 +1,4 @@
-"""vLLM's linear layers and fused experts for the sites of a traced draft.
-
-They cut weights among the ranks of tensor and expert parallelism, follow vLLM's quantisation
-config, and load the checkpoint's tensors by their own loaders.
-"""
+"""vLLM's linear layers and fused experts for the sites of a traced draft."""
 
 from __future__ import annotations
 
@@ -20,54 +16,37 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.layer_sites import ExpertsSite, LinearSite
+from mtpc.integrations.parallel_layers import ParallelLayers
 
 
-class VllmLayers:
-    """Makes and loads vLLM's layers; see `HostLayers`.
+class VllmLayers(ParallelLayers):
+    """vLLM's layers.
 
     Args:
         vllm_config: vLLM's config for the draft.
-        quantises_joint: whether vLLM's own class of the architecture quantises the projection of
-            embedding and hidden state. Other classes never quantise it.
+        quantises_joint: see `ParallelLayers`.
     """
 
+    host = "vLLM"
+    instead = "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+
     def __init__(self, vllm_config: VllmConfig, quantises_joint: bool):
-        self.ranks: int = get_tensor_model_parallel_world_size()
-        self._quant_config = vllm_config.quant_config
-        self._quantises_joint = quantises_joint
+        ranks: int = get_tensor_model_parallel_world_size()
+        super().__init__(ranks, vllm_config.quant_config, quantises_joint)
 
-    def linear(self, site: LinearSite) -> nn.Module:
-        """Make vLLM's linear layer. Its name is the checkpoint's, as in quantisation configs."""
-        is_plain = site.is_joint and not self._quantises_joint
-        options: dict[str, Any] = dict(
-            input_size=site.in_features,
-            output_size=site.out_features,
-            bias=site.has_bias,
-            quant_config=None if is_plain else self._quant_config,
-            prefix=site.name,
-            return_bias=False,
-        )
+    def make_linear(self, site: LinearSite, options: dict[str, Any]) -> nn.Module:
+        """See `ParallelLayers`."""
         if site.style == "replicated":
-            return ReplicatedLinear(**options)
+            return ReplicatedLinear(**options, return_bias=False)
         if site.style == "row":
-            return RowParallelLinear(**options)
+            return RowParallelLinear(**options, return_bias=False)
         rank = get_tensor_model_parallel_rank() * site.parts // self.ranks
-        return ColumnParallelLinear(**options, tp_rank=rank, tp_size=site.parts)
+        return ColumnParallelLinear(**options, return_bias=False, tp_rank=rank, tp_size=site.parts)
 
-    def experts(self, site: ExpertsSite) -> nn.Module:
-        """Make vLLM's fused experts; the draft's graph chooses among them.
-
-        Raises:
-            UnsupportedModelError: experts without a gate.
-        """
+    def make_experts(self, site: ExpertsSite) -> nn.Module:
+        """See `ParallelLayers`."""
         gate, up, down = site.projections
-        if not gate:
-            raise UnsupportedModelError(
-                f"{site.name} are experts without a gate, which mtpc does not support in vLLM; "
-                "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
-            )
         return RoutedExperts(
             FusedMoEFactory(
                 num_experts=site.num_experts,
@@ -75,36 +54,27 @@ class VllmLayers:
                 hidden_size=site.hidden_size,
                 intermediate_size=site.intermediate_size,
                 activation=site.activation,
-                quant_config=self._quant_config,
+                quant_config=self.quant_config,
                 prefix=site.name,
                 custom_routing_function=_unpack,
                 ckpt_names=(gate, down, up),
             )
         )
 
-    def load(self, module: nn.Module, name: str, tensor: Tensor) -> set[str]:
-        """See `HostLayers.load`."""
-        try:
-            if isinstance(module, RoutedExperts):
+    def load_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> set[str]:
+        """See `ParallelLayers`."""
+        if isinstance(module, RoutedExperts):
+            try:
                 return set(module.fused.load_weights([(name, tensor)]))
-            parameter = dict(module.named_parameters())[name]
-            load = getattr(parameter, "weight_loader", default_weight_loader)
-            load(parameter, tensor)
-        except AttributeError as error:  # vLLM's experts have no parameter for the tensor.
-            raise LookupError(str(error)) from error
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"{module.extra_repr()}: vLLM does not load {name} {tuple(tensor.shape)} of "
-                f"{tensor.dtype}: {error}; download the checkpoint again, or correct its "
-                "quantization_config"
-            ) from error
+            except AttributeError as error:  # They have no parameter for the tensor.
+                raise LookupError(str(error)) from error
+        parameter = dict(module.named_parameters())[name]
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
         return {name}
 
-    def parameters(self, module: nn.Module) -> set[str]:
-        """See `HostLayers.parameters`. `g_idx` may be absent; vLLM then computes it."""
-        if isinstance(module, RoutedExperts):
-            module = module.fused
-        return {name for name, _ in module.named_parameters() if "g_idx" not in name}
+    def inner(self, module: nn.Module) -> nn.Module:
+        """See `ParallelLayers`."""
+        return module.fused if isinstance(module, RoutedExperts) else module
 
 
 class RoutedExperts(nn.Module):

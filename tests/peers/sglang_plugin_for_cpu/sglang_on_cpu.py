@@ -17,6 +17,12 @@ import torch
 LOG = "SGLANG_ON_CPU_LOG"
 """Environment variable: a file to which each forward of each model is written, a line each."""
 
+NAMED = (
+    "sglang.kernels.ops.gemm.fp8_kernel",
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config",
+)
+"""Modules that look for sizes by the name of the device."""
+
 
 def declare_torchvision_ops() -> None:
     """Let torchvision, which is built for CUDA, be imported beside a CPU torch. Before sglang."""
@@ -25,12 +31,19 @@ def declare_torchvision_ops() -> None:
         torch.library.define(f"torchvision::{name}", schema)
 
 
+def name_device() -> None:
+    """Give the CPU a name, by which the host looks for files of tuned sizes, and finds none."""
+    for name in NAMED:
+        importlib.import_module(name).get_device_name = lambda *args: "cpu"
+
+
 def start() -> None:
     """Choose the Triton form of the draft tree's kernels; make waiting for CUDA harmless."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     tree = importlib.import_module("sglang.kernels.ops.speculative.spec_tree")
     tree._is_xpu = True  # The branch that launches them, for building and for verifying.
+    name_device()
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
     if LOG in os.environ:
         HookRegistry.register(
