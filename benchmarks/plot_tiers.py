@@ -1,8 +1,11 @@
 """Draws "auto" and every fixed K by load.
 
     python -m benchmarks.plot_tiers benchmarks/results/xeon-amx/tiers-0.5b.json PICTURE.png
+    python -m benchmarks.plot_tiers benchmarks/results/paper/tier-grid.json PICTURE.png
 
-One panel per load. Bars are tokens per second of work, relative to K = 0 with the same weights.
+Of a record of `benchmarks.tiers`: one panel per load; bars are tokens per second of work, relative
+to K = 0 with the same weights. Of one of `benchmarks.tier_grid`: one panel per machine; each load
+is a dot, the speed of "auto" relative to the best fixed K and to K = 0.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -17,6 +21,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import command
 from benchmarks.harness.results import Record
+from benchmarks.tier_grid import BEST
 from benchmarks.tiers import AUTO, Row, fixed
 
 AUTO_COLOUR, SHADES = "#c8553d", ("#b9cdd4", "#8fb2bf", "#5f93a6", "#1f6f8b")
@@ -26,8 +31,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw."""
     args = command.new_plot_parser("plot_tiers", __doc__, "tiers").parse_args(argv)
     mpl.rcParams["font.size"] = 9
-    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
+    record = json.loads(args.results.read_text())
+    draw = _grid if record["benchmark"] == "tier_grid" else _figure
+    draw(record).savefig(args.picture, dpi=150)
     return 0
+
+
+def _grid(record: Record) -> Figure:
+    machines = list(dict.fromkeys(row["costs"] for row in record["rows"]))
+    figure = Figure(figsize=(3.4 * len(machines), 5.4), layout="constrained")
+    panels = figure.subplots(2, len(machines), sharex=True, sharey="row", squeeze=False)
+    for machine, column in zip(machines, panels.T, strict=True):
+        rows = [row for row in record["rows"] if row["costs"] == machine]
+        for axes, key in zip(column, ("best", "plain"), strict=True):
+            _draw_dots(rows, key, axes)
+        column[0].set_title(f"costs: {machine}")
+        column[1].set_xlabel("acceptance")
+    panels[0, 0].set_ylabel("speed over the best fixed K")
+    panels[1, 0].set_ylabel("speed over K = 0")
+    panels[0, 0].legend(frameon=False, fontsize=7, title="batch", ncols=2)
+    commit = record["versions"]["commit"]
+    figure.suptitle(f'"auto" on {len(record["rows"])} simulated loads, commit {commit}')
+    return figure
+
+
+def _draw_dots(rows: Sequence[dict[str, Any]], key: str, axes: Axes) -> None:
+    chances = list(dict.fromkeys(row["acceptance"] for row in rows))
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    for number, batch in enumerate(batches):
+        shown = [row for row in rows if row["batch"] == batch]
+        aside = 0.8 * (number + 0.5) / len(batches) - 0.4
+        axes.plot(
+            [chances.index(row["acceptance"]) + aside for row in shown],
+            [row[key] for row in shown],
+            "o",
+            markersize=2,
+            color=SHADES[number % len(SHADES)],
+            label=str(batch),
+        )
+    axes.axhline(BEST if key == "best" else 1, color=AUTO_COLOUR, linewidth=0.6)
+    axes.set_xticks(range(len(chances)), chances, rotation=45)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _figure(record: Record) -> Figure:

@@ -33,10 +33,10 @@ def test_figures() -> None:
     assert {line[8] for line in table} == {"2+1"}
 
 
-def test_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", ["xeon-amx/tiers-0.5b.json", "paper/tier-grid.json"])
+def test_picture(record: str, tmp_path: Path) -> None:
     picture = tmp_path / "tiers.png"
-    record = ROOT / "benchmarks" / "results" / "xeon-amx" / "tiers-0.5b.json"
-    assert plot_tiers.main([str(record), str(picture)]) == 0
+    assert plot_tiers.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
