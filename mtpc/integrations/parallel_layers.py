@@ -32,7 +32,7 @@ class ParallelLayers(ABC):
     host: ClassVar[str]
     instead: ClassVar[str]
 
-    def __init__(self, ranks: int, quant_config: Any, quantises_joint: bool = False):
+    def __init__(self, ranks: int, quant_config: Any, quantises_joint: bool):
         self.ranks, self.quant_config = ranks, quant_config
         self._quantises_joint = quantises_joint
 

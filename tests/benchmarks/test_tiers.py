@@ -75,7 +75,10 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_every_fixed_k_at_synthetic_acceptance(tmp_path: Path) -> None:
-    """K = 0 is a program of its own, the others share that of "auto"; all accept as asked."""
+    """K = 0 is a program of its own, the others share that of "auto"; all accept as asked.
+
+    Those of "auto" come without an earlier run's costs and with them.
+    """
     out = tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--backend", "eager", "--requests", "2", "--rate", "50"]
     few = ["--repeats", "1", "--max-foreign", "1", "--tiers", "0", "1", "--acceptance", "0", "1"]
@@ -85,7 +88,7 @@ def test_every_fixed_k_at_synthetic_acceptance(tmp_path: Path) -> None:
         (f"synthetic {acceptance}", load, k)
         for acceptance in (0, 1)
         for load in ("50 requests/s", "burst of 2")
-        for k in (0, 1, "auto")
+        for k in (0, 1, tiers.AUTO, tiers.AGAIN)
     ]
     assert all(r["tokens_per_s"] > 0 for r in rows)
 
