@@ -16,7 +16,7 @@ class Attention {
  public:
   Attention(const Problem& problem, const Tensor& out)
       : p_(problem),
-        out_(out),
+        out_(out.mutable_data_ptr()),
         splits_(problem),
         stride_(splits_.stride),
         units_(plan_units(problem, torch::stable::get_num_threads())) {}
@@ -26,7 +26,9 @@ class Attention {
     const int64_t workers = worker_count(count_work(p_, units_));
     const bool enough_units = workers == 1 || units >= 4 * workers;
     if (enough_units || most_splits() <= 1) {
-      run_tasks(units, workers, [&](int64_t unit) { fold_unit(units_[unit]); });
+      run_stream(units, workers, [&](int64_t unit) {
+        fold_unit(units_[unit], unit + 1 < units ? &units_[unit + 1] : nullptr);
+      });
     } else {
       run_split_parallel(workers);
     }
@@ -41,16 +43,18 @@ class Attention {
     return most;
   }
 
-  /// One unit from beginning to end on one thread.
-  void fold_unit(const Unit& unit) const {
+  /// One unit from beginning to end on one thread, which `next` follows.
+  void fold_unit(const Unit& unit, const Unit* next) const {
     Memory& memory = Memory::of_this_thread();
     const int64_t rows = unit.all_rows();
     const Partial<A> split{memory.split_sums.reserve(rows * stride_), memory.split_norms};
     const Partial<A> total = empty_partial(rows);
     splits_.load_queries(unit, memory);
     const Range splits = unit.splits();
+    const Next after = {next, next ? next->splits().begin : 0};
     for (int64_t s = splits.begin; s < splits.end; ++s) {
-      splits_.attend(unit, s, memory, split);
+      const bool is_last = s + 1 == splits.end;
+      splits_.attend(unit, s, is_last ? after : Next{&unit, s + 1}, memory, split);
       absorb(total, split, rows);
     }
     finish(unit, 0, rows, total);
@@ -58,11 +62,7 @@ class Attention {
 
   /// For few units: all threads compute splits, each thread adjacent ones; the folds come after.
   void run_split_parallel(int64_t workers) const {
-    struct Task {
-      const Unit* unit;
-      int64_t split;
-    };
-    std::vector<Task> tasks;
+    std::vector<Next> tasks;
     std::vector<int64_t> first_task;
     int64_t heads = 0, rows = 0;
     for (const Unit& unit : units_) {
@@ -77,10 +77,12 @@ class Attention {
     const auto partial = [&](int64_t task) {
       return Partial<A>{sums.get() + task * rows * stride_, norms.get() + task * rows};
     };
-    run_stream(tasks.size(), workers, [&](int64_t task) {
+    const int64_t count = tasks.size();
+    run_stream(count, workers, [&](int64_t task) {
       Memory& memory = Memory::of_this_thread();
       splits_.load_queries(*tasks[task].unit, memory);
-      splits_.attend(*tasks[task].unit, tasks[task].split, memory, partial(task));
+      const Next next = task + 1 < count ? tasks[task + 1] : Next{};
+      splits_.attend(*tasks[task].unit, tasks[task].split, next, memory, partial(task));
     });
     run_tasks(heads, workers, [&](int64_t head) {
       int64_t i = 0;
@@ -127,18 +129,22 @@ class Attention {
 
   /// Normalises, with the sinks' share, and writes a unit's rows from `first` on.
   void finish(const Unit& unit, int64_t first, int64_t rows, Partial<A> total) const {
-    for (int64_t row = 0; row < rows; ++row) {
-      Norm<A> norm = total.norms[row];
-      A keep = 1;
-      const int64_t head = splits_.head(unit, first + row);
-      if (p_.sinks) keep = add_sink(norm, head);
-      if (norm.total != 0) keep /= norm.total;
-      A* sums = total.sums + row * stride_;
-      for (int64_t d = 0; d < stride_; ++d) sums[d] *= keep;
-      splits_.order(sums);
-      const int64_t width = p_.values.width;
-      write(out_, (splits_.token(unit, first + row) * p_.heads() + head) * width, sums, width);
-    }
+    const int64_t width = p_.values.width;
+    with_type(p_.q.type, [&](auto type) {
+      using Out = typename decltype(type)::type;
+      for (int64_t row = 0; row < rows; ++row) {
+        Norm<A> norm = total.norms[row];
+        A keep = 1;
+        const int64_t head = splits_.head(unit, first + row);
+        if (p_.sinks) keep = add_sink(norm, head);
+        if (norm.total != 0) keep /= norm.total;
+        A* sums = total.sums + row * stride_;
+        for (int64_t d = 0; d < stride_; ++d) sums[d] *= keep;
+        splits_.order(sums);
+        const int64_t at = splits_.token(unit, first + row) * p_.q.heads + head;
+        round_to(static_cast<Out*>(out_) + at * width, sums, width);
+      }
+    });
   }
 
   /// A sink takes part in the normalisation only; returns the factor on the sums.
@@ -152,11 +158,16 @@ class Attention {
   }
 
   const Problem& p_;
-  const Tensor& out_;
+  void* out_;
   SplitAttention<A, T> splits_;
   int64_t stride_;
   std::vector<Unit> units_;
 };
+
+Queries queries(const Tensor& q) {
+  STD_TORCH_CHECK(q.dim() == 3, "mtpc_cpu: expected q [T, N, D]");
+  return Queries(adjacent_last(q));
+}
 
 Cache paged_cache(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(
@@ -181,12 +192,11 @@ std::optional<Cache> paged_scales(
 }
 
 void check(const Problem& p) {
-  STD_TORCH_CHECK(p.q.dim() == 3, "mtpc_cpu: expected q [T, N, D]");
   STD_TORCH_CHECK(
-      p.q.size(2) == p.keys.width, "mtpc_cpu: q has width ", p.q.size(2), ", the keys have ",
+      p.q.width == p.keys.width, "mtpc_cpu: q has width ", p.q.width, ", the keys have ",
       p.keys.width);
   STD_TORCH_CHECK(
-      p.keys.heads > 0 && p.heads() % p.keys.heads == 0, "mtpc_cpu: ", p.heads(),
+      p.keys.heads > 0 && p.q.heads % p.keys.heads == 0, "mtpc_cpu: ", p.q.heads,
       " query heads are no multiple of ", p.keys.heads, " key/value heads");
   STD_TORCH_CHECK(
       p.values.pages == p.keys.pages && p.values.page_size == p.keys.page_size &&
@@ -200,10 +210,10 @@ void check(const Problem& p) {
 Tensor attend(const Problem& problem) {
   check(problem);
   const Tensor out =
-      dense_zeros(problem.q, {problem.tokens(), problem.heads(), problem.values.width});
+      dense_zeros(problem.q.tensor, {problem.q.tokens, problem.q.heads, problem.values.width});
   const auto run = [&](auto type) {
     using T = typename decltype(type)::type;
-    if (problem.q.scalar_type() == ScalarType::Double) {
+    if (problem.q.type == ScalarType::Double) {
       Attention<double, T>(problem, out).run();
     } else {
       Attention<float, T>(problem, out).run();
@@ -225,7 +235,7 @@ MTPC_OPERATOR Tensor paged_attention(
     double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
     const std::optional<Tensor>& v_scale) {
   return attend(
-      {adjacent_last(q), paged_cache(k_cache, "k_cache"), paged_cache(v_cache, "v_cache"),
+      {queries(q), paged_cache(k_cache, "k_cache"), paged_cache(v_cache, "v_cache"),
        Indices(block_table, "block_table", 2), Indices(seq_lens, "seq_lens", 1),
        Indices(query_start_loc, "query_start_loc", 1), block_table.size(0),
        block_table.size(1) * k_cache.size(1), scale, sliding_window, softcap, sinks,
@@ -244,7 +254,7 @@ MTPC_OPERATOR Tensor latent_attention(
   Cache values = keys;
   values.width = latent_rank;
   return attend(
-      {adjacent_last(q), keys, values, Indices(block_table, "block_table", 2),
+      {queries(q), keys, values, Indices(block_table, "block_table", 2),
        Indices(seq_lens, "seq_lens", 1), Indices(query_start_loc, "query_start_loc", 1),
        block_table.size(0), block_table.size(1) * latent_cache.size(1), scale, 0, 0.0,
        std::nullopt});

@@ -57,9 +57,31 @@ struct Unit {
   }
 };
 
+/// Queries [tokens, heads, width], as numbers: a tensor answers each question by a call.
+struct Queries {
+  explicit Queries(const Tensor& q)
+      : tensor(q),
+        data(q.const_data_ptr()),
+        type(q.scalar_type()),
+        tokens(q.size(0)),
+        heads(q.size(1)),
+        width(q.size(2)),
+        token_stride(q.stride(0)),
+        head_stride(q.stride(1)) {}
+
+  int64_t offset(int64_t token, int64_t head) const {
+    return token * token_stride + head * head_stride;
+  }
+
+  Tensor tensor;
+  const void* data;
+  ScalarType type;
+  int64_t tokens, heads, width, token_stride, head_stride;
+};
+
 /// Everything about a call except the elements of its caches.
 struct Problem {
-  Tensor q;
+  Queries q;
   Cache keys, values;
   Indices block_table, seq_lens, query_start_loc;
   int64_t requests, context;
@@ -69,9 +91,7 @@ struct Problem {
   std::optional<Tensor> sinks;
   std::optional<Cache> key_scales{}, value_scales{};  // Of width 1, for caches of codes.
 
-  int64_t tokens() const { return q.size(0); }
-  int64_t heads() const { return q.size(1); }
-  int64_t groups() const { return heads() / keys.heads; }
+  int64_t groups() const { return q.heads / keys.heads; }
 
   /// The positions that a row at this position attends to.
   Range visible(int64_t position) const {
@@ -92,7 +112,7 @@ inline void add_units(const Problem& problem, int64_t request, int64_t kv_head, 
   const int64_t end = problem.query_start_loc(request + 1);
   const int64_t position = problem.seq_lens(request) - (end - begin);
   const int64_t groups = problem.groups();
-  const int64_t rows = (std::min(end, problem.tokens()) - begin) * groups;
+  const int64_t rows = (std::min(end, problem.q.tokens) - begin) * groups;
   const int64_t most = std::max<int64_t>(kRows / heads, 1);
   for (int64_t first = 0; first < rows; first += most) {
     const int64_t count = std::min(most, rows - first);

@@ -64,6 +64,7 @@ struct Scratch {
   const T* keys[kSplit];
   const T* values[kSplit];
   const T* next_keys[kSplit];
+  Range next;  // of next_keys
   const Factor<T>* expanded_rows[kSplit];
   const float* key_scales[kSplit];
   const float* value_scales[kSplit];
@@ -73,6 +74,12 @@ struct Scratch {
     static thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
     return *scratch;
   }
+};
+
+/// A split of a unit that is attended to after another; none where there is no unit.
+struct Next {
+  const Unit* unit;
+  int64_t split;
 };
 
 /// Attention of a unit's rows to the positions of a split.
@@ -86,7 +93,7 @@ class SplitAttention {
       : stride((problem.values.width + kPanel<A> - 1) / kPanel<A> * kPanel<A>),
         p_(problem),
         in_pairs_(
-            kPairs<A, F> && problem.q.scalar_type() == ScalarType::BFloat16 &&
+            kPairs<A, F> && problem.q.type == ScalarType::BFloat16 &&
             problem.keys.width % 2 == 0),
         keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
         values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())) {
@@ -118,12 +125,12 @@ class SplitAttention {
     F* narrow = memory.narrow_queries.reserve(kRows * width);
     A* wide = memory.queries.reserve(kRows * width);
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t at = token(unit, row) * p_.q.stride(0) + head(unit, row) * p_.q.stride(1);
+      const int64_t at = p_.q.offset(token(unit, row), head(unit, row));
       if (in_pairs_) {
-        const F* query = static_cast<const F*>(p_.q.const_data_ptr()) + at;
+        const F* query = static_cast<const F*>(p_.q.data) + at;
         std::copy(query, query + width, narrow + row * width);
       } else {
-        read(wide + row * width, p_.q, at, width);
+        read(wide + row * width, p_.q.tensor, at, width);
       }
     }
     if constexpr (kTileRegisters<A, F>) {
@@ -136,12 +143,15 @@ class SplitAttention {
     }
   }
 
-  /// Scores, weights and weighted values of one split, with the queries that are loaded.
-  void attend(const Unit& unit, int64_t split, Memory& memory, Partial<A> out) const {
+  /// Scores, weights and weighted values of one split, with the queries that are loaded. Meanwhile
+  /// the keys of `next` are fetched.
+  void attend(
+      const Unit& unit, int64_t split, const Next& next, Memory& memory, Partial<A> out) const {
     const int64_t base = split * kSplit;
     const Range seen = intersect(unit.visible, {base, base + kSplit});
     const Range local{seen.begin - base, seen.end - base};
     find_rows(unit, base, local, memory);
+    find_next(next, memory);
     A* weights = memory.weights.reserve(kRows * kSplit);
     PassRegisters registers;
     const Range computed = score(unit, local, memory, registers, weights);
@@ -195,10 +205,12 @@ class SplitAttention {
     }
   }
 
-  /// Finds where keys and values of a split lie; null for positions that no row of the unit sees.
-  /// Also finds the keys of the next split, to fetch them; where there are none, this split's.
+  /// Finds where keys and values of a split lie. Keys are null at positions of its panels that no row
+  /// of the unit sees.
   void find_rows(const Unit& unit, int64_t base, Range local, Memory& memory) const {
-    std::fill_n(memory.keys, kSplit, nullptr);
+    const Range panels = whole_panels(local);
+    std::fill(memory.keys + panels.begin, memory.keys + local.begin, nullptr);
+    std::fill(memory.keys + local.end, memory.keys + panels.end, nullptr);
     place(unit, p_.keys, keys_, base, local, memory.keys);
     place(unit, p_.values, values_, base, local, memory.values);
     if (adds_value_pairs()) {  // Weights of what no row sees are zeros.
@@ -210,10 +222,20 @@ class SplitAttention {
       place(unit, *p_.key_scales, key_scales_, base, local, memory.key_scales);
       place(unit, *p_.value_scales, value_scales_, base, local, memory.value_scales);
     }
+  }
+
+  /// Finds the keys of a split that comes after this one, to fetch them. While codes expand, a row is
+  /// fetched with each: where there are fewer, this split's.
+  void find_next(const Next& next, Memory& memory) const {
     if constexpr (kPairs<A, F>) {
-      const Range next = intersect({0, kSplit}, {0, unit.visible.end - base - kSplit});
-      place(unit, p_.keys, keys_, base + kSplit, next, memory.next_keys);
-      std::copy(memory.keys + next.size(), memory.keys + kSplit, memory.next_keys + next.size());
+      const int64_t base = next.split * kSplit;
+      const Range seen = next.unit ? intersect(next.unit->visible, {base, base + kSplit}) : Range{};
+      memory.next = {seen.begin - base, seen.end - base};
+      if (next.unit) place(*next.unit, p_.keys, keys_, base, memory.next, memory.next_keys);
+      if (!kCodes<T>) return;
+      std::copy(memory.keys, memory.keys + memory.next.begin, memory.next_keys);
+      std::copy(memory.keys + memory.next.end, memory.keys + kSplit,
+                memory.next_keys + memory.next.end);
     }
   }
 
@@ -271,9 +293,7 @@ class SplitAttention {
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
   Range score(const Unit& unit, Range local, Memory& memory, PassRegisters& registers,
               A* scores) const {
-    const Range computed{
-        local.begin / kPanel<A> * kPanel<A>,
-        (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
+    const Range computed = whole_panels(local);
 #if defined(__AMX_TILE__)
     if constexpr (kTileRegisters<A, F>) {
       if (scores_keys_in_place(unit)) {
@@ -310,6 +330,12 @@ class SplitAttention {
     } else {
       return {nullptr, 0, 0};
     }
+  }
+
+  /// Lines of the next split's keys.
+  LinesAhead next_lines(const Unit& unit, const Memory& memory) const {
+    return lines_ahead(
+        unit, p_.keys, memory.next_keys + memory.next.begin, memory.next.size());
   }
 
   /// Reads all heads' lines of some rows that were fetched, one after the other: then those whose fetch
@@ -378,7 +404,7 @@ class SplitAttention {
   void add_values_by_panel(const Unit& unit, Range local, Memory& memory, Partial<A> out) const {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
     const A* weights = memory.weights.get();
-    LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
+    LinesAhead ahead = next_lines(unit, memory);
     const bool by_pairs = adds_value_pairs();
     const Range all = by_pairs ? whole_pairs(local) : local;
     for (int64_t j = all.begin / kValues * kValues; j < all.end; j += kValues) {
@@ -442,7 +468,7 @@ class SplitAttention {
     const int64_t columns = (width + kFeatures - 1) / kFeatures;
     Group* tile = memory.packed.reserve(kValues / 2 * kFeatures);
     TileSums<kMostRows>* sums = memory.tile_sums.reserve(unit.heads * columns);
-    LinesAhead ahead = lines_ahead(unit, p_.keys, memory.next_keys, kSplit);
+    LinesAhead ahead = next_lines(unit, memory);
     for (int64_t j = computed.begin; j < computed.end; j += kValues) {
       const Range part = intersect({j, j + kValues}, computed);
       for (int64_t h = 0; h < unit.heads; ++h) {
@@ -469,6 +495,11 @@ class SplitAttention {
 
   static Range whole_pairs(Range local) {
     return {local.begin / 2 * 2, (local.end + 1) / 2 * 2};
+  }
+
+  static Range whole_panels(Range local) {
+    return {local.begin / kPanel<A> * kPanel<A>,
+            (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
   }
 
   static Range panel_at(int64_t begin, Range local) {
