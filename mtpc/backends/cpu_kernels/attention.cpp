@@ -48,14 +48,16 @@ class Attention {
     Memory& memory = Memory::of_this_thread();
     const int64_t rows = unit.all_rows();
     const Partial<A> split{memory.split_sums.reserve(rows * stride_), memory.split_norms};
-    const Partial<A> total = empty_partial(rows);
+    const Partial<A> total{memory.unit_sums.reserve(rows * stride_), memory.unit_norms};
     splits_.load_queries(unit, memory);
     const Range splits = unit.splits();
     const Next after = {next, next ? next->splits().begin : 0};
     for (int64_t s = splits.begin; s < splits.end; ++s) {
       const bool is_last = s + 1 == splits.end;
-      splits_.attend(unit, s, is_last ? after : Next{&unit, s + 1}, memory, split);
-      absorb(total, split, rows);
+      const bool is_first = s == splits.begin;
+      splits_.attend(unit, s, is_last ? after : Next{&unit, s + 1}, memory,
+                     is_first ? total : split);
+      if (!is_first) absorb(total, split, rows);
     }
     finish(unit, 0, rows, total);
   }
@@ -89,22 +91,14 @@ class Attention {
       for (; head >= units_[i].heads; ++i) head -= units_[i].heads;
       const Unit& unit = units_[i];
       const int64_t first = head * unit.rows;
-      const Partial<A> total = empty_partial(unit.rows);
-      for (int64_t s = 0; s < unit.splits().size(); ++s) {
+      const auto part = [&](int64_t s) {
         const Partial<A> split = partial(first_task[i] + s);
-        absorb(total, {split.sums + first * stride_, split.norms + first}, unit.rows);
-      }
+        return Partial<A>{split.sums + first * stride_, split.norms + first};
+      };
+      const Partial<A> total = part(0);
+      for (int64_t s = 1; s < unit.splits().size(); ++s) absorb(total, part(s), unit.rows);
       finish(unit, first, unit.rows, total);
     });
-  }
-
-  /// The fold's neutral element, in this thread's memory.
-  Partial<A> empty_partial(int64_t rows) const {
-    Memory& memory = Memory::of_this_thread();
-    A* sums = memory.unit_sums.reserve(rows * stride_);
-    std::fill_n(sums, rows * stride_, A(0));
-    std::fill_n(memory.unit_norms, rows, Norm<A>{-kInfinity<A>, 0});
-    return {sums, memory.unit_norms};
   }
 
   /// total += split, both rescaled to the larger peak. Exactly nothing changes for a row that
@@ -139,7 +133,8 @@ class Attention {
         if (p_.sinks) keep = add_sink(norm, head);
         if (norm.total != 0) keep /= norm.total;
         A* sums = total.sums + row * stride_;
-        for (int64_t d = 0; d < stride_; ++d) sums[d] *= keep;
+        // Whether there was a split before says the sign of a zero, which the sum drops.
+        for (int64_t d = 0; d < stride_; ++d) sums[d] = sums[d] * keep + A(0);
         splits_.order(sums);
         const int64_t at = splits_.token(unit, first + row) * p_.q.heads + head;
         round_to(static_cast<Out*>(out_) + at * width, sums, width);

@@ -125,19 +125,22 @@ inline void add_units(const Problem& problem, int64_t request, int64_t kv_head, 
 }
 
 /// How many heads of a request the units take together. Adjacent heads are adjacent in memory, which
-/// is read fastest in one stream; but many rows leave no time to wait for memory, and where few
-/// positions are visible, heads are what the threads share.
-inline int64_t heads_together(const Problem& problem, int64_t request, int64_t workers) {
-  constexpr int64_t kStream = 512, kTasks = 4;
+/// is read fastest in one stream; but many rows leave no time to wait for memory, and threads need
+/// units or splits to share: splits differ less in size than requests do.
+inline int64_t heads_together(
+    const Problem& problem, int64_t request, int64_t requests, int64_t workers) {
+  constexpr int64_t kStream = 512, kSplits = 4;
   const int64_t tokens = problem.query_start_loc(request + 1) - problem.query_start_loc(request);
   const Range last = problem.visible(problem.seq_lens(request) - 1);
   const int64_t rows = std::max<int64_t>(tokens * problem.groups(), 1);
   const int64_t bytes = problem.keys.width * problem.keys.tensor.element_size();
   int64_t heads = std::min({problem.keys.heads, kRows / rows, kStream / bytes});
-  const auto tasks = [&] {
-    return last.size() / kSplit * ((problem.keys.heads + heads - 1) / heads);
+  const auto suffice = [&] {
+    const int64_t units = (problem.keys.heads + heads - 1) / heads;
+    return requests * units >= std::min<int64_t>(requests, 2) * workers ||
+        last.size() / kSplit * units >= kSplits * workers;
   };
-  while (heads > 1 && tasks() < kTasks * workers) heads /= 2;
+  while (heads > 1 && !suffice()) heads /= 2;
   return std::max<int64_t>(heads, 1);
 }
 
@@ -146,9 +149,12 @@ inline int64_t heads_together(const Problem& problem, int64_t request, int64_t w
 inline std::vector<Unit> plan_units(const Problem& problem, int64_t workers) {
   std::vector<Unit> units;
   const int64_t all = problem.keys.heads;
+  const auto is_on = [&](int64_t request) { return problem.seq_lens(request) > 0; };
+  int64_t on = 0;
+  for (int64_t request = 0; request < problem.requests; ++request) on += is_on(request);
   for (int64_t request = 0; request < problem.requests; ++request) {
-    if (problem.seq_lens(request) <= 0) continue;
-    const int64_t heads = heads_together(problem, request, workers);
+    if (!is_on(request)) continue;
+    const int64_t heads = heads_together(problem, request, on, workers);
     for (int64_t head = 0; head < all; head += heads) {
       add_units(problem, request, head, std::min(heads, all - head), units);
     }
