@@ -286,7 +286,7 @@ bool go_by_tiles(const std::vector<Stage>& stages, int64_t rows) {
 }  // namespace
 
 MTPC_OPERATOR std::tuple<Tensor, Tensor> linear_chain(
-    const Tensor& x, const Tensor& residual, std::string kinds, std::vector<Tensor> operands,
+    const Tensor& x, const Tensor& residual, const std::string& kinds, const std::vector<Tensor>& operands,
     double epsilon, const std::optional<Tensor>& rows) {
   check_rows(x, residual);
   const int64_t width = x.size(x.dim() - 1), residual_width = residual.size(x.dim() - 1);

@@ -161,7 +161,7 @@ Best best_of(const T* row, int64_t count) {
 
 }  // namespace
 
-MTPC_OPERATOR Tensor all_reduce(const Tensor& part, std::string group) {
+MTPC_OPERATOR Tensor all_reduce(const Tensor& part, const std::string& group) {
   const auto memory = memory_of(group);
   const Tensor own = as_dense(part), out = dense_empty(part, sizes_of(part));
   const int64_t bytes = bytes_of(own), size = own.element_size();
@@ -175,7 +175,7 @@ MTPC_OPERATOR Tensor all_reduce(const Tensor& part, std::string group) {
   return out;
 }
 
-MTPC_OPERATOR Tensor all_gather(const Tensor& part, int64_t dim, int64_t size, std::string group) {
+MTPC_OPERATOR Tensor all_gather(const Tensor& part, int64_t dim, int64_t size, const std::string& group) {
   const auto memory = memory_of(group);
   const Tensor own = as_dense(part);
   const Table table(own, dim);
@@ -198,7 +198,7 @@ MTPC_OPERATOR Tensor all_gather(const Tensor& part, int64_t dim, int64_t size, s
   return out;
 }
 
-MTPC_OPERATOR Tensor rank_part(const Tensor& whole, int64_t dim, int64_t ranks, std::string group) {
+MTPC_OPERATOR Tensor rank_part(const Tensor& whole, int64_t dim, int64_t ranks, const std::string& group) {
   const auto memory = memory_of(group);
   const Tensor from = as_dense(whole);
   const Table table(from, dim);
@@ -216,7 +216,7 @@ MTPC_OPERATOR Tensor rank_part(const Tensor& whole, int64_t dim, int64_t ranks, 
 }
 
 MTPC_OPERATOR Tensor vocab_embedding(const Tensor& rows, const Tensor& ids, int64_t step,
-                                     std::string group) {
+                                     const std::string& group) {
   const int64_t first = memory_of(group)->rank() * step;
   STD_TORCH_CHECK(rows.dim() == 2 && ids.scalar_type() == ScalarType::Long,
                   "mtpc_cpu::vocab_embedding: expected rows [V, H] and int64 ids");
@@ -240,7 +240,7 @@ MTPC_OPERATOR Tensor vocab_embedding(const Tensor& rows, const Tensor& ids, int6
 }
 
 MTPC_OPERATOR std::tuple<Tensor, Tensor> vocab_max(const Tensor& logits, int64_t step,
-                                                   std::string group) {
+                                                   const std::string& group) {
   const auto memory = memory_of(group);
   const Tensor from = as_dense(logits);
   const std::vector<int64_t> shape = leading_sizes(from);
@@ -275,7 +275,7 @@ MTPC_OPERATOR std::tuple<Tensor, Tensor> vocab_max(const Tensor& logits, int64_t
   return {values, ids};
 }
 
-MTPC_OPERATOR Tensor first_rank(const Tensor& value, std::string group) {
+MTPC_OPERATOR Tensor first_rank(const Tensor& value, const std::string& group) {
   const auto memory = memory_of(group);
   const Tensor own = as_dense(value), out = dense_empty(value, sizes_of(value));
   const int64_t bytes = bytes_of(own);

@@ -24,11 +24,11 @@ _DEFINITION = re.compile(r"^MTPC_OPERATOR\s[^;(]*?(\w+)\(", re.MULTILINE)
 _TYPES = {
     "Tensor": "const Tensor&",
     "Optional[Tensor]": "const std::optional<Tensor>&",
-    "List[Tensor]": "std::vector<Tensor>",
+    "List[Tensor]": "const std::vector<Tensor>&",
     "int": "int64_t",
     "float": "double",
     "bool": "bool",
-    "str": "std::string",
+    "str": "const std::string&",
 }
 """How C++ names a type of a schema, as a kernel's parameter."""
 _HEADER = """\
@@ -131,8 +131,8 @@ def _local_schema(schema: Any) -> str:
 def _function(schema: Any) -> str:
     name = _name(schema)
     return (
-        f"AOTI_TORCH_EXPORT void mtpc_call_{name}(\n"
-        "    const mtpc::Argument* arguments, AtenTensorHandle* const* places) {\n"
-        f"  mtpc::call(&mtpc::{name}, arguments, places);\n"
+        f"AOTI_TORCH_EXPORT mtpc::BoundKernel mtpc_bind_{name}(\n"
+        "    const mtpc::Argument* arguments) {\n"
+        f"  return mtpc::bind<&mtpc::{name}>(arguments);\n"
         "}"
     )

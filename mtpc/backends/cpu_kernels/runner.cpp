@@ -61,12 +61,57 @@ struct Unshared {
 };
 
 /// A call of a kernel: its arguments and the places of its results.
+struct ReleaseKernel {
+  void operator()(BoundKernel* bound) const {
+    bound->release(bound->arguments);
+    delete bound;
+  }
+};
+
+/// Values as kernels take them, while a kernel is bound to them.
+class BoundArguments {
+ public:
+  std::unique_ptr<BoundKernel, ReleaseKernel> bind(
+      const torch::jit::Stack& values, BindKernel& bind) {
+    std::vector<Argument> arguments;
+    for (const IValue& value : values) arguments.push_back(add(value));
+    return std::unique_ptr<BoundKernel, ReleaseKernel>(new BoundKernel(bind(arguments.data())));
+  }
+
+ private:
+  Argument add(const IValue& value) {
+    Argument argument;
+    if (value.isTensor() || value.isTensorList()) {
+      auto& handles = handles_.emplace_back();
+      for (const at::Tensor& each :
+           value.isTensor() ? std::vector{value.toTensor()} : value.toTensorVector()) {
+        handles.push_back(reinterpret_cast<AtenTensorHandle>(&tensors_.emplace_back(each)));
+      }
+      argument.tensors = handles.data();
+      argument.count = static_cast<int64_t>(handles.size());
+    } else if (value.isInt()) {
+      argument.integer = value.toInt();
+    } else if (value.isBool()) {
+      argument.integer = value.toBool();
+    } else if (value.isDouble()) {
+      argument.number = value.toDouble();
+    } else if (value.isString()) {
+      argument.text = value.toStringRef().c_str();
+    } else {
+      TORCH_CHECK(value.isNone(), "a tape gives a kernel a ", value.tagKind());
+    }
+    return argument;
+  }
+
+  /// Deques, because the addresses of their elements stay.
+  std::deque<at::Tensor> tensors_;
+  std::deque<std::vector<AtenTensorHandle>> handles_;
+};
+
 struct Kernel {
   /// Its name in profiles.
   std::string name;
-  KernelCall* function;
-  std::vector<Argument> arguments;
-  std::deque<std::vector<AtenTensorHandle>> handles;
+  std::unique_ptr<BoundKernel, ReleaseKernel> bound;
   std::vector<int64_t> results;
   std::vector<AtenTensorHandle> made;
   std::vector<AtenTensorHandle*> places;
@@ -168,9 +213,9 @@ class Tape : public torch::CustomClassHolder {
               Numbers results) {
     const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
         ("mtpc_cpu::" + name).c_str(), "");
-    Kernel call{"mtpc_cpu::" + name, find_function<KernelCall>("mtpc_call_" + name)};
     const torch::jit::Stack values = read(handle.schema(), arguments, texts);
-    for (const IValue& value : values) add_argument(call, value);
+    const auto bind = find_function<BindKernel>("mtpc_bind_" + name);
+    Kernel call{"mtpc_cpu::" + name, BoundArguments().bind(values, *bind)};
     TORCH_CHECK(handle.schema().returns().size() == results.size(), "a tape takes ",
                 results.size(), " results of ", name);
     call.results = returned_slots(results, handle.schema());
@@ -457,36 +502,6 @@ class Tape : public torch::CustomClassHolder {
     return made;
   }
 
-  void add_argument(Kernel& call, const IValue& value) {
-    Argument argument;
-    if (value.isTensor()) {
-      call.handles.push_back({handle_of(value.toTensor())});
-    } else if (value.isTensorList()) {
-      auto& handles = call.handles.emplace_back();
-      for (const at::Tensor& each : value.toTensorVector()) handles.push_back(handle_of(each));
-    }
-    if (value.isTensor() || value.isTensorList()) {
-      argument.tensors = call.handles.back().data();
-      argument.count = count(call.handles.back());
-    } else if (value.isInt()) {
-      argument.integer = value.toInt();
-    } else if (value.isBool()) {
-      argument.integer = value.toBool();
-    } else if (value.isDouble()) {
-      argument.number = value.toDouble();
-    } else if (value.isString()) {
-      argument.text = texts_.emplace_back(value.toStringRef()).c_str();
-    } else {
-      TORCH_CHECK(value.isNone(), "a tape gives a kernel a ", value.tagKind());
-    }
-    call.arguments.push_back(argument);
-  }
-
-  /// The handle by which kernels know a tensor of this tape.
-  AtenTensorHandle handle_of(const at::Tensor& tensor) {
-    return reinterpret_cast<AtenTensorHandle>(&held_.emplace_back(tensor));
-  }
-
   /// Marks the memory of a call's results as returned. A result is -1 where it is not used, or
   /// where the call returns what it was given.
   Numbers returned_slots(Numbers results, const c10::FunctionSchema& schema) {
@@ -508,7 +523,7 @@ class Tape : public torch::CustomClassHolder {
     }
     at::RecordFunction heard(at::RecordScope::FUNCTION);
     if (heard.isActive()) heard.before(call.name.c_str());
-    call.function(call.arguments.data(), call.places.data());
+    call.bound->call(call.bound->arguments, call.places.data());
     for (size_t i = 0; i < call.results.size(); ++i) {
       const std::unique_ptr<at::Tensor> made(reinterpret_cast<at::Tensor*>(call.made[i]));
       if (call.results[i] != kNone) adopt(call.results[i], *made);
@@ -566,9 +581,6 @@ class Tape : public torch::CustomClassHolder {
   std::vector<Memory> storages_;
   std::vector<at::Tensor> tensors_;
   Numbers storage_of_;
-  /// Deques, because the addresses of their elements stay.
-  std::deque<at::Tensor> held_;
-  std::deque<std::string> texts_;
   std::deque<int64_t> numbers_;
   std::vector<Call> calls_;
 };

@@ -42,24 +42,41 @@ T take(const Argument& argument) {
   }
 }
 
-template <class Result, class... Parameters, size_t... kIndex>
-void call(Result (*kernel)(Parameters...), const Argument* arguments,
-          AtenTensorHandle* const* places, std::index_sequence<kIndex...>) {
-  if constexpr (std::is_void_v<Result>) {
-    kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...);
-  } else if constexpr (std::is_same_v<Result, Tensor>) {
-    *places[0] = own(kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...).get());
-  } else {
-    const Result results = kernel(take<std::decay_t<Parameters>>(arguments[kIndex])...);
-    std::apply([&](const auto&... each) { ((**places++ = own(each.get())), ...); }, results);
+template <auto kKernel, class Result, class... Parameters>
+struct Bound {
+  using Arguments = std::tuple<std::decay_t<Parameters>...>;
+
+  template <size_t... kIndex>
+  static const Arguments* take_all(const Argument* from, std::index_sequence<kIndex...>) {
+    return new Arguments{take<std::decay_t<Parameters>>(from[kIndex])...};
   }
+
+  static void call(const void* arguments, AtenTensorHandle* const* places) {
+    const Arguments& all = *static_cast<const Arguments*>(arguments);
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(kKernel, all);
+    } else if constexpr (std::is_same_v<Result, Tensor>) {
+      *places[0] = own(std::apply(kKernel, all).get());
+    } else {
+      const Result results = std::apply(kKernel, all);
+      std::apply([&](const auto&... each) { ((**places++ = own(each.get())), ...); }, results);
+    }
+  }
+
+  static void release(const void* arguments) { delete static_cast<const Arguments*>(arguments); }
+};
+
+template <auto kKernel, class Result, class... Parameters>
+BoundKernel bind(Result (*)(Parameters...), const Argument* arguments) {
+  using Kernel = Bound<kKernel, Result, Parameters...>;
+  constexpr auto kIndices = std::index_sequence_for<Parameters...>{};
+  return {Kernel::call, Kernel::release, Kernel::take_all(arguments, kIndices)};
 }
 
-/// Calls a kernel, and puts a new handle of each result into its place.
-template <class Result, class... Parameters>
-void call(Result (*kernel)(Parameters...), const Argument* arguments,
-          AtenTensorHandle* const* places) {
-  call(kernel, arguments, places, std::index_sequence_for<Parameters...>{});
+/// Makes a call of a kernel, which holds its tensors.
+template <auto kKernel>
+BoundKernel bind(const Argument* arguments) {
+  return bind<kKernel>(kKernel, arguments);
 }
 
 }  // namespace

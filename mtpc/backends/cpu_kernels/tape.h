@@ -1,9 +1,9 @@
 // The interface between the runner of tapes (runner.cpp) and the kernels: plain structs, and C
 // functions that the runner finds by name.
 //
-// `mtpc_call_NAME` calls the kernel NAME past torch's dispatcher. A call through the dispatcher is
-// looked up, boxed and unboxed, which takes several microseconds; a step of 28 layers has hundreds of
-// calls. `mtpc_map`, `mtpc_fold` and `mtpc_move_rows` run the calls between kernels.
+// `mtpc_bind_NAME` makes a call of the kernel NAME past torch's dispatcher. A call through the
+// dispatcher is looked up, boxed and unboxed, which takes several microseconds; a step of 28 layers has
+// hundreds of calls. `mtpc_map`, `mtpc_fold` and `mtpc_move_rows` run the calls between kernels.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,8 +24,15 @@ struct Argument {
   const char* text = nullptr;
 };
 
-/// Calls a kernel; each place gets a new handle of a result.
-using KernelCall = void(const Argument* arguments, AtenTensorHandle* const* places);
+/// A kernel with its arguments, as it takes them: tensors own memory, which each call would allocate.
+struct BoundKernel {
+  /// Calls the kernel; each place gets a new handle of a result.
+  void (*call)(const void* arguments, AtenTensorHandle* const* places) = nullptr;
+  void (*release)(const void* arguments) = nullptr;
+  const void* arguments = nullptr;
+};
+
+using BindKernel = BoundKernel(const Argument* arguments);
 
 inline constexpr int kMostDims = 8, kMostOperands = 4, kMostIndices = 4;
 
