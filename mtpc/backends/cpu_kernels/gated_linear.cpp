@@ -21,7 +21,7 @@ void run(InputRows x, int64_t rows, const BFloat16* weight, int64_t width, BFloa
         const auto products = [&](int64_t tile, const auto& body) {
           for_products(x, rows, bytes + tile * size, worker.registers, body);
         };
-        multiply_gated(products, rows, tiles, run, worker.gates, out, width);
+        multiply_gated(products, rows, tiles, run, worker.gates, GatedResult{out, width});
       });
 }
 

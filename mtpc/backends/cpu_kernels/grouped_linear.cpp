@@ -115,7 +115,7 @@ MTPC_OPERATOR Tensor grouped_gated_linear(
         const auto products = [&](int64_t tile, const auto& body) {
           for_grouped_products(from, 0, used, weight.from(tile), worker.registers, body);
         };
-        multiply_gated(products, used, tiles, run, worker.gates, data(out), width);
+        multiply_gated(products, used, tiles, run, worker.gates, GatedResult{data(out), width});
       });
   return out;
 }

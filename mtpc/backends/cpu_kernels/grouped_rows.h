@@ -143,15 +143,24 @@ class GroupedRows {
   /// different threads.
   template <class T>
   void set(int64_t r, const T* from) const {
-    char* to = bytes_.get() + r * stride_;
+    set_some(r, 0, form_.inputs, from);
+  }
+
+  /// Whether so many adjacent inputs, after others of that many, can be set on their own.
+  bool takes(int64_t count) const { return is_float() || count % form_.group == 0; }
+
+  /// Takes `count` inputs of row r, from `first` on, as `set` takes all; see `takes`.
+  template <class T>
+  void set_some(int64_t r, int64_t first, int64_t count, const T* from) const {
+    char* to = bytes_.get() + r * stride_ + first * form_.input_bytes();
     if (is_float()) {
       float* numbers = reinterpret_cast<float*>(to);
-      std::transform(from, from + form_.inputs, numbers, [](T x) { return static_cast<float>(x); });
+      std::transform(from, from + count, numbers, [](T x) { return static_cast<float>(x); });
       return;
     }
-    for (int64_t g = 0; g < form_.groups(); ++g) {
-      const int64_t first = g * form_.group;
-      round_group(g * rows_ + r, from + first, to + first * form_.input_bytes());
+    for (int64_t i = 0; i < count; i += form_.group) {
+      const int64_t group = (first + i) / form_.group;
+      round_group(group * rows_ + r, from + i, to + i * form_.input_bytes());
     }
   }
 

@@ -11,13 +11,16 @@
 
 namespace mtpc {
 
-/// A stage's tasks, in a share for each worker.
+/// A stage's tasks, in a share for each worker. Other stages may take its memory when it is done.
 class StageTasks {
  public:
-  StageTasks(int64_t count, int64_t workers) : count_(count), shares_(workers) {
+  void begin(int64_t count, int64_t workers) {
+    if (static_cast<int64_t>(shares_.size()) != workers) shares_ = std::vector<Share>(workers);
     for (int64_t w = 0; w < workers; ++w) {
       shares_[w].set(count * w / workers, count * (w + 1) / workers);
     }
+    count_ = count;
+    done_ = 0;
   }
 
   /// Runs body(run) for runs of up to `most` tasks of worker `me`'s share, then for others', until
@@ -47,7 +50,7 @@ class StageTasks {
   }
 
  private:
-  int64_t count_;
+  int64_t count_ = 0;
   std::vector<Share> shares_;
   alignas(64) std::atomic<int64_t> done_{0};
 };
