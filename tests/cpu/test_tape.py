@@ -82,8 +82,8 @@ def test_the_library_has_the_calls_and_torch_has_none_of_their_names() -> None:
     names = [op.__name__.removesuffix(".default") for op in kernel_table().values()]
     assert len(names) > 10
     for name in names:
-        assert hasattr(library, f"mtpc_call_{name}")
-        assert not hasattr(theirs, f"mtpc_call_{name}")
+        assert hasattr(library, f"mtpc_bind_{name}")
+        assert not hasattr(theirs, f"mtpc_bind_{name}")
 
 
 INT = torch.tensor([[7, -3, 0, 5], [1, 2, -9, 4]])

@@ -139,7 +139,7 @@ assert str(ours._schema) == (
 )
 check(ours, 3)
 check(ours, 3, True, lambda: torch.ones(4))
-assert hasattr(ctypes.CDLL(str(built.directory / LIBRARY)), "mtpc_call_halve")
+assert hasattr(ctypes.CDLL(str(built.directory / LIBRARY)), "mtpc_bind_halve")
 """
 
 ON_TRITON = """\
