@@ -294,8 +294,8 @@ LINES = {
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
     # Slices of codes, checked as they are read (`binding.py`).
     # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
-    # steps (`step_watch.py`).
-    "program": 5420,
+    # steps (`step_watch.py`). A rank's slices where no cache keeps steps (`part_weights.py`).
+    "program": 5550,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
@@ -321,7 +321,8 @@ LINES = {
     # recipes that read a rank's part alone. Files larger than memory. A thread that reads the next
     # tensors while one is packed (`read_ahead.py`), all into the same memory in turn.
     # Slices of weights in groups, along their inputs too.
-    "weights": 5820,
+    # Parts of stored tensors, cast after they are taken.
+    "weights": 5850,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 
