@@ -274,13 +274,15 @@ LINES = {
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
     # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`). The exchange of GPUs.
-    "ops": 2880,
+    # Blocks of large sums (`exchange_ranks`).
+    "ops": 2900,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
     # Stacked values and rows of a table in parts (`held.py`); a trimmed head in parts.
     # Collectives as plain operators around one exchange (`spell_collectives.py`).
-    "passes": 3760,
+    # Sums by blocks (`spell_collectives.py`).
+    "passes": 3800,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
