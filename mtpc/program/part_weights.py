@@ -90,7 +90,7 @@ def read_part(loaded: LoadedModel, ranks: Ranks, device: str) -> LoadedModel | N
     """
     assert loaded.checkpoint is not None
     weights, found = loaded.weights(), weight_recipes(loaded)
-    if weights.keys() - found.keys():
+    if not _others(loaded).issuperset(weights.keys() - found.keys()):
         return None
     stored = {name: recipe for name, recipe in found.items() if recipe is not None}
     dtypes = {name: dtype_name(weights[name].dtype) for name in stored}
@@ -98,7 +98,7 @@ def read_part(loaded: LoadedModel, ranks: Ranks, device: str) -> LoadedModel | N
     parts = PartWeights(WeightSource(loaded.checkpoint, fill_packed), recipes)
     cut, made = RankShare(loaded, ranks).cut_weights, dict[Hashable, Tensor]()
     for name, tensor in weights.items():
-        if name not in stored:
+        if name not in stored:  # A constant of the model's code, or what no step reads.
             tensor.data = tensor.data.to(device)
             continue
         key = parts.made_of(name)
@@ -107,6 +107,15 @@ def read_part(loaded: LoadedModel, ranks: Ranks, device: str) -> LoadedModel | N
         tensor.data = made[key]
     parts.check()
     return replace(loaded, elsewhere=parts)
+
+
+def _others(loaded: LoadedModel) -> set[str]:
+    """Weights that no step reads: of a multimodal model, those outside of its language model."""
+    target = loaded.target
+    ends = [target.get_input_embeddings(), target.get_output_embeddings()]
+    modules = [target.get_decoder(), *filter(None, ends), *loaded.mtp_layers]
+    read = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+    return {name for name, tensor in loaded.weights().items() if id(tensor) not in read}
 
 
 def _placeholder(tensor: Tensor, device: str) -> Tensor:

@@ -153,8 +153,8 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         # It is packed in the host's memory, which has huge pages, and then moved.
         return out.to(tensor_of(next(names(recipe.part))).device)
     if isinstance(recipe, Rows):
-        # A copy, which does not keep the whole.
-        return take(recipe, make(recipe.part, tensor_of, fill)).clone()
+        held = take(recipe, make(recipe.part, tensor_of, fill))
+        return held.clone(memory_format=torch.contiguous_format)  # It does not keep the whole.
     if isinstance(recipe, Blocks):
         whole = make(recipe.part, tensor_of, fill)
         blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
