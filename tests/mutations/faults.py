@@ -1013,4 +1013,18 @@ FAULTS = (
         "rules |= {}",
         f"{_RANK_DRAFTERS}[gemma4]",
     ),
+    Fault(
+        "a rank reads the weights of which it has a part",
+        "program/part_weights.py",
+        "_placeholder(tensor, device) if name in cut else parts.make(name).to(device)",
+        "parts.make(name).to(device)",
+        "ranks/test_part_memory.py::test_a_start_takes_the_rank_s_part[bfloat16]",
+    ),
+    Fault(
+        "ranks add from the last one",
+        "passes/spell_collectives.py",
+        "for rank in range(1, emit.ranks):",
+        "for rank in range(emit.ranks - 1, 0, -1):",
+        "ranks/test_spelled.py::test_large_sums_are_made_by_blocks[3-dtype1]",
+    ),
 )
