@@ -29,10 +29,7 @@ _WANTED = "wanted"
 
 @dataclass(frozen=True)
 class ModelRecipes:
-    """How the weights of a model are made; a `binding.Explains`.
-
-    Attributes: as those of `StepRecord`.
-    """
+    """How the weights of a model are made; a `binding.Explains`."""
 
     stored: Mapping[str, Recipe]
     dtypes: Mapping[str, str]

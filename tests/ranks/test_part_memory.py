@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import CheckpointError, RankError
+from mtpc.program import part_weights
 from mtpc.program.ranks import Ranks
 
 MIB = 1 << 20
@@ -133,3 +134,22 @@ def test_equal_ends_are_in_memory_once(is_equal: bool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     save_checkpoint("glm4_moe", target, [layer], directory)
     assert run_ranks(2, tmp_path, partial(copies, directory=directory)) == [[is_equal] * 2] * 2
+
+
+def unexplained(ranks: Ranks, directory: Path) -> list[str]:
+    """The fallbacks where nothing says how one weight is made of stored tensors."""
+    known = part_weights.weight_recipes
+    pytest.MonkeyPatch().setattr(
+        part_weights,
+        "weight_recipes",
+        lambda loaded: {n: r for n, r in known(loaded).items() if n != "lm_head.weight"},
+    )
+    given = {**OPTIONS, "tensor_parallel_size": ranks.size, "backend": "eager"}
+    return list(mtpc.compile(directory, **given).stats.fallbacks)
+
+
+def test_what_only_transformers_can_read(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Every rank then loads the whole model, and says so."""
+    body = partial(unexplained, directory=checkpoint("mimo"))
+    said = ["weights that only transformers can read: all are on every rank"]
+    assert run_ranks(2, tmp_path, body) == [said, said]
