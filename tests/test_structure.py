@@ -274,13 +274,15 @@ LINES = {
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
     # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`). The exchange of GPUs.
-    "ops": 2880,
+    # Blocks of large sums (`exchange_ranks`).
+    "ops": 2900,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
     # Stacked values and rows of a table in parts (`held.py`); a trimmed head in parts.
     # Collectives as plain operators around one exchange (`spell_collectives.py`).
-    "passes": 3760,
+    # Sums by blocks (`spell_collectives.py`).
+    "passes": 3800,
     # Processes that end together (`program/processes.py`), and records checked by their types; the
     # host's memory planned before a build (`host_memory.py`). Ctrl-C while this process traces.
     # Which models' rings a prefill step sizes, in the key. Weights that are joined for a GPU are
@@ -294,8 +296,8 @@ LINES = {
     # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
     # Slices of codes, checked as they are read (`binding.py`).
     # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
-    # steps (`step_watch.py`).
-    "program": 5420,
+    # steps (`step_watch.py`). A rank's slices where no cache keeps steps (`part_weights.py`).
+    "program": 5550,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
@@ -321,7 +323,8 @@ LINES = {
     # recipes that read a rank's part alone. Files larger than memory. A thread that reads the next
     # tensors while one is packed (`read_ahead.py`), all into the same memory in turn.
     # Slices of weights in groups, along their inputs too.
-    "weights": 5820,
+    # Parts of stored tensors, cast after they are taken.
+    "weights": 5850,
 }
 """Most lines of Python in each folder of mtpc. Raise one only with a comment that says why."""
 

@@ -6,7 +6,6 @@ import copy
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from mtpc.ops.signatures import given_to
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.recipes import (
+    Elsewhere,
     Grouped,
     GroupedMaker,
     Join,
@@ -63,8 +63,8 @@ class WeightTable:
         groups: those of them that are stored in groups.
         owned: whether nothing else holds the tensors. The parts of a concatenation then become
             views of it, so that no weight is in memory twice.
-        held_back: those of them that are placeholders on a device, as they are in the host's
-            memory. What passes derive is made of these, and then moved.
+        elsewhere: makes what passes derive, where the tensors are placeholders; it is then moved
+            to their device. None: the tensors have all values.
 
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
@@ -78,9 +78,9 @@ class WeightTable:
         tensors: Mapping[str, Tensor],
         groups: StoredGroups | None = None,
         owned: bool = False,
-        held_back: Mapping[str, Tensor] = MappingProxyType({}),
+        elsewhere: Elsewhere | None = None,
     ):
-        self.defers, self._owned, self._held_back = False, owned, held_back
+        self.defers, self._owned, self._elsewhere = False, owned, elsewhere
         self._groups = groups or StoredGroups()
         self._maker = GroupedMaker(self._grouped)
         self._deferred: set[str] = set()
@@ -151,7 +151,10 @@ class WeightTable:
         """The weight of a recipe; the same recipe over the same memory gives the same tensor."""
         same = substitute(recipe, self._holder)
         if same not in self._made:
-            if isinstance(recipe, Grouped):
+            elsewhere = self._elsewhere
+            if elsewhere is not None and all(name in elsewhere for name in names(recipe)):
+                made = elsewhere.make(recipe)
+            elif isinstance(recipe, Grouped):
                 made = self._maker.make(recipe)
             else:
                 made = make(recipe, self._tensor)
@@ -179,7 +182,7 @@ class WeightTable:
         return self._holders.setdefault(memory, name)
 
     def _tensor(self, name: str) -> Tensor:
-        return self._held_back.get(name, self[name]).detach()
+        return self[name].detach()
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""

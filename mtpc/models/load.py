@@ -40,6 +40,7 @@ from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
+from mtpc.weights.recipes import Elsewhere
 from mtpc.weights.served_model import ServedModel
 from mtpc.wiring import Rules
 
@@ -58,8 +59,8 @@ class LoadedModel:
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
-        held_back: weights in the host's memory, of which a rank's device gets parts. In their
-            places the modules have placeholders.
+        elsewhere: makes a rank's parts of weights, in whose places the modules have placeholders;
+            None: the modules have all values, or none.
     """
 
     family: ModelFamily
@@ -71,7 +72,7 @@ class LoadedModel:
     owned: bool = False
     headers: HeaderWeights | None = None
     kv_cache_dtype: torch.dtype | None = None
-    held_back: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    elsewhere: Elsewhere | None = field(default=None, repr=False)
 
     @property
     def config(self) -> Any:

@@ -30,6 +30,7 @@ def _gathered(part: Tensor, group: str) -> Tensor:
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Before torch 2.13 it has another name."""
+_exchange = dist.all_to_all_single
 
 
 def is_collective(target: Any) -> bool:
@@ -58,6 +59,23 @@ def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = No
         [ranks, *part.shape].
     """
     return _gathered(part, group)
+
+
+@torch.library.custom_op("mtpc::exchange_ranks", mutates_args=())
+def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
+    """What each rank has for this one.
+
+    Args:
+        parts: [ranks, ...], of one shape and dtype on all ranks; rank r gets the r-th.
+        group: name of the process group.
+        after: as of `gather_ranks`.
+
+    Returns:
+        As `parts`: the tensors of all ranks for this one, in the order of the ranks.
+    """
+    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    _exchange(found, parts.contiguous(), group=group_of(group))
+    return found
 
 
 @torch.library.custom_op("mtpc::all_reduce", mutates_args=())
@@ -176,6 +194,11 @@ def first_rank(value: Tensor, group: str) -> Tensor:
 @gather_ranks.register_fake
 def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
     return part.new_empty([ranks, *part.shape])
+
+
+@exchange_ranks.register_fake
+def _(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
+    return parts.new_empty(parts.shape)
 
 
 @all_reduce.register_fake

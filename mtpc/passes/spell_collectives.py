@@ -1,4 +1,4 @@
-"""spell-collectives: the arithmetic of collectives as plain operators around one exchange."""
+"""spell-collectives: the arithmetic of collectives as plain operators around exchanges."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from mtpc.passes.base import GETITEM, Policy, emit, is_call, tidy
 from mtpc.passes.shard import Sharding
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
-_GATHER = ours.gather_ranks.default
+_GATHER, _EXCHANGE = ours.gather_ranks.default, ours.exchange_ranks.default
+LEAST_SAVED = 4 << 20
+"""An all-reduce in two exchanges must save so many bytes. The links of an H200 carry them in about
+10 us, which `mtpc plan` assumes as the latency of an exchange. Never measured."""
 
 
 @dataclass(frozen=True)
 class SpellCollectives:
-    """Leave `mtpc::gather_ranks` as the only operator by which ranks exchange values.
+    """Leave two operators by which ranks exchange values, `gather_ranks` and `exchange_ranks`.
 
     Sums, and the choice of the largest logit, become operators that a compiler fuses and that other
     passes know. Exchanges that do not depend on each other are put in one order, because a compiler
@@ -98,8 +101,36 @@ def _take_over(node: fx.Node, new: fx.Node | tuple[fx.Node, ...]) -> None:
 
 
 def _all_reduce(emit: _Emitter, part: fx.Node) -> fx.Node:
-    dtype = _value(part).dtype
-    parts = emit.cast(emit.gathered(part), torch.promote_types(dtype, torch.float32))
+    """Each rank adds all parts, or its block of all parts if these are large (`_saved_bytes`).
+
+    Either way an element is the sum of the ranks' numbers in the order of the ranks.
+    """
+    value, ranks = _value(part), emit.ranks
+    if _saved_bytes(value, ranks) < LEAST_SAVED:
+        return _sum(emit, emit.gathered(part))
+    flat, block = emit(aten.reshape.default, part, [-1]), -(-value.numel() // ranks)
+    if block * ranks > value.numel():
+        flat = emit(aten.constant_pad_nd.default, flat, [0, block * ranks - value.numel()])
+    blocks = emit(aten.reshape.default, flat, [ranks, block])
+    own = _sum(emit, emit(_EXCHANGE, blocks, emit.sharding.group))
+    whole = emit(aten.reshape.default, emit.gathered(own), [-1])
+    if block * ranks > value.numel():
+        whole = emit(aten.slice.Tensor, whole, 0, 0, value.numel())
+    return emit(aten.reshape.default, whole, list(value.shape))
+
+
+def _saved_bytes(part: Tensor, ranks: int) -> int:
+    """How much less a rank sends of an all-reduce by blocks than by a gather of all parts.
+
+    That is 2 (n - 1) / n of the part's bytes in place of n - 1 times these; for two ranks the same.
+    """
+    return part.numel() * part.itemsize * (ranks - 1) * (ranks - 2) // ranks
+
+
+def _sum(emit: _Emitter, parts: fx.Node) -> fx.Node:
+    """The sum of [ranks, ...] in the order of the ranks, rounded once."""
+    dtype = _value(parts).dtype
+    parts = emit.cast(parts, torch.promote_types(dtype, torch.float32))
     total = emit(aten.select.int, parts, 0, 0)
     for rank in range(1, emit.ranks):
         total = emit(aten.add.Tensor, total, emit(aten.select.int, parts, 0, rank))
@@ -161,7 +192,7 @@ def _keep_order(graph: fx.Graph) -> None:
     last: fx.Node | None = None
     for node in graph.nodes:
         behind[node] = max((behind[source] for source in node.all_input_nodes), default=0)
-        if is_call(node, _GATHER):
+        if is_call(node, _GATHER, _EXCHANGE):
             count = 0 if last is None else behind[last]
             if last is not None and behind[node] < count:
                 node.kwargs = {**node.kwargs, "after": last}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -36,8 +37,9 @@ from mtpc.weights.recipes import (
     names,
     packs_all,
     parts_read,
-    rows_in_place,
+    rename_read,
     substitute,
+    take,
     take_early,
 )
 
@@ -50,6 +52,19 @@ _IN_MAP_BYTES = 2 << 20
 which the system can drop."""
 _FIRST_ROWS = 16
 """Rows of two embeddings or heads to compare first: unequal ones nearly always differ there."""
+
+
+class Explains(Protocol):
+    """How weights are made of a checkpoint's tensors; the attributes are those of `StepRecord`."""
+
+    @property
+    def derived(self) -> Mapping[str, Recipe]: ...
+    @property
+    def stored(self) -> Mapping[str, Recipe]: ...
+    @property
+    def dtypes(self) -> Mapping[str, str]: ...
+    @property
+    def ends(self) -> tuple[str, ...]: ...
 
 
 @dataclass
@@ -223,8 +238,18 @@ class WeightSource:
             for part in parts_read(take_early(stored, self._checkpoint.meta_tensor)):
                 yield from self._checkpoint.spans(part) if isinstance(part, str) else ()
 
-    def weight(self, name: str, record: StepRecord) -> Tensor:
+    def weight(self, name: str, record: Explains) -> Tensor:
         """Make a weight by the recipes of a record."""
+        made_of, dtypes = self.made_of(name, record)
+        if self._copies.keys().isdisjoint(dtypes):
+            return self._make(made_of, dtypes)
+        key = (made_of, *dtypes.items())
+        if key not in self._shared:
+            self._shared[key] = self._make(made_of, dtypes)
+        return self._shared[key]
+
+    def made_of(self, name: str, record: Explains) -> tuple[Recipe, dict[str, torch.dtype]]:
+        """A weight's recipe over stored tensors, and their dtypes; equal ends have the same one."""
         recipe = record.derived.get(name, name)
         for part in sorted(set(names(recipe)).intersection(record.ends)):
             for stored in names(record.stored[part]):
@@ -232,13 +257,7 @@ class WeightSource:
         dtypes = {self._first_copy(n): dtype for n, dtype in _dtypes(record, name).items()}
         stored_recipe = _stored_recipe(name, record)
         assert stored_recipe is not None
-        made_of = substitute(stored_recipe, self._first_copy)
-        if self._copies.keys().isdisjoint(dtypes):
-            return self._make(made_of, dtypes)
-        key = (made_of, *dtypes.items())
-        if key not in self._shared:
-            self._shared[key] = self._make(made_of, dtypes)
-        return self._shared[key]
+        return substitute(stored_recipe, self._first_copy), dtypes
 
     def _make(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         whole = self._read_in_pieces(recipe, dtypes)
@@ -263,17 +282,26 @@ class WeightSource:
 
     def _make_plain(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """Make a weight that is not grouped, and check what it is made of."""
-        packs = packs_all(recipe)
-        tensors = {name: self._read(name, dtypes[name]) for name in names(recipe)}
+        packs, finite = packs_all(recipe), torch.ones(1, dtype=torch.bool)
+        parts = {str(part): self._part(part, dtypes) for part in parts_read(recipe)}
         if not packs:
-            self._look(recipe, tensors)
-        view, finite = rows_in_place(recipe), torch.ones(1, dtype=torch.bool)
-        if view is not None:
-            return tensors[next(names(recipe))][slice(*view)]
-        made = make(recipe, tensors.__getitem__, partial(self._fill, finite=finite))
+            self._look(recipe, parts)
+        fill = partial(self._fill, finite=finite)
+        made = make(rename_read(recipe, str), parts.__getitem__, fill).contiguous()
         if packs and not finite:
-            self._look(recipe, tensors)
+            self._look(recipe, parts)
         return made
+
+    def _part(self, part: str | Rows, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """A stored tensor or rows of one, cast: in the mapped file where it is plain, or a copy.
+
+        No more than these rows stays in memory, and no more is cast.
+        """
+        (name,) = names(part)
+        if isinstance(part, str):
+            return self._read(name, dtypes[name])
+        rows = take(part, self._checkpoint.tensor(name)).to(dtypes[name])
+        return rows if self._checkpoint.is_plain(name) else rows.clone()
 
     def _read_in_pieces(self, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> str | None:
         """The weight that a recipe packs, or that steps read from its file's memory map."""
@@ -366,17 +394,14 @@ class WeightSource:
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._checkpoint.tensor(name).to(dtype)
 
-    def _look(self, recipe: Recipe, tensors: Mapping[str, Tensor]) -> None:
+    def _look(self, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
         """Check the values that a recipe reads, except those that were checked before."""
         for part in parts_read(recipe):
             if part not in self._finite:
-                looked = [tensors[next(names(part))]]
-                if isinstance(part, Rows):
-                    looked = [looked[0].narrow(part.dim, a, b - a) for a, b in part.runs]
-                self._finite[part] = all(map(is_finite, looked))
+                self._finite[part] = is_finite(parts[str(part)])
 
 
-def _stored_recipe(name: str, record: StepRecord) -> Recipe | None:
+def _stored_recipe(name: str, record: Explains) -> Recipe | None:
     """How a weight of a step is made from tensors of the checkpoint; None if it is not."""
     recipe = record.derived.get(name, name)
     if any(part not in record.stored for part in names(recipe)):
@@ -384,7 +409,7 @@ def _stored_recipe(name: str, record: StepRecord) -> Recipe | None:
     return substitute(recipe, record.stored.__getitem__)
 
 
-def _dtypes(record: StepRecord, name: str) -> dict[str, torch.dtype]:
+def _dtypes(record: Explains, name: str) -> dict[str, torch.dtype]:
     """The stored tensors that a weight is made of, and the dtypes that they are read in."""
     return {
         stored: getattr(torch, record.dtypes[part])

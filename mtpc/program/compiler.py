@@ -86,7 +86,7 @@ class StepCompiler:
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.forecast = Forecast()
         self.weights = WeightTable(
-            loaded.weights(), stored_groups(loaded), loaded.owned, loaded.held_back
+            loaded.weights(), stored_groups(loaded), loaded.owned, loaded.elsewhere
         )
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()

@@ -308,9 +308,9 @@ class _Opener(Generic[T]):
         compiler.tell("done", None)
         served, settled = loaded.served(), compiler.options
         identity = self._identity(settled, backend.name)
+        check = loaded.elsewhere.check if loaded.elsewhere else lambda: None
         return Opened(
-            made, served, settled, backend.device, Counter(), lambda: None, loaded, cache, None,
-            identity,
+            made, served, settled, backend.device, Counter(), check, loaded, cache, None, identity,
         )  # fmt: skip
 
     def _built_from_headers(
@@ -333,14 +333,19 @@ class _Opener(Generic[T]):
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
         from mtpc.models.load import load
         from mtpc.models.place import place
-        from mtpc.program.rank_share import RankShare
+        from mtpc.program.part_weights import read_part
 
-        options, cut = self.options, frozenset[str]()
-        given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring, headers_only)
-        loaded = load(*given, draft=options.drafter)
-        if self.ranks is not None and backend.device != DEVICE:
-            cut = RankShare(loaded.with_layers(options.spec_tokens), self.ranks).cut_weights
-        return place(loaded, backend.device, cut)
+        options, ranks = self.options, self.ranks
+        given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring)
+        by_parts = ranks is not None and not headers_only and isinstance(self.source, Checkpoint)
+        loaded = load(*given, headers_only or by_parts, draft=options.drafter)
+        if ranks is not None and by_parts:
+            part = read_part(loaded.with_layers(options.spec_tokens), ranks, backend.device)
+            if part is not None:
+                return part
+            backend.notes["weights that only transformers can read: all are on every rank"] += 1
+            loaded = load(*given, draft=options.drafter)
+        return place(loaded, backend.device)
 
     def _compiler(
         self,

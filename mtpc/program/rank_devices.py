@@ -1,6 +1,6 @@
 """Which GPU each rank has, and the process group by which GPUs exchange values within a step.
 
-    control messages: gloo, on the host  |  `mtpc::gather_ranks` in a step: NCCL, on the device
+    control messages: gloo, on the host  |  exchanges in a step: NCCL, on the device
 
 A step's group is mtpc's own, so the default group may be of any backend. torch names RCCL "nccl",
 too. **This module has never run on a GPU.**
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device
 from mtpc.errors import BackendError
-from mtpc.ops.collectives import gather_ranks, group_of
+from mtpc.ops.collectives import exchange_ranks, gather_ranks, group_of
 from mtpc.program.step_watch import StepWatch
 
 if TYPE_CHECKING:
@@ -96,14 +96,15 @@ def kind_of_device() -> str:
 
 
 def make_group(ranks: Ranks, device: torch.device) -> str:
-    """The name of a new group by which all ranks have exchanged a value on their devices.
+    """The name of a new group by which all ranks have exchanged values on their devices.
 
     Raises:
         BackendError: the value is wrong.
     """
     name = str(dist.new_group(backend=_BACKEND, device_id=device).group_name)
-    found = gather_ranks(torch.full((1,), ranks.rank, device=device), ranks.size, name)
-    if found.flatten().tolist() != list(range(ranks.size)):
+    own = torch.full((ranks.size,), ranks.rank, device=device)
+    found = gather_ranks(exchange_ranks(own, name), ranks.size, name)
+    if found.flatten().tolist() != [*range(ranks.size)] * ranks.size:
         raise BackendError(
             f"the first exchange on {device} gave {found.flatten().tolist()}; expected the numbers "
             "of all ranks: check the installation of NCCL (NCCL_DEBUG=INFO says what it uses)"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -113,6 +113,23 @@ Recipe: TypeAlias = "str | Join | Rows | Blocks | Packed | Grouped"
 TensorOf: TypeAlias = Callable[[str], Tensor]
 
 
+class Elsewhere(Protocol):
+    """Weights that are made by recipes, without all of them in memory."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it has a weight of that name."""
+
+    def make(self, recipe: Recipe) -> Tensor:
+        """What a recipe makes of them, in the host's memory."""
+
+    def check(self) -> None:
+        """Check the values that were read so far.
+
+        Raises:
+            CheckpointError: they hold NaN or infinity.
+        """
+
+
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
     """Make the tensor of a recipe: for a name the named tensor itself, otherwise a new one.
 
@@ -136,9 +153,8 @@ def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) 
         # It is packed in the host's memory, which has huge pages, and then moved.
         return out.to(tensor_of(next(names(recipe.part))).device)
     if isinstance(recipe, Rows):
-        whole = make(recipe.part, tensor_of, fill)
-        held = [whole.narrow(recipe.dim, start, stop - start) for start, stop in recipe.runs]
-        return torch.cat(held, recipe.dim)
+        held = take(recipe, make(recipe.part, tensor_of, fill))
+        return held.clone(memory_format=torch.contiguous_format)  # It does not keep the whole.
     if isinstance(recipe, Blocks):
         whole = make(recipe.part, tensor_of, fill)
         blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
@@ -328,11 +344,19 @@ def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
         yield from parts_read(recipe.part)
 
 
-def rows_in_place(recipe: Recipe) -> tuple[int, int] | None:
-    """(start, stop) if the recipe takes adjacent rows of a named tensor; else None."""
-    if not isinstance(recipe, Rows) or not isinstance(recipe.part, str) or recipe.dim:
-        return None
-    return recipe.runs[0] if len(recipe.runs) == 1 else None
+def rename_read(recipe: Recipe, name_of: Callable[[str | Rows], str]) -> Recipe:
+    """The recipe with a name in the place of each of `parts_read`."""
+    if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
+        return name_of(recipe)
+    if isinstance(recipe, Join):
+        return replace(recipe, parts=tuple(rename_read(part, name_of) for part in recipe.parts))
+    return replace(recipe, part=rename_read(recipe.part, name_of))
+
+
+def take(rows: Rows, tensor: Tensor) -> Tensor:
+    """These rows of a tensor: a view of adjacent ones, otherwise a copy."""
+    held = [tensor.narrow(rows.dim, start, stop - start) for start, stop in rows.runs]
+    return held[0] if len(held) == 1 else torch.cat(held, rows.dim)
 
 
 def packs_all(recipe: Recipe) -> bool:

@@ -49,6 +49,7 @@ _LONGCAT = "test_theorem.py::test_speculative_output_equals_plain_decoding[longc
 _QWEN4 = "models/test_qwen4_exp.py::test_rows_equal_transformers_uncached[4-8-3-3-4]"
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RANKS = "ranks/test_tensor_parallel.py::"
+_RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_rank"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
@@ -997,5 +998,33 @@ FAULTS = (
         "spec_by_scheme(self.scheme, whole, graph.weights[whole])",
         "spec_by_scheme(self.scheme, whole, weight)",
         "ranks/test_codes.py::test_each_rank_has_its_part_of_the_codes[mimo-int8-False]",
+    ),
+    Fault(
+        "ranks cut an assistant's head of which single rows are read",
+        "models/gemma4_assistant.py",
+        '{"head": "replicate"}',
+        "{}",
+        f"{_RANK_DRAFTERS}[gemma4]",
+    ),
+    Fault(
+        "ranks cut a drafter by the rules of its target alone",
+        "models/shards.py",
+        'rules |= {f"mtp.*.{name}": style for name, style in self._drafter.items()}',
+        "rules |= {}",
+        f"{_RANK_DRAFTERS}[gemma4]",
+    ),
+    Fault(
+        "a rank reads the weights of which it has a part",
+        "program/part_weights.py",
+        "_placeholder(tensor, device) if name in cut else parts.make(name).to(device)",
+        "parts.make(name).to(device)",
+        "ranks/test_part_memory.py::test_a_start_takes_the_rank_s_part[bfloat16]",
+    ),
+    Fault(
+        "ranks add from the last one",
+        "passes/spell_collectives.py",
+        "for rank in range(1, emit.ranks):",
+        "for rank in range(emit.ranks - 1, 0, -1):",
+        "ranks/test_spelled.py::test_large_sums_are_made_by_blocks[3-dtype1]",
     ),
 )

@@ -30,7 +30,6 @@ from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
-from mtpc.models.place import hold_back
 from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
 from mtpc.passes.spell_collectives import SpellCollectives
@@ -39,6 +38,7 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.lowering import Lowering
 from mtpc.program.memory_plan import MemoryPlan, least_pages
+from mtpc.program.part_weights import read_part
 from mtpc.program.rank_devices import Seen, choose_device, make_group
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks, step_timeout_s
@@ -254,12 +254,14 @@ def generate(ranks: Ranks, directory: Path) -> tuple[Any, int, list[str]]:
         destroy(group)
 
     patch.setattr(dist, "destroy_process_group", leave)
-    loaded = load(str(directory), "float64", True)
-    cut = RankShare(loaded, ranks).cut_weights
-    before = {name: tensor.clone() for name, tensor in loaded.weights().items()}
-    loaded = hold_back(loaded, cut, "cpu")
-    held = sum(tensor.untyped_storage().nbytes() for tensor in loaded.weights().values())
-    assert all(torch.equal(before[name], tensor) for name, tensor in loaded.held_back.items())
+    whole = load(str(directory), "float64", True).weights()
+    part = read_part(load(str(directory), "float64", True, headers_only=True), ranks, "cpu")
+    assert part is not None
+    loaded, cut = part, RankShare(part, ranks).cut_weights
+    held = 0
+    for name, tensor in loaded.weights().items():
+        held += tensor.untyped_storage().nbytes() if name in cut else tensor.nbytes
+        assert tensor.isnan().all() if name in cut else torch.equal(tensor, whole[name])
     options = CompileOptions(spec_tokens=1, batch_buckets=(1,), **TINY)
     compiler = StepCompiler(loaded, options, make_backend("eager"), ranks=ranks)
     plain = compiler.compile()

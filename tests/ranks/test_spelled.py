@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
-from mtpc.passes import Sharding
+from mtpc.ops import collectives
+from mtpc.passes import Sharding, spell_collectives
 from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
@@ -84,6 +86,82 @@ def check_all(ranks: Ranks) -> None:
 
 def test_values_are_those_of_the_references(tmp_path: Path) -> None:
     run_ranks(3, tmp_path, check_all)
+
+
+def count_sent(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the bytes that this rank sends to others in each exchange."""
+    sent, gather, exchange = list[int](), collectives._gather, collectives._exchange
+
+    def gathered(whole: Tensor, part: Tensor, group: Any) -> None:
+        sent.append(whole.nbytes - part.nbytes)
+        gather(whole, part, group)
+
+    def exchanged(found: Tensor, parts: Tensor, group: Any) -> None:
+        sent.append(parts.nbytes - parts.nbytes // len(parts))
+        exchange(found, parts, group=group)
+
+    patch.setattr(collectives, "_gather", gathered)
+    patch.setattr(collectives, "_exchange", exchanged)
+    return sent
+
+
+def reduce_by_blocks(ranks: Ranks, dtype: torch.dtype) -> list[tuple[int, list[int], list[int]]]:
+    """Bytes of a summand, and those sent by the reference and after the pass; the bits are equal.
+
+    The last shape does not divide by the ranks. A few kilobytes count as many.
+    """
+    spell_collectives.LEAST_SAVED = 2 << 10
+    sent, found = count_sent(pytest.MonkeyPatch()), []
+    for rows, width in ((1, 8), (64, 40), (65, 41)):
+        x = numbers(ranks.rank, rows, width, dtype=dtype)
+
+        def total(out: Tensor, x: Tensor) -> None:
+            out.copy_(ours.all_reduce(x, GROUP))
+
+        graph = small_graph(total, batch_out=torch.zeros_like(x), x=x)
+        wanted = run(graph)
+        whole = sent[:]
+        sent.clear()
+        assert SpellCollectives(Sharding(ranks.rank, ranks.size, GROUP, {}, {})).apply(graph) == 1
+        assert torch.equal(run(graph).view(torch.uint8), wanted.view(torch.uint8))
+        found.append((x.nbytes, whole, sent[:]))
+        sent.clear()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_large_sums_are_made_by_blocks(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of more than two ranks: they send 2 (n - 1) / n of the size, in place of n - 1 times it."""
+    for told in run_ranks(size, tmp_path, partial(reduce_by_blocks, dtype=dtype)):
+        small, large, odd = told
+        assert small == (small[0], [small[0] * (size - 1)], [small[0] * (size - 1)])
+        nbytes, gathered, exchanged = large
+        assert gathered == [nbytes * (size - 1)]
+        if size == 2:
+            assert exchanged == gathered
+            continue
+        padded = -(-nbytes // dtype.itemsize // size) * size * dtype.itemsize
+        assert exchanged == [padded // size * (size - 1)] * 2
+        assert sum(exchanged) < 0.7 * sum(gathered)
+        assert len(odd[2]) == 2
+        assert sum(odd[2]) <= 2 * (size - 1) * (odd[0] / size + dtype.itemsize)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "is_large"), [(4, 8, False), (4, 512, True), (2, 4096, False)]
+)
+def test_what_is_large_is_known_from_shapes(ranks: int, rows: int, is_large: bool) -> None:
+    """Rows of decode steps are not, and of two ranks nothing is, as they would send as much."""
+
+    def total(out: Tensor, x: Tensor) -> None:
+        out.copy_(ours.all_reduce(x, GROUP))
+
+    x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
+    graph = small_graph(total, batch_out=torch.zeros_like(x), x=x)
+    SpellCollectives(Sharding(0, ranks, GROUP, {}, {})).apply(graph)
+    made = [op for _, op in operators(graph.graph) if str(op).startswith("mtpc")]
+    assert made == [ours.exchange_ranks.default, GATHER][not is_large :]
 
 
 @torch.no_grad()
