@@ -222,8 +222,9 @@ LINES = {
     # Products and sums that do not depend on other rows (`batch_invariant`).
     # Launches that begin early; rows that are packed are looked at. Options of ranks, and graphs
     # that are released.
-    # Nemotron-H on GPUs: a scan of state, and what it shares with the delta rule.
-    "backends": 10600,
+    # Nemotron-H on GPUs: a scan of state, also in chunks, and what it shares with the delta rule.
+    # What a driver keeps of graphs (`driver_memory.py`).
+    "backends": 10850,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a

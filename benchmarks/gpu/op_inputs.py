@@ -222,7 +222,7 @@ def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
 
 
 def _mamba2_scan(new: Inputs) -> Iterator[Arguments]:
-    """Requests as of `_gated_delta_rule`; a bias of the convolution and groups, or neither."""
+    """Of rows as `_gated_delta_rule` has; a bias of the convolution and groups, or neither."""
     heads, dim, state_dim, width, drafts = 4, 64, 128, 4, 3
     for groups in (2, 1):
         channels = heads * dim + 2 * groups * state_dim
@@ -235,6 +235,11 @@ def _mamba2_scan(new: Inputs) -> Iterator[Arguments]:
         certain = torch.ones(len(LENGTHS), dtype=torch.int32)
         rows = new.rows(channels + heads)
         yield rows, *weights, *state, *new.indices[1:], certain, groups
+        standing = torch.tensor([0, 0, 0, 0, 28]).int()  # Of 30 that were committed.
+        state = (recurrent.clone(), history.clone(), standing, torch.tensor([3, 4]))
+        lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
+        prompts, starts = new.normal(160, channels + heads), torch.tensor([0, 70, 160]).int()
+        yield prompts, *weights, *state, lens, starts, counts, groups
 
 
 def _slot_attention(new: Inputs) -> Iterator[Arguments]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtpc.backends.base import Backend
+from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes
 from mtpc.backends.memory import live_memory, peak_bytes
-from mtpc.backends.placing import place_live, pool_bytes
+from mtpc.backends.placing import Live, place_live, pool_bytes
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
@@ -29,9 +30,8 @@ from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 
-ALLOWANCE = 256 << 20
-"""Bytes for what no graph shows: libraries' workspaces, the device's copies of captured graphs,
-gaps between blocks. An estimate that was never measured."""
+MARGIN = 64 << 20
+"""Bytes for what nothing here computes: kernels' code, gaps between blocks. Never measured."""
 _MIB = 1 << 20
 
 
@@ -45,12 +45,14 @@ class MemoryPlan:
             passes make.
         page: bytes of a page, of all layers together.
         pool: bytes of one pool in which the intermediates of every step are laid out.
+        driver: bytes of the driver's copies of all graphs, and of libraries' workspaces.
     """
 
     steps: Mapping[str, int]
     fixed: int
     page: int
     pool: int
+    driver: int
 
     @property
     def graphs(self) -> int:
@@ -58,7 +60,7 @@ class MemoryPlan:
 
         The warm-up of another step does not use that pool; it adds the second largest size.
         """
-        return sum(sorted(self.steps.values())[-2:]) + ALLOWANCE
+        return sum(sorted(self.steps.values())[-2:]) + self.driver + MARGIN
 
     def pages(self, free: int) -> int:
         """Pages for which there is memory."""
@@ -70,7 +72,8 @@ class MemoryPlan:
         return (
             f"{free / _MIB:.0f} MiB free: graphs {self.graphs / _MIB:.0f} MiB ({largest}: "
             f"{self.steps[largest] / _MIB:.1f} MiB, laid out {self.pool / _MIB:.1f} MiB, "
-            f"allowance {ALLOWANCE / _MIB:.0f} MiB), state {self.fixed / _MIB:.1f} MiB; "
+            f"driver {self.driver / _MIB:.0f} MiB, margin {MARGIN / _MIB:.0f} MiB), "
+            f"state {self.fixed / _MIB:.1f} MiB; "
             f"{self.pages(free)} pages of {self.page / 1024:.1f} KiB fit, {wanted} are wanted"
         )
 
@@ -91,7 +94,11 @@ def plan_memory(
     options = options.for_model(loaded.max_positions)
     few = options.blocks_per_request(options.sequence_limit) + 1
     compiler = StepCompiler(loaded, replace(options, num_pages=few), backend, ranks=ranks)
-    live = {str(key): live_memory(compiler.rewritten(key)) for key in compiler.keys}
+    live, driver = dict[str, list[Live]](), workspace_bytes(backend.device)
+    for key in compiler.keys:
+        graph = compiler.rewritten(key)
+        live[str(key)] = live_memory(graph)
+        driver += kernel_count(graph) * NODE_BYTES
     steps = {name: peak_bytes(items) for name, items in live.items()}
     pool = max(pool_bytes(place_live(items)) for items in live.values())
     backend.notes = notes  # The steps that are compiled later add theirs.
@@ -103,7 +110,7 @@ def plan_memory(
     ]
     page = sizes[1] - sizes[0]
     fixed = sizes[0] - few * page + _made(compiler.weights) + snapshots_nbytes(less, options)
-    return MemoryPlan(steps, fixed, page, pool)
+    return MemoryPlan(steps, fixed, page, pool, driver)
 
 
 def _made(weights: WeightTable) -> int:

@@ -26,9 +26,11 @@ from mtpc.models.load import LoadedModel
 from mtpc.models.shards import Collective, ShardPlan
 from mtpc.models.weight_recipes import stored_groups
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.memory_plan import ALLOWANCE
 from mtpc.weights.quantise import is_head, spec_by_scheme
 
+ALLOWANCE = 256 << 20
+"""Bytes of a device for activations, workspaces and copies of graphs: on paper, where no step is
+traced. `memory_plan` computes them."""
 CHOICE_BYTES = 12
 """A rank's largest logit and its token id: all that it sends of its part of the vocabulary if
 choice is greedy."""

@@ -133,6 +133,26 @@ def test_a_kernel_is_compiled_once_and_again_where_it_is_damaged(tmp_path: Path)
     assert mended.entry.read("kernel.hsaco") == again.entry.read("kernel.hsaco")
 
 
+def test_entries_of_another_format_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay, and a kernel is compiled beside them; each mtpc finds its own again."""
+    tmp_path.chmod(0o755)
+    store, target = EntryStore(tmp_path / "store"), TARGETS["hip:gfx942"]
+    with FakeTensorMode():
+        launches = write(16)
+    with monkeypatch.context() as patch:
+        patch.setattr(crosscompile, "FORMAT", "another")
+        (older,) = cross_compile(launches, target, store)
+    (made,) = cross_compile(launches, target, store)
+    assert not made.was_there
+    assert made.entry.digest != older.entry.digest
+    listed = json.loads(made.entry.read(RESOURCES))
+    assert listed.keys() == {"nbytes", "shared_bytes", "registers", "spills"}
+    (again,) = cross_compile(launches, target, store)
+    assert again.was_there
+
+
 def test_what_the_key_depends_on() -> None:
     """Shapes in constants, alignment of integers, dtypes and targets; not addresses or grids."""
     hip, cuda = TARGETS["hip:gfx942"], TARGETS["cuda:90"]
@@ -301,6 +321,10 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["firsts_ptr", "peaks_ptr"],
         ["places_ptr", "values_ptr"],
         ["terms_ptr"],
+        ["out_ptr", "state_ptr"],
+        ["history_ptr", "out_ptr", "standing_ptr"],
+        ["terms_ptr"],
+        ["scores_ptr"],
         ["out_ptr", "state_ptr"],
         ["history_ptr", "out_ptr", "standing_ptr"],
         ["experts_ptr", "picks_ptr"],

@@ -30,11 +30,12 @@ from helpers.triton_steps import (
     compile_on,
 )
 
+from mtpc.api import SpecModel
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import refuses, triton_bindings
+from mtpc.backends.triton_kernels import chunks, refuses, triton_bindings
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
@@ -54,6 +55,40 @@ FUSED = ("fuse-elementwise", "fuse-draft-entry", "fuse-skinny-linears")
 def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
     """Ragged joins, chunks of a prompt, rejections; the acceptance of each step is the same."""
     _compare(checkpoint(family), OPTIONS, FAMILIES[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        ("nemotron_h", "scan_chunk_state_kernel"),
+        ("qwen3_5", "delta_chunk_state_kernel"),
+    ],
+)
+def test_prompts_in_chunks_emit_the_same_tokens(
+    family: str, kernel: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of state that rows replace: a prompt in chunks of two steps, and one beside drafts."""
+    monkeypatch.setattr(chunks, "CHUNK", 16)
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 20)
+    prompts = [[41, 8], list(range(3, 40))]
+    options = replace(OPTIONS, prefill_chunk=24, max_len=48, num_pages=40)
+    ours, theirs = _compare(checkpoint(family), options, FAMILIES[family], prompts=prompts)
+    held = {n: t for n, t in theirs.program.shared.items() if t.is_floating_point()}
+    assert sum(name.endswith("recurrent") for name in held) >= 1
+    for name, wanted in held.items():  # Tokens alone would hide much.
+        found, least = ours.program.shared[name][1:], 1e-3 * wanted[1:].abs().max().item()
+        torch.testing.assert_close(found, wanted[1:], rtol=1e-3, atol=least, msg=name)
+    loaded = load(checkpoint(family), "float32", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, options, backend)
+    with torch.no_grad():
+        launches = {
+            key.phase: {x.name for x in step_launches(compiler.rewritten(key))}
+            for key in compiler.keys
+        }
+    assert kernel in launches["prefill"]
+    assert kernel not in launches["decode"], "decode steps go position by position"
 
 
 @pytest.mark.slow
@@ -140,7 +175,7 @@ def _compare(
     prompts: list[list[int]] = PROMPTS,
     new: int = 4,
     **arguments: Any,
-) -> None:
+) -> tuple[SpecModel, SpecModel]:
     def lower(graph):  # type: ignore[no-untyped-def]
         return EagerBackend().lower(graph)
 
@@ -159,6 +194,7 @@ def _compare(
     assert "accept" in called
     assert called - EACH_STEP == expected
     assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in op_names(tape))
+    return ours, theirs
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import delta_chunks, load_kernels, triton_bindings
+from mtpc.backends.triton_kernels import chunks, load_kernels, triton_bindings
 from mtpc.backends.triton_kernels import launch as launching
 from mtpc.backends.triton_kernels.configs import (
     Config,
@@ -121,8 +121,8 @@ def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.M
     mixture = make_mixture(5, dtype=torch.float16)
     close(mixture.run(ops), mixture.run(REFERENCE), scale=2)
     close(mixture.run_without_gates(ops), mixture.run_without_gates(REFERENCE), scale=2)
-    monkeypatch.setattr(delta_chunks, "_LEAST_ROWS", 18)
-    for rule, count in ((DELTA, 5), (MAMBA, 5), (NARROW, 16)):  # The last go in chunks.
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 18)
+    for rule, count in ((DELTA, 5), (MAMBA, 5), (NARROW, 16), (MAMBA, 16)):  # Two in chunks.
         ours, theirs = Layer(ops, torch.float32, rule), Layer(REFERENCE, torch.float32, rule)
         for layer in (ours, theirs):
             layer.run([make_rows(count), make_rows(2, seed=1)], [2, 1], [0, 0], [count, 2])

@@ -32,7 +32,7 @@ class Step(nn.Module):
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
         grouped_mixture, slotted, skinny, halved, routed, limited, headed,
-        scanned, ungated,
+        scanned, scanned_prompt, ungated,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -72,6 +72,7 @@ class Step(nn.Module):
             *ops.group_topk(*limited),
             *ops.row_max(headed),
             ops.mamba2_scan(*scanned, 2),
+            ops.mamba2_scan(*scanned_prompt, 2),
             ops.relu2_experts(*ungated),
         )
 
@@ -157,10 +158,13 @@ def main() -> None:
             (new(8, 4, 8, dtype=torch.float32), 2),
             (new(8, 8, dtype=torch.float32), 2, 4, 2),
             new(8, 4000),
-            (
-                *(new(8, 68), new(64, 4), new(64), *(new(4) for _ in range(3))),
-                *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 68), new(3, dtype=int32)),
-                *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+            *(
+                (
+                    *(new(rows, 68), new(64, 4), new(64), *(new(4) for _ in range(3))),
+                    *(new(3, 4, 8, 8, dtype=torch.float32), new(3, 6, 68), new(3, dtype=int32)),
+                    *(new(2, dtype=torch.int64), *lengths, new(2, dtype=torch.int32)),
+                )
+                for rows in (8, 256)
             ),
             (
                 *(new(8, 64), new(6, 32, 64), new(6, 64, 32)),

@@ -351,6 +351,13 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "Nemotron 3 Nano's state, 64 x 1 rows without drafts, float16": lambda: _scan(
         64, 1, drafts=0, dtype=FP16
     ),
+    "Nemotron 3 Nano's state, prompt of 512": lambda: _scan(1, 512),
+    "Nemotron 3 Nano's state, 8 prompts of 256 without drafts, float16": lambda: _scan(
+        8, 256, drafts=0, dtype=FP16
+    ),
+    "Nemotron 3 Super's state (128 heads), 4 x 4 rows, float32": lambda: _scan(
+        4, 4, 128, dtype=FP32
+    ),
     "Nemotron 3 Super's state (128 heads), prompt of 512, float32": lambda: _scan(
         1, 512, 128, dtype=FP32
     ),

@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.families import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
+from helpers.tapes import op_names
 
 from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import GRANULE, Live, live_memory, peak_bytes
 from mtpc.backends.null import NullGraphs
@@ -20,7 +23,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.memory_plan import ALLOWANCE, MemoryPlan, fit_pages, plan_memory, settle_pages
+from mtpc.program.memory_plan import MARGIN, MemoryPlan, fit_pages, plan_memory, settle_pages
 
 OPTIONS = CompileOptions(
     spec_tokens=2, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8
@@ -112,9 +115,10 @@ def test_weights_that_passes_make_are_in_the_plan(
 
 
 def test_a_plan_by_hand() -> None:
-    plan = MemoryPlan({"decode": 100, "prefill": 700}, fixed=50, page=10, pool=720)
-    assert plan.graphs == 700 + 100 + ALLOWANCE  # While one is warmed up the other is captured.
-    assert plan.pages(ALLOWANCE + 800 + 50 + 39) == 3
+    plan = MemoryPlan({"decode": 100, "prefill": 700}, fixed=50, page=10, pool=720, driver=30)
+    # While one is warmed up the other is captured.
+    assert plan.graphs == 700 + 100 + 30 + MARGIN
+    assert plan.pages(MARGIN + 830 + 50 + 39) == 3
     assert plan.pages(0) == 0
 
 
@@ -127,12 +131,12 @@ def test_the_pool_takes_what_graphs_leave(checkpoint: Callable[..., Path]) -> No
     pages = full.options.page_count
     assert settle_pages(loaded, options, backend(), lines.append) == options
     assert not lines, "where nobody counts, nothing is planned"
-    scarce = backend(ALLOWANCE + state)
-    settled = settle_pages(loaded, options, scarce, lines.append)
     plan = plan_memory(loaded, options, backend())
+    scarce = backend(plan.driver + MARGIN + state)
+    settled = settle_pages(loaded, options, scarce, lines.append)
     assert plan.fixed + pages * plan.page == state
     assert set(plan.steps) == set(map(str, full.keys))
-    assert settled.num_pages == plan.pages(ALLOWANCE + state) < pages
+    assert settled.num_pages == plan.pages(plan.driver + MARGIN + state) < pages
     assert settled == replace(full.options, num_pages=settled.num_pages)
     (note,) = scarce.notes
     assert note == f"a KV pool of {settled.num_pages} pages instead of {pages}: {lines[0]}"
@@ -144,3 +148,33 @@ def test_the_pool_takes_what_graphs_leave(checkpoint: Callable[..., Path]) -> No
         fit_pages(plan, asked, enough - 1, lines.append, notes)
     with pytest.raises(CapacityError, match="and 2 at least"):
         fit_pages(plan, full.options, plan.graphs, lines.append, notes)
+
+
+def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -> None:
+    """A copy of each bucket's graph; more buckets take more."""
+    loaded = load(checkpoint("mimo"), "float32", True)
+    compiler, counts = StepCompiler(loaded, OPTIONS, backend()), list[int]()
+    for key in compiler.keys:
+        graph = compiler.rewritten(key)
+        ran = NullGraphs()
+        CudaBackend(ran, EagerBackend().lower, (), device="cpu").capture(graph.module, graph)
+        (tape,) = ran.tapes
+        counts.append(kernel_count(graph))
+        # Views are calls of the tape and no kernels; each product is a kernel.
+        products = sum("linear" in name or ".mm" in name for name in op_names(tape))
+        assert products < counts[-1] < len(list(op_names(tape)))
+    plan = plan_memory(loaded, OPTIONS, backend())
+    assert plan.driver == workspace_bytes("cpu") + sum(counts) * NODE_BYTES
+    fewer = plan_memory(loaded, replace(OPTIONS, batch_buckets=(2,)), backend())
+    assert plan.driver - fewer.driver >= min(counts) * NODE_BYTES
+
+
+def test_workspaces_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams have one each: 32 MiB from Hopper on, 8.125 before."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    for major, wanted in ((8, 8_519_680), (9, 32 << 20), (10, 32 << 20)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, m=major: (m, 0))
+        assert workspace_bytes("cuda:0") == 2 * wanted
+    assert workspace_bytes("cpu") == 2 * (32 << 20)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert workspace_bytes("cuda:0") == 2 * (128 << 20)

@@ -150,8 +150,8 @@ def test_options() -> None:
 
 
 def test_all_take_the_fewest_pages() -> None:
-    plan = MemoryPlan({"decode": 0}, GIB, 2**20, 0)
-    larger = MemoryPlan({"decode": 0}, 3 * GIB, 2**20, 0)
+    plan = MemoryPlan({"decode": 0}, GIB, 2**20, 0, 0)
+    larger = MemoryPlan({"decode": 0}, 3 * GIB, 2**20, 0, 0)
     assert least_pages([(plan, 9 * GIB), (plan, 8 * GIB)]) == (plan, 8 * GIB)
     assert least_pages([(plan, 9 * GIB), (larger, 10 * GIB)]) == (larger, 10 * GIB)
 

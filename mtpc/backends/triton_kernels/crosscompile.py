@@ -39,6 +39,8 @@ from mtpc.store.key import digest, hash_of
 from mtpc.store.lookup import KEY, key_bytes, key_of
 
 KIND = "gpu-kernel"
+FORMAT = "2"
+"""Version of an entry's files; part of the key. Entries without it list one resource more."""
 RESOURCES, METADATA = "kernel.json", "triton.json"
 _NEAR = 2**31 - 1
 """The most bytes of a tensor that AMD's code addresses by 32 bits."""
@@ -47,7 +49,7 @@ _ELEMENTS = {
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
     torch.bool: "u1",  # Launchers call it so; they would not find code for "i1".
 }  # fmt: skip
-_AMD_FIELDS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+_AMD_FIELDS = ("vgpr_count", "vgpr_spill_count")
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,12 @@ class Resources:
         shared_bytes: shared memory (LDS).
         registers: per thread; on AMD vector registers, accumulation registers included.
         spills: what did not fit: vector registers on AMD, bytes of stack per thread on NVIDIA.
-        scalar_spills: AMD's scalar registers kept in lanes of vector registers, which is cheap.
     """
 
     nbytes: int
     shared_bytes: int
     registers: int
     spills: int
-    scalar_spills: int
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Specialisation:
         """The key of its code object."""
         return {
             "kind": KIND,
+            "format": FORMAT,
             "target": self.target.name,
             "kernel": self.kernel.__name__,
             # Triton's digest of its source and of all device functions that it calls.
@@ -299,11 +300,10 @@ def _resources(compiled: Any, code: bytes, target: Target) -> Resources:
     if target.vendor == "hip":
         text = compiled.asm["amdgcn"]
         found = {name: int(_one(rf"\.{name}:\s+(\d+)", text)) for name in _AMD_FIELDS}
-        spills = (found["vgpr_spill_count"], found["sgpr_spill_count"])
-        return Resources(len(code), shared, found["vgpr_count"], *spills)
+        return Resources(len(code), shared, found["vgpr_count"], found["vgpr_spill_count"])
     text = _resource_usage(code)
     registers, stack = int(_one(r"REG:(\d+)", text)), int(_one(r"STACK:(\d+)", text))
-    return Resources(len(code), shared, registers, stack, 0)
+    return Resources(len(code), shared, registers, stack)
 
 
 def _resource_usage(cubin: bytes) -> str:

@@ -10,9 +10,7 @@ value head's state. (Yang et al.,
 Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3; with the gates
 of arXiv:2412.06464.)
 
-Positions are those that are replayed, then the step's rows. Sums are float32, as in the reference.
-Products with the state are made of bfloat16 parts (`_dot`), because float32 products spill on
-NVIDIA. A row with NaN spoils also the rows before it in its chunk.
+Sums are float32, as in the reference. `chunks` says which positions there are.
 """
 
 from __future__ import annotations
@@ -20,19 +18,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+from mtpc.backends.triton_kernels.chunks import (
+    FEATURES,
+    dot2,
+    request_of_chunk,
+    rows_at,
+    squares,
+    state_after,
+)
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, is_interpreted, power_of_two
 from mtpc.backends.triton_kernels.recurrence import softplus
-from mtpc.backends.triton_kernels.tiles import dot
 
-CHUNK, _FEATURES, _COLUMNS = 32, 32, 16
-"""Positions in a chunk; features of queries and keys in one product; columns of the state that a
-program has. Larger ones spill on NVIDIA."""
-_LEAST_ROWS = 4 * CHUNK
-"""The fewest rows of a step that goes in chunks. On paper, a chunk costs about ten positions."""
+_COLUMNS = 16
+"""Columns of the state that a program has. More spill on NVIDIA."""
 _CHOICE = Choice((Change(threads=128),))
 
 
@@ -66,14 +67,6 @@ def _gates(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a @ b of float32, each operand as a sum of two bfloat16: a relative error of about 2^-16."""
-    a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    a2, b2 = (a - a1.to(tl.float32)).to(tl.bfloat16), (b - b1.to(tl.float32)).to(tl.bfloat16)
-    return dot(a1, b2, WIDEN) + dot(a2, b1, WIDEN) + dot(a1, b1, WIDEN)
-
-
-@triton.jit
 def _invert(below, i, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The inverse of I + below; `below` is zero on the diagonal and above it."""
     inverse = -below
@@ -83,27 +76,6 @@ def _invert(below, i, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
         line += tl.sum(line[:, None] * inverse, 0)
         inverse = tl.where(mine, line[None], inverse)
     return tl.where(i[:, None] == i[None], 1.0, inverse)
-
-
-@triton.jit
-def _after(  # type: ignore[no-untyped-def]
-    state, keys, delta, decay, position, last, WIDEN: tl.constexpr
-):
-    """The state after a chunk's positions up to `last`; keys [D, CHUNK]."""
-    end = tl.sum(tl.where(position == last, decay, 0.0))
-    left = tl.exp(tl.where(position <= last, end - decay, float("-inf")))
-    return tl.exp(end) * state + _dot(keys * left[None], delta, WIDEN)
-
-
-@triton.jit
-def _rows(  # type: ignore[no-untyped-def]
-    first, length, committed, start, replays, CHUNK: tl.constexpr
-):
-    """A chunk's positions; whether each exists, and is a row of the step; its row; and its place in
-    the terms."""
-    position = first + tl.arange(0, CHUNK)
-    now, row = position >= committed, (start + position - committed).to(tl.int64)
-    return position, position < length, now, row, tl.where(now, row, replays + position)
 
 
 @triton.jit
@@ -118,9 +90,7 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     for j <= i."""
     chunk, head, reqs = tl.program_id(0), tl.program_id(1), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0).to(tl.int32)
-    chunks = (begins + reqs * REPLAYED) // CHUNK + reqs  # The first of each request.
-    request = tl.sum(((reqs < num_reqs) & (chunks <= chunk)).to(tl.int32)) - 1
-    first = (chunk - tl.sum(tl.where(reqs == request, chunks, 0))) * CHUNK
+    request, first = request_of_chunk(chunk, reqs, begins, num_reqs, REPLAYED, CHUNK)
     length = tl.load(lens_ptr + request).to(tl.int32)
     start = tl.load(starts_ptr + request).to(tl.int32)
     committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
@@ -131,7 +101,9 @@ def delta_chunks_kernel(  # type: ignore[no-untyped-def]
     if (length <= 0) | (first >= length - stood):
         return
     i, replays = tl.arange(0, CHUNK), num_tokens + request * REPLAYED - stood
-    position, live, now, row, entry = _rows(stood + first, length, committed, start, replays, CHUNK)
+    position, live, now, row, entry = rows_at(
+        stood + first, length, committed, start, replays, CHUNK
+    )
     new = rows_ptr + row * (CHANNELS + 2 * HEADS) + CHANNELS + head
     old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS) + CHANNELS + head
     a_log, bias = tl.load(a_log_ptr + head), tl.load(bias_ptr + head)
@@ -187,7 +159,7 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
     chunk = (start + request * REPLAYED) // CHUNK + request
     replays = num_tokens + request * REPLAYED - stood
     for first in range(stood, length, CHUNK):
-        position, live, now, row, entry = _rows(first, length, committed, start, replays, CHUNK)
+        position, live, now, row, entry = rows_at(first, length, committed, start, replays, CHUNK)
         new = rows_ptr + row * (CHANNELS + 2 * HEADS) + CHANNELS + head
         old = history_ptr + (slot * KEPT + position % KEPT) * (CHANNELS + 2 * HEADS)
         old += CHANNELS + head
@@ -197,29 +169,18 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
         at, mask = terms + head // GROUP * D + d[None], live[:, None] & (d < D)[None]
         square = ((number.to(tl.int64) * HEADS + head) * CHUNK + i[:, None]) * CHUNK + i[None]
         fade, written = tl.exp(decay)[:, None], live[:, None] & (dv < DV)[None]
-        found = _dot(tl.load(at + KEYS, mask=mask, other=0.0), state, WIDEN)
+        found = dot2(tl.load(at + KEYS, mask=mask, other=0.0), state, WIDEN)
         value = tl.load(terms + 2 * KEYS + head * DV + dv[None], mask=written, other=0.0)
-        delta = _dot(tl.load(inverse_ptr + square), beta[:, None] * (value - fade * found), WIDEN)
-        out = fade * _dot(tl.load(at, mask=mask, other=0.0), state, WIDEN)
-        out += _dot(tl.load(scores_ptr + square), delta, WIDEN)
+        delta = dot2(tl.load(inverse_ptr + square), beta[:, None] * (value - fade * found), WIDEN)
+        out = fade * dot2(tl.load(at, mask=mask, other=0.0), state, WIDEN)
+        out += dot2(tl.load(scores_ptr + square), delta, WIDEN)
         to = out_ptr + (row[:, None] * HEADS + head) * DV + dv[None]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=written & now[:, None])
         keys = tl.trans(tl.load(at + KEYS, mask=mask, other=0.0))
         if (first < sure) & (sure <= first + CHUNK):
-            kept = _after(state, keys, delta, decay, position, sure - 1, WIDEN)
+            kept = state_after(state, keys, delta, decay, position, sure - 1, WIDEN)
             tl.store(cell, kept, mask=inside)
-        state = _after(state, keys, delta, decay, position, first + CHUNK - 1, WIDEN)
-
-
-def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
-    """The most chunks of a step; 0 where a step has few rows, as steps that verify drafts do.
-
-    A request's chunks begin at index (rows before it + replayed * requests before it) // CHUNK +
-    requests before it, which leaves room for any lengths; see `tiles`.
-    """
-    if num_tokens < _LEAST_ROWS or num_tokens <= num_reqs * (replayed + 1):
-        return 0
-    return (num_tokens + num_reqs * replayed) // CHUNK + num_reqs
+        state = state_after(state, keys, delta, decay, position, first + CHUNK - 1, WIDEN)
 
 
 def chunk_launches(
@@ -234,22 +195,20 @@ def chunk_launches(
         num_reqs: R.
     """
     heads, terms = constants["HEADS"], arguments["terms_ptr"]
-    squares = {
-        name: terms.new_empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32)
-        for name in ("inverse_ptr", "scores_ptr")
-    }
+    made = {name: squares(terms, chunks, heads) for name in ("inverse_ptr", "scores_ptr")}
     widths = {"BLOCK_D": power_of_two(constants["D"], 16), "BLOCK_V": _COLUMNS}
     sizes = {name: value for name, value in constants.items() if name not in widths}
     keys = heads // constants["GROUP"] * constants["D"]
-    sizes |= dict(CHUNK=CHUNK, KEYS=keys, CHANNELS=2 * keys + heads * constants["DV"])
-    before = {"R_PAD": power_of_two(num_reqs), "BLOCK_K": min(widths["BLOCK_D"], _FEATURES)}
+    size = made["scores_ptr"].shape[-1]
+    sizes |= dict(CHUNK=size, KEYS=keys, CHANNELS=2 * keys + heads * constants["DV"])
+    before = {"R_PAD": power_of_two(num_reqs), "BLOCK_K": min(widths["BLOCK_D"], FEATURES)}
     unused = ("state_ptr", "certain_ptr", "out_ptr")
     first = {name: value for name, value in arguments.items() if name not in unused}
     columns = -(-constants["DV"] // _COLUMNS)
     return [
-        Launch(delta_chunks_kernel, (chunks, heads, 1), first | squares | {"num_reqs": num_reqs},
+        Launch(delta_chunks_kernel, (chunks, heads, 1), first | made | {"num_reqs": num_reqs},
                sizes | before, threads=128),
-        Launch(delta_chunk_state_kernel, (num_reqs, heads, columns), {**arguments, **squares},
+        Launch(delta_chunk_state_kernel, (num_reqs, heads, columns), {**arguments, **made},
                sizes | widths | {"WIDEN": is_interpreted(delta_chunk_state_kernel)}, num_stages=1,
                choice=_CHOICE),
     ]  # fmt: skip

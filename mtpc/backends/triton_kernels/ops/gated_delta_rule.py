@@ -12,12 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.delta_chunks import (
-    chunk_launches,
-    count_chunks,
-    log_decay,
-    round_beta,
-)
+from mtpc.backends.triton_kernels.chunks import count_chunks
+from mtpc.backends.triton_kernels.delta_chunks import chunk_launches, log_decay, round_beta
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.recurrence import (

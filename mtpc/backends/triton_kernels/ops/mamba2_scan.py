@@ -1,6 +1,8 @@
 """Mamba-2's selective scan on state rows, in three launches (`recurrence`).
 
-`scan_terms` convolves all positions in parallel, and makes their time steps.
+`scan_terms` convolves all positions in parallel, and makes their time steps. `scan_state` goes
+through a request's positions one by one. A step of many rows goes through chunks of positions
+instead (`scan_chunks`), in four launches.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.triton_kernels.chunks import count_chunks
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.recurrence import (
@@ -24,6 +27,7 @@ from mtpc.backends.triton_kernels.recurrence import (
     silu,
     softplus,
 )
+from mtpc.backends.triton_kernels.scan_chunks import chunk_launches
 
 _FIELDS = 256
 """Inputs of one position that a program of `scan_terms_kernel` has, at most."""
@@ -121,9 +125,11 @@ def scan_state_kernel(  # type: ignore[no-untyped-def]
 def mamba2_scan(
     rows: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, a_log: Tensor, skip: Tensor,
     dt_bias: Tensor, recurrent: Tensor, history: Tensor, standing: Tensor, state_slots: Tensor,
-    seq_lens: Tensor, query_start_loc: Tensor, certain_lens: Tensor, groups: int,
+    seq_lens: Tensor, query_start_loc: Tensor, certain_lens: Tensor, groups: int, *,
+    batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
-    """Three launches; T > 0.
+    """Three launches, four where rows go in chunks; T > 0. With `batch_invariant` none do, as in
+    `gated_delta_rule`.
 
     Raises:
         BackendError: the state is not contiguous.
@@ -141,9 +147,13 @@ def mamba2_scan(
     second = dict(step.requests, **step.results, terms_ptr=terms, a_log_ptr=a_log, skip_ptr=skip)
     widths = dict(HEADS=heads, D=dim, DV=value_dim, REPLAYED=step.replayed, GROUPS=groups,
                   BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS)  # fmt: skip
+    chunks = 0 if batch_invariant else count_chunks(rows.shape[0], step.num_reqs, step.replayed)
+    states = [Launch(scan_state_kernel, step.grid, second, widths, threads=128, choice=BY_COLUMNS)]
+    if chunks:
+        states = chunk_launches(second, widths, chunks, step.num_reqs)
     launches = [
         step.terms_launch(scan_terms_kernel, -(-fields // block), first, sizes),
-        Launch(scan_state_kernel, step.grid, second, widths, threads=128, choice=BY_COLUMNS),
+        *states,
         step.remember_launch(),
     ]
     return launches, step.out
