@@ -110,9 +110,10 @@ def test_float32_attention_does_not_spill_by_default(kernel_store: EntryStore) -
 @pytest.mark.parametrize(
     ("target", "stage", "raised", "seen"),
     [
-        ("cuda:90", "ptx", r"atom\.global\.sys\.release\.exch\.b64", r"atom\.\S*\.sys\.acquire\.add"),
+        ("cuda:90", "ptx", r"atom\.\S*\.sys\.release\.exch", r"atom\.\S*\.sys\.acquire\.add"),
         # Writes its caches back to what other GPUs read, and drops what it has read of theirs.
-        ("hip:gfx942", "amdgcn", r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\).*\s+global_atomic_swap_x2 .*sc1",
+        ("hip:gfx942", "amdgcn",
+         r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\).*\s+global_atomic_swap_x2 .*sc1",
          r"global_atomic_add_x2 .*sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc0 sc1"),
     ],
 )  # fmt: skip

@@ -176,9 +176,10 @@ def shared(ranks: Ranks, directory: Path) -> list[str]:
         return make("bad", directory / "bad")
 
     def apart() -> PeerMemory:
-        """Each has memory of its own, in which it finds the flags that others never raise there."""
+        """Each has memory of its own, where it sees flags of the others, but not what they give."""
         memory = make("apart", directory / f"apart {ranks.rank}")
-        memory.flags.fill_(1)
+        memory.flags.fill_(9)
+        memory.flags[:, ranks.rank] = 0
         return memory
 
     said.append(share_peers(ranks, "bad", fail))
