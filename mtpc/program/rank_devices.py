@@ -162,18 +162,23 @@ def share_peers(ranks: Ranks, name: str, make: Callable[[], PeerMemory]) -> str:
 
     Returns:
         Why they do not, the same on all ranks; "" if they do.
+
+    Raises:
+        Exception: the kernel cannot be compiled or launched here.
+        RankError: the same of another rank.
     """
     own, memory = "", None
     try:
         load_kernels()
         memory = make()
-    except (RuntimeError, BackendError) as error:
+    except (ImportError, RuntimeError, BackendError) as error:
         own = f"cannot share its GPU's memory: {str(error).partition(chr(10))[0]}"
     fault = first_fault(_BY_NCCL, ranks.tell_all(own))
     if memory is None or fault:
         return fault
     PEERS[name] = memory
-    fault = first_fault(_BY_NCCL, ranks.tell_all(_first_sum(ranks, name, memory)))
+    found = ranks.all_succeed(lambda: _first_sum(ranks, name, memory))
+    fault = first_fault(_BY_NCCL, ranks.tell_all(found))
     if fault:
         del PEERS[name]
     return fault

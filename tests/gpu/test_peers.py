@@ -22,10 +22,18 @@ if not INTERPRETS:
 
 from helpers.forked_ranks import run_ranks
 from helpers.mapped_peers import share_mapped
+from helpers.small_graphs import run, small_graph
 
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import lower_by_inductor
 from mtpc.backends.peer_memory import BLOCK_BYTES, BLOCKS, MOST_BYTES, PEERS, PeerMemory
-from mtpc.backends.triton_kernels import load_kernels
+from mtpc.backends.triton_kernels import launch as launches
+from mtpc.backends.triton_kernels import load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.ops import gather_ranks, sum_ranks
+from mtpc.backends.triton_kernels.plans import plan
+from mtpc.capture.graph import operators
+from mtpc.passes import Sharding
+from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program.rank_devices import share_peers
 from mtpc.program.ranks import Ranks
 
@@ -126,9 +134,6 @@ def test_late_ranks_change_nothing(size: int, tmp_path: Path) -> None:
 
 def replayed(ranks: Ranks, directory: Path) -> None:
     """The launches of two exchanges, made once and run again and again, as a graph's are."""
-    from mtpc.backends.triton_kernels.launch import run
-    from mtpc.backends.triton_kernels.plans import plan
-
     join(ranks, directory)
     part, group = torch.zeros(2, 700), ranks.group
     one, total = plan("sum_ranks", part, group, None)
@@ -136,7 +141,7 @@ def replayed(ranks: Ranks, directory: Path) -> None:
     for call in range(9):
         parts = [numbers(rank, call, 2, 700) for rank in range(ranks.size)]
         part.copy_(parts[ranks.rank])
-        run([*one, *two])
+        launches.run([*one, *two])
         assert torch.equal(gathered, expected(parts).expand(ranks.size, -1, -1))
         if call == 4:
             total.fill_(-1.0)
@@ -196,6 +201,34 @@ def test_ranks_try_an_exchange_before_they_share(tmp_path: Path) -> None:
     assert one[1] == f"{by_nccl} 1 of 2 cannot share its GPU's memory: no room"
     assert one[2].startswith(f"{by_nccl} 0 of 2 has read [")
     assert one[2].endswith("there, expected 3.0")
+
+
+def lowered(ranks: Ranks, directory: Path) -> list[str]:
+    """A step of two sums, of which neither needs the other, bound and compiled by Inductor."""
+    join(ranks, directory)
+
+    def step(out: Tensor, x: Tensor, y: Tensor) -> None:
+        out.copy_(ours.all_reduce(x.relu(), "0") + ours.all_reduce(y.sin(), "0"))
+
+    x, y = numbers(ranks.rank, 0, 2, 64), numbers(ranks.rank, 1, 2, 64)
+    graph = small_graph(step, batch_out=torch.zeros(2, 64), x=x, y=y)
+    wanted = run(graph)
+    SpellCollectives(Sharding(ranks.rank, 2, "0", {}, {}, MOST_BYTES)).apply(graph)
+    BindKernels(triton_bindings()).apply(graph)
+    compiled = lower_by_inductor(graph)
+    graph.buffer("batch.out").zero_()
+    ranks.meet()
+    for _ in range(3):
+        compiled()
+    torch.testing.assert_close(graph.buffer("batch.out"), wanted)
+    assert PEERS["0"].flags[0].tolist() == [6, 6]
+    return [str(op) for _, op in operators(graph.graph) if str(op).startswith("mtpc")]
+
+
+@pytest.mark.slow
+def test_inductor_calls_the_kernel(tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path, partial(lowered, directory=tmp_path), 300.0)
+    assert found == [["mtpc_loaded.sum_ranks.default"] * 2] * 2
 
 
 def test_limits(tmp_path: Path) -> None:
