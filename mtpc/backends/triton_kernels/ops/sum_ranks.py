@@ -40,11 +40,18 @@ def raise_flags(there, is_rank, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def least_flag(here, is_rank, count):  # type: ignore[no-untyped-def]
+    """The least flag of all ranks, or `count` if that is less."""
+    seen = tl.atomic_add(here, 0, mask=is_rank, sem="acquire", scope="sys")
+    return tl.min(tl.where(is_rank, seen, count))
+
+
+@triton.jit
 def await_flags(here, is_rank, count):  # type: ignore[no-untyped-def]
     """Wait until every rank has given its part of the block. One may be an exchange ahead."""
-    seen = tl.atomic_add(here, 0, mask=is_rank, sem="acquire", scope="sys")
-    while tl.min(tl.where(is_rank, seen, count)) < count:
-        seen = tl.atomic_add(here, 0, mask=is_rank, sem="acquire", scope="sys")
+    least = least_flag(here, is_rank, count)
+    while least < count:  # Of a number: Triton 3.6 fails on a loop that leaves a tensor.
+        least = least_flag(here, is_rank, count)
     tl.debug_barrier()  # No thread reads before.
 
 
