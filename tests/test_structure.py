@@ -224,7 +224,8 @@ LINES = {
     # that are released.
     # Nemotron-H on GPUs: a scan of state, also in chunks, and what it shares with the delta rule.
     # What a driver keeps of graphs (`driver_memory.py`).
-    "backends": 10850,
+    # Small exchanges through the memory of other GPUs (`peer_memory.py`, `ops/sum_ranks.py`).
+    "backends": 11050,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
@@ -275,8 +276,8 @@ LINES = {
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).
     # Attention to slots, which DeepSeek-V4 has (`slot_attention.py`). The exchange of GPUs.
-    # Blocks of large sums (`exchange_ranks`).
-    "ops": 2900,
+    # Blocks of large sums (`exchange_ranks`), and small sums (`sum_ranks`).
+    "ops": 2950,
     # Grouped linears as stages of chains; pack-groups.
     # A step for one of several ranks: `shard.py`, and what follows from a cut (`held.py`).
     # What sums by a shape of rows is taken apart (`batch_invariant.py`).
@@ -298,7 +299,8 @@ LINES = {
     # Slices of codes, checked as they are read (`binding.py`).
     # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
     # steps (`step_watch.py`). A rank's slices where no cache keeps steps (`part_weights.py`).
-    "program": 5560,
+    # Memory of GPUs that ranks share (`rank_devices.py`).
+    "program": 5700,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.

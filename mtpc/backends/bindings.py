@@ -80,8 +80,6 @@ class BindKernels:
         for node in graph.graph.nodes:
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
-            if is_collective(node.target):
-                continue  # Its kernels are torch.distributed's.
             chosen = self._choose(node, graph)
             if chosen is not None:
                 configs, lines = chosen.configure(node, graph)
@@ -105,15 +103,17 @@ class BindKernels:
     def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:
         name = str(node.target).removesuffix(".default").replace(".", "::")
         candidates = [b for b in self.bindings if b.reference is node.target]
+        # References of these are torch.distributed's, and good for what no kernel can take.
+        is_quiet = is_collective(node.target)
         for index, binding in enumerate(candidates):
             reason = _refused_argument(node, binding.target) or binding.refuses(node, graph)
             if reason is None:
                 return binding
-            if binding.expected:
+            if binding.expected and not is_quiet:
                 rest = [b.library for b in candidates[index + 1 :]]
                 other = rest[0] if rest else _REFERENCE
                 self.note(f"{name} does not run on {binding.library} ({reason}): {other} instead")
-        if not candidates:
+        if not candidates and not is_quiet:
             self.note(f"{name} has no GPU kernel: {_REFERENCE} instead")
         return None
 

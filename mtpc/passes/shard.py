@@ -50,6 +50,7 @@ class Sharding:
         group: name of their process group.
         weights: weights that are cut, by name.
         caches: this rank's tensors of the caches that are cut, by name.
+        peer_bytes: the largest part that ranks exchange through each other's memory; 0: none.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Sharding:
     group: str
     weights: Mapping[str, CutWeight]
     caches: Mapping[str, Tensor] = field(repr=False)
+    peer_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mtpc.passes.shard import Sharding
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
 _GATHER, _EXCHANGE = ours.gather_ranks.default, ours.exchange_ranks.default
+_SUM = ours.sum_ranks.default
 LEAST_SAVED = 4 << 20
 """An all-reduce in two exchanges must save so many bytes. The links of an H200 carry them in about
 10 us, which `mtpc plan` assumes as the latency of an exchange. Never measured."""
@@ -22,12 +23,13 @@ LEAST_SAVED = 4 << 20
 
 @dataclass(frozen=True)
 class SpellCollectives:
-    """Leave two operators by which ranks exchange values, `gather_ranks` and `exchange_ranks`.
+    """Leave two operators by which ranks exchange values, `gather_ranks` and `exchange_ranks`, and
+    `sum_ranks` for small sums of ranks that share memory.
 
-    Sums, and the choice of the largest logit, become operators that a compiler fuses and that other
-    passes know. Exchanges that do not depend on each other are put in one order, because a compiler
-    might order them otherwise on a rank whose part of the vocabulary is smaller. The results have
-    the bits of `mtpc.ops.collectives`. The cuda backend enables it.
+    Other sums, and the choice of the largest logit, become operators that a compiler fuses and that
+    other passes know. Exchanges that do not depend on each other are put in one order, because a
+    compiler might order them otherwise on a rank whose part of the vocabulary is smaller. The
+    results have the bits of `mtpc.ops.collectives`. The cuda backend enables it.
 
     Attributes:
         sharding: this rank's part of the model; None leaves the step as it is.
@@ -103,9 +105,12 @@ def _take_over(node: fx.Node, new: fx.Node | tuple[fx.Node, ...]) -> None:
 def _all_reduce(emit: _Emitter, part: fx.Node) -> fx.Node:
     """Each rank adds all parts, or its block of all parts if these are large (`_saved_bytes`).
 
-    Either way an element is the sum of the ranks' numbers in the order of the ranks.
+    One operator does that for small parts of ranks that share memory. In each way an element is the
+    sum of the ranks' numbers in the order of the ranks.
     """
     value, ranks = _value(part), emit.ranks
+    if value.numel() * value.itemsize <= emit.sharding.peer_bytes:
+        return emit(_SUM, part, emit.sharding.group)
     if _saved_bytes(value, ranks) < LEAST_SAVED:
         return _sum(emit, emit.gathered(part))
     flat, block = emit(aten.reshape.default, part, [-1]), -(-value.numel() // ranks)
@@ -192,7 +197,7 @@ def _keep_order(graph: fx.Graph) -> None:
     last: fx.Node | None = None
     for node in graph.nodes:
         behind[node] = max((behind[source] for source in node.all_input_nodes), default=0)
-        if is_call(node, _GATHER, _EXCHANGE):
+        if is_call(node, _GATHER, _EXCHANGE, _SUM):
             count = 0 if last is None else behind[last]
             if last is not None and behind[node] < count:
                 node.kwargs = {**node.kwargs, "after": last}

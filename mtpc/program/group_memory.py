@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mtpc.program.rank_devices import first_fault
 from mtpc.program.ranks import Ranks, step_timeout_s
 
 SLOT_BYTES = 2**18
@@ -25,6 +26,7 @@ SLOT_BYTES = 2**18
 _HEADER_BYTES = 4096
 """What is before the slots: `kHeaderBytes` of `cpu_kernels/group_memory.h`."""
 _DIRECTORY = Path("/dev/shm")
+_APART = "ranks exchange values over torch.distributed, not through shared memory"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ def share_memory(ranks: Ranks, slot_bytes: int = SLOT_BYTES) -> str:
     """
     with ExitStack() as stack:
         places = ranks.tell_all(_place(ranks, slot_bytes, stack))
-        fault = _first_fault(ranks, [place.fault for place in places])
+        fault = first_fault(_APART, [place.fault for place in places])
         apart = "is on another machine than rank 0"
         others = [apart * (place.machine != places[0].machine) for place in places]
-        fault = fault or _first_fault(ranks, others)
+        fault = fault or first_fault(_APART, others)
         if fault:
             return fault
         own, number = "", 0
@@ -75,7 +77,7 @@ def share_memory(ranks: Ranks, slot_bytes: int = SLOT_BYTES) -> str:
             number = torch.ops.mtpc_cpu.share_memory(*where, step_timeout_s())
         except RuntimeError as error:
             own = str(error).splitlines()[0]
-        fault = _first_fault(ranks, ranks.tell_all(own))
+        fault = first_fault(_APART, ranks.tell_all(own))
     unshare = torch.ops.mtpc_cpu.unshare_memory
     if fault:
         unshare(ranks.group)
@@ -100,14 +102,3 @@ def _place(ranks: Ranks, slot_bytes: int, stack: ExitStack) -> _Place:
         return _Place(machine, os.getpid(), f"/proc/{os.getpid()}/fd/{file.fileno()}")
     except OSError as error:
         return _Place(fault=f"cannot share memory: {error}")
-
-
-def _first_fault(ranks: Ranks, faults: list[str]) -> str:
-    """What is wrong with the first rank that has a fault; "" if none has."""
-    for rank, fault in enumerate(faults):
-        if fault:
-            return (
-                f"ranks exchange values over torch.distributed, not through shared memory: rank "
-                f"{rank} of {ranks.size} {fault}"
-            )
-    return ""

@@ -122,7 +122,7 @@ def open_steps(
     opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
     ranks.compare(opener.source, opener.options)
     opened = ranks.all_succeed(opener.open)
-    fault = share_memory(ranks) if row and row.has_packages else ""
+    fault = share_memory(ranks) if row and row.has_packages else ranks.apart
     opened.fallbacks.update([fault] if fault else [])
     return opened
 

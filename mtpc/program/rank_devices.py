@@ -1,6 +1,7 @@
 """Which GPU each rank has, and the process group by which GPUs exchange values within a step.
 
     control messages: gloo, on the host  |  exchanges in a step: NCCL, on the device
+    small exchanges of GPUs that read each other's memory: a kernel (`backends/peer_memory.py`)
 
 A step's group is mtpc's own, so the default group may be of any backend. torch names RCCL "nccl",
 too. **This module has never run on a GPU.**
@@ -8,7 +9,8 @@ too. **This module has never run on a GPU.**
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device
+from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
+from mtpc.backends.triton_kernels import load_kernels
 from mtpc.errors import BackendError
 from mtpc.ops.collectives import exchange_ranks, gather_ranks, group_of
 from mtpc.program.step_watch import StepWatch
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
 _BACKEND = "nccl"
+_BY_NCCL = "GPUs exchange small values by NCCL, not by a kernel"
+_FIRST_S = 60.0
+"""How long the first exchange through the memory of peers may take; its kernel is compiled."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,14 @@ class Seen:
     current: int
 
 
-def join_devices(ranks: Ranks) -> str:
-    """Give each rank a GPU, which becomes torch's current one; returns the name of their group.
+def join_devices(ranks: Ranks) -> tuple[str, str]:
+    """Give each rank a GPU, which becomes torch's current one.
 
     The communicator is made here and used once: its memory counts before pages are planned, and
-    during the capture of a graph it could not be made.
+    during the capture of a graph it could not be made. So it is with memory that ranks share.
+
+    Returns:
+        The name of their group; and why small exchanges are NCCL's, too, "" if a kernel makes them.
 
     Raises:
         BackendError: this rank has no GPU, or none for itself alone, or torch lacks NCCL.
@@ -56,7 +66,11 @@ def join_devices(ranks: Ranks) -> str:
     seen = ranks.tell_all(ranks.all_succeed(_see))
     index = ranks.all_succeed(lambda: choose_device(ranks.rank, seen))
     torch.cuda.set_device(index)
-    return ranks.all_succeed(lambda: make_group(ranks, torch.device("cuda", index)))
+    device = torch.device("cuda", index)
+    name = ranks.all_succeed(lambda: make_group(ranks, device))
+    chosen = ranks.tell_all(seen[ranks.rank].devices[index])
+    fault = first_fault(_BY_NCCL, ranks.tell_all(why_apart(ranks.rank, seen, chosen)))
+    return name, fault or share_peers(ranks, name, lambda: _symmetric(ranks, name, device))
 
 
 def choose_device(rank: int, seen: Sequence[Seen]) -> int:
@@ -112,6 +126,91 @@ def make_group(ranks: Ranks, device: torch.device) -> str:
     return name
 
 
+def why_apart(rank: int, seen: Sequence[Seen], chosen: Sequence[str]) -> str:
+    """Why a rank's GPU cannot read the memory of all others; "" if it can.
+
+    Args:
+        rank: whose GPU it is.
+        seen: what each rank sees.
+        chosen: each rank's GPU, as `Seen.devices` names it.
+    """
+    own = seen[rank]
+    for other, device in enumerate(chosen):
+        if seen[other].machine != own.machine:
+            return f"is on another machine than rank {other}"
+        if device not in own.devices:
+            return f"does not see the GPU of rank {other}: check CUDA_VISIBLE_DEVICES"
+        places = own.devices.index(chosen[rank]), own.devices.index(device)
+        if other != rank and not torch.cuda.can_device_access_peer(*places):
+            return f"has a GPU that cannot read the memory of rank {other}'s"
+    return ""
+
+
+def first_fault(outcome: str, faults: Sequence[str]) -> str:
+    """What the first rank with a fault leads to, with the fault; "" if no rank has one."""
+    told = [f"rank {rank} of {len(faults)} {fault}" for rank, fault in enumerate(faults) if fault]
+    return f"{outcome}: {told[0]}" if told else ""
+
+
+def share_peers(ranks: Ranks, name: str, make: Callable[[], PeerMemory]) -> str:
+    """Have kernels make the small exchanges of a group, which they try once.
+
+    Args:
+        ranks: this process among them; every rank calls this.
+        name: the group's.
+        make: makes the memory, on all ranks at once.
+
+    Returns:
+        Why they do not, the same on all ranks; "" if they do.
+
+    Raises:
+        Exception: the kernel cannot be compiled or launched here.
+        RankError: the same of another rank.
+    """
+    own, memory = "", None
+    try:
+        load_kernels()
+        memory = make()
+    except (ImportError, RuntimeError, BackendError) as error:
+        own = f"cannot share its GPU's memory: {str(error).partition(chr(10))[0]}"
+    fault = first_fault(_BY_NCCL, ranks.tell_all(own))
+    if memory is None or fault:
+        return fault
+    PEERS[name] = memory
+    found = ranks.all_succeed(lambda: _first_sum(ranks, name, memory))
+    fault = first_fault(_BY_NCCL, ranks.tell_all(found))
+    if fault:
+        del PEERS[name]
+    return fault
+
+
+def _symmetric(ranks: Ranks, name: str, device: torch.device) -> PeerMemory:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    own = symmetric.empty(bytes_of(ranks.size), dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)  # Before a peer can raise a flag: ranks meet below.
+    handle = symmetric.rendezvous(own, group_of(name))
+    return PeerMemory(ranks.rank, own, torch.tensor(handle.buffer_ptrs, device=device), handle)
+
+
+def _first_sum(ranks: Ranks, name: str, memory: PeerMemory) -> str:
+    """What is wrong with a first exchange of the group; "" if nothing is."""
+    own = torch.full((3,), 2.0**ranks.rank, device=memory.own.device)
+    found = torch.ops.mtpc_loaded.sum_ranks(own, name)
+    if own.is_cuda:
+        done, until = torch.cuda.Event(), time.monotonic() + _FIRST_S
+        done.record()
+        while not done.query():
+            if time.monotonic() > until:
+                memory.let_go()
+                return f"has waited for {_FIRST_S:.0f} s for the others' memory"
+            time.sleep(0.001)
+    wanted = 2.0**ranks.size - 1
+    if found.tolist() == [wanted] * 3:
+        return ""
+    return f"has read {found.tolist()} there, expected {wanted}"
+
+
 def watch_steps(ranks: Ranks, limit_s: float) -> StepWatch | None:
     """Watches a program's steps if ranks exchange values on GPUs; None on CPUs, where exchanges
     have a timeout of their own."""
@@ -123,12 +222,15 @@ def watch_steps(ranks: Ranks, limit_s: float) -> StepWatch | None:
 
 def end_exchanges(ranks: Ranks) -> None:
     """End a group's exchanges that wait for a rank that is lost. Graphs go on with wrong values."""
+    if ranks.group in PEERS:
+        PEERS[ranks.group].let_go()
     dist.distributed_c10d._abort_process_group(group_of(ranks.group))
 
 
 def leave_devices(ranks: Ranks) -> None:
     """Give up the group on which graphs exchanged values, when they are released."""
     if ranks.on_gpus:
+        PEERS.pop(ranks.group, None)
         dist.destroy_process_group(group_of(ranks.group))
 
 

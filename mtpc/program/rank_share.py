@@ -81,4 +81,4 @@ class RankShare:
             caches: this rank's tensors of the buffers that are cut, by name.
         """
         place = (self.ranks.rank, self.ranks.size, self.ranks.group)
-        return Sharding(*place, self._weights, caches)
+        return Sharding(*place, self._weights, caches, self.ranks.peer_bytes)

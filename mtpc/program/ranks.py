@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mtpc
+from mtpc.backends.peer_memory import MOST_BYTES
 from mtpc.config import CompileOptions
 from mtpc.errors import LostRankError, OptionError, RankError
 from mtpc.program.model_key import checkpoint_fields, sample_digest
@@ -43,6 +44,8 @@ class Ranks:
         group: name of the process group of the steps' collectives.
         control: the group on which rank 0 tells the others what to do; None without others.
         on_gpus: whether the steps exchange values on GPUs.
+        peer_bytes: the largest part that a kernel exchanges through the memory of GPUs; 0: none.
+        apart: on GPUs: why none does; "" if one does.
     """
 
     rank: int
@@ -50,6 +53,8 @@ class Ranks:
     group: str = DEFAULT_GROUP
     control: Any = field(default=None, repr=False)
     on_gpus: bool = False
+    peer_bytes: int = 0
+    apart: str = ""
 
     @property
     def part(self) -> str:
@@ -162,7 +167,9 @@ def join_ranks(size: int, on_gpus: bool = False) -> Ranks:
     ranks = Ranks(dist.get_rank(), size, dist.group.WORLD.group_name, control)
     if not on_gpus:
         return ranks
-    return replace(ranks, group=join_devices(ranks), on_gpus=True)
+    group, apart = join_devices(ranks)
+    peer_bytes = 0 if apart else MOST_BYTES
+    return replace(ranks, group=group, on_gpus=True, peer_bytes=peer_bytes, apart=apart)
 
 
 def step_timeout_s() -> float:

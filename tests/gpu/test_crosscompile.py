@@ -39,6 +39,7 @@ from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import (
     RESOURCES,
     Specialisation,
+    compile_for,
     cross_compile,
 )
 from mtpc.backends.triton_kernels.launch import Launch
@@ -104,6 +105,31 @@ def test_float32_attention_does_not_spill_by_default(kernel_store: EntryStore) -
         launches = gqa(1, 5, (96, 8), (128, 128), FP32)
     for kernel in cross_compile(launches, TARGETS["cuda:90"], kernel_store):
         assert kernel.resources.spills == 0, kernel
+
+
+@pytest.mark.parametrize(
+    ("target", "stage", "raised", "seen"),
+    [
+        ("cuda:90", "ptx", r"atom\.\S*\.sys\.release\.exch", r"atom\.\S*\.sys\.acquire\.add"),
+        # Writes its caches back to what other GPUs read, and drops what it has read of theirs.
+        ("hip:gfx942", "amdgcn",
+         r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\).*\s+global_atomic_swap_x2 .*sc1",
+         # LLVM of Triton 3.6 makes a load of a sum with zero.
+         r"global_(atomic_add_|load_dword)x2 .*sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc0 sc1"),
+    ],
+)  # fmt: skip
+def test_exchanges_order_their_flags(target: str, stage: str, raised: str, seen: str) -> None:
+    """For the whole system: a part is written before its flag, and read after it, 16 bytes each."""
+    with FakeTensorMode():
+        (launch,) = SHIPPED["DeepSeek-V3's sum of 8 ranks, 4 rows"]()
+    text = compile_for(Specialisation.of(launch, TARGETS[target])).asm[stage]
+    (flag,), waits = list(re.finditer(raised, text)), list(re.finditer(seen, text))
+    assert len(waits) == 2, "one look, and one in the loop"
+    assert flag.end() < waits[0].start()
+    wide = r"ld\.global\.v4\.b32|(buffer|global)_load_dwordx4"
+    places = [match.start() for match in re.finditer(wide, text)]
+    assert sum(place < flag.start() for place in places) == 2
+    assert sum(place > waits[1].start() for place in places) >= 2 * 8
 
 
 def test_code_objects_are_elf_files_of_their_architecture(kernel_store: EntryStore) -> None:

@@ -23,6 +23,7 @@ if not INTERPRETS:
 
 from helpers import triton_steps
 from helpers.forked_ranks import run_ranks
+from helpers.mapped_peers import share_mapped
 from helpers.oracles import Oracle
 from helpers.tapes import op_names
 from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS, SLOW
@@ -31,11 +32,13 @@ from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
+from mtpc.backends.peer_memory import MOST_BYTES, PEERS
 from mtpc.backends.triton_kernels import invariantly, triton_bindings
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.ops.collectives import is_collective
 from mtpc.passes import (
     fuse_cache_write,
     fuse_elementwise,
@@ -59,6 +62,7 @@ def generate(
     spec_tokens: int,
     dtype: str,
     options: CompileOptions = OPTIONS,
+    peers: Path | None = None,
 ) -> dict[str, Any]:
     """What a rank has when rank 0 has generated text.
 
@@ -69,6 +73,9 @@ def generate(
     if dtype == "float16":
         for module in (fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary):
             vars(module)["is_narrow"] = _is_float16
+    if peers is not None:
+        share_mapped(ranks.rank, ranks.size, ranks.group, peers / "memory")
+        ranks = replace(ranks, peer_bytes=MOST_BYTES)
     graphs = NullGraphs()
     backend = CudaBackend(graphs, EagerBackend().lower, triton_bindings(), device="cpu")
     options = replace(options, spec_tokens=spec_tokens)
@@ -85,6 +92,7 @@ def generate(
         assert isinstance(program, FollowingProgram)
         program.follow()
     return {
+        "flags": PEERS[ranks.group].flags[0].tolist() if peers else [],
         "texts": texts,
         "accepted": accepted,
         "notes": dict(backend.notes),
@@ -136,6 +144,25 @@ def test_text_is_that_of_plain_decoding(
 ) -> None:
     """With the passes and kernels of a GPU."""
     check(checkpoint(family), oracle(family), family, tmp_path)
+
+
+def test_small_exchanges_by_the_memory_of_peers(
+    checkpoint: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    """Every sum and gather of the steps is; text is that of plain decoding."""
+    body = partial(
+        generate, directory=checkpoint("mimo"), spec_tokens=1, dtype="float32", peers=tmp_path
+    )
+    found = run_ranks(2, tmp_path, body, WITHIN_S)
+    plain = oracle("mimo")
+    assert found[0]["texts"] == [plain.generate(prompt, NEW, stop=False) for prompt in PROMPTS]
+    assert found[0]["tokens"] == found[1]["tokens"]
+    called = found[0]["called"]
+    assert {"mtpc_loaded.sum_ranks.default", "mtpc_loaded.gather_ranks.default"} <= called
+    assert {name for name in called if name.startswith("mtpc.")} == {"mtpc.rank_part.default"}
+    assert not any(rank["notes"] for rank in found)
+    (own, other) = found[0]["flags"]
+    assert own == other == found[1]["flags"][0] > 50
 
 
 @pytest.mark.slow
@@ -199,7 +226,8 @@ def test_what_a_rank_launches(invariant: bool, checkpoint: Callable[..., Path]) 
         counts.append(Counter(str(op).split(".")[1] for _, op in operators(graph.graph)))
         assert not backend.notes
     whole, part = counts
-    names = {str(target.name()).partition("::")[2] for target in (b.target for b in bindings)}
+    targets = [b.target for b in bindings if not is_collective(b.target)]
+    names = {str(target.name()).partition("::")[2] for target in targets}
     assert part["gather_ranks"] > 6
     assert {name: n for name, n in whole.items() if name in names} == {
         name: n for name, n in part.items() if name in names

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
@@ -323,6 +324,16 @@ def _record(reqs: int, rows: int, vocab: int, dtype: torch.dtype = BF16) -> list
     ]
 
 
+def _exchange(
+    name: str, tokens: int, width: int, ranks: int, dtype: torch.dtype = BF16
+) -> list[Launch]:
+    """A sum or a gather of ranks that share memory."""
+    own, addresses = _fake(bytes_of(ranks), dtype=torch.uint8), _fake(ranks, dtype=torch.int64)
+    PEERS["shipped"] = PeerMemory(0, own, addresses)
+    sizes = (ranks,) if name == "gather_ranks" else ()
+    return plan(name, _fake(tokens, width, dtype=dtype), *sizes, "shipped", None)[0]
+
+
 SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "GLM-4.5 (96/8 heads of 128), 1 x 5 rows": lambda: gqa(1, 5, (96, 8), (128, 128)),
     "GLM-4.5, 1 x 5 rows, float16": lambda: gqa(1, 5, (96, 8), (128, 128), FP16),
@@ -417,6 +428,11 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
         5, 151_552, dtype=FP16, rows_each=5
     ),
     "choice by float32 logits, 16 rows": lambda: _sample(16, 32_768, dtype=torch.float32),
+    "DeepSeek-V3's sum of 8 ranks, 4 rows": lambda: _exchange("sum_ranks", 4, 7168, 8),
+    "a sum of 3 ranks in float32": lambda: _exchange("sum_ranks", 1, 4097, 3, FP32),
+    "largest logits and ids of 8 ranks, 4 rows": lambda: _exchange(
+        "gather_ranks", 2, 4, 8, torch.float64
+    ),
     "choice among masked tokens, 64 rows": lambda: _sample(64, 129_280, True),
     "counts and log-probabilities, 4 x 5 rows": lambda: _record(4, 5, 151_552),
     "the same of float16": lambda: _record(4, 5, 151_552, FP16),

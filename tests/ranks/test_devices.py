@@ -39,7 +39,7 @@ from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.lowering import Lowering
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.part_weights import read_part
-from mtpc.program.rank_devices import Seen, choose_device, make_group
+from mtpc.program.rank_devices import Seen, choose_device, make_group, why_apart
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks, step_timeout_s
 from mtpc.program.same_calls import agree_on_calls
@@ -81,6 +81,43 @@ def test_more_ranks_than_gpus() -> None:
     alone = [machine("one", 0, ("a",))] * 2  # NCCL refuses two ranks on one GPU, too.
     with pytest.raises(BackendError, match=r"rank 1 of 2 has no GPU"):
         choose_device(1, alone)
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen", "reaches", "wanted"),
+    [
+        ([machine("one"), machine("one")], "ab", True, ["", ""]),
+        (
+            [machine("one"), machine("two")], "aa", True,
+            ["is on another machine than rank 1", "is on another machine than rank 0"],
+        ),
+        (
+            [machine("one", 0, ("a",)), machine("one")], "ab", True,
+            ["does not see the GPU of rank 1: check CUDA_VISIBLE_DEVICES", ""],
+        ),
+        (
+            [machine("one"), machine("one")], "ca", False,
+            [f"has a GPU that cannot read the memory of rank {other}'s" for other in (1, 0)],
+        ),
+    ],
+)  # fmt: skip
+def test_which_gpus_share_memory(
+    seen: list[Seen],
+    chosen: str,
+    reaches: bool,
+    wanted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[int, int]]()
+
+    def can(one: int, other: int) -> bool:
+        asked.append((one, other))
+        return reaches
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can)
+    assert [why_apart(rank, seen, chosen) for rank in range(2)] == wanted
+    places = tuple(map(GPUS.index, chosen))
+    assert {*asked} <= {places, places[::-1]}
 
 
 def refuse(ranks: Ranks) -> list[str]:

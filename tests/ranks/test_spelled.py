@@ -164,6 +164,21 @@ def test_what_is_large_is_known_from_shapes(ranks: int, rows: int, is_large: boo
     assert made == [ours.exchange_ranks.default, GATHER][not is_large :]
 
 
+@pytest.mark.parametrize(("rows", "is_small"), [(4, True), (5, False)])
+def test_small_sums_of_ranks_that_share_memory(rows: int, is_small: bool) -> None:
+    """They stay one operator, which follows the exchange before it."""
+
+    def total(out: Tensor, x: Tensor) -> None:
+        out.copy_(ours.all_reduce(x, GROUP) + ours.all_reduce(x.neg(), GROUP))
+
+    x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    graph = small_graph(total, batch_out=torch.zeros_like(x), x=x)
+    SpellCollectives(Sharding(0, 2, GROUP, {}, {}, 4 * 64 * 2)).apply(graph)
+    made = [n for n, op in operators(graph.graph) if str(op).startswith("mtpc")]
+    assert [n.target for n in made] == [ours.sum_ranks.default if is_small else GATHER] * 2
+    assert made[1].kwargs["after"] is made[0]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mimo", marks=pytest.mark.slow)])
 def test_exchanges_of_a_step_have_one_order(family: str, checkpoint: Callable[..., Path]) -> None:

@@ -10,9 +10,10 @@ What the kernels guarantee:
 
 - Grids depend on the bucket's sizes only. Lengths, block tables and slots are read on the device,
   so one captured graph serves every length up to max_len.
-- There are no atomics, so a result has the same bits in every run. In one bucket, a row's bits of
-  attention and of recurrent state do not depend on other requests, on the rows and the context
-  of its own request, or on whether the row was replayed.
+- There are no atomics but the flags of exchanges (`ops/sum_ranks.py`), so a result has the same
+  bits in every run. In one bucket, a row's bits of attention and of recurrent state do not depend
+  on other requests, on the rows and the context of its own request, or on whether the row was
+  replayed.
 - They read only cache positions that some row attends to, and only weights of experts that some row
   chose.
 
@@ -60,13 +61,13 @@ def load_kernels() -> None:
 def kernel_table(namespace: str = "mtpc_triton") -> dict[Any, Any]:
     """Reference overload -> our overload, for every operator that has kernels.
 
-    It is empty until `load_kernels` is called.
+    Collectives have theirs in `mtpc_loaded` alone. It is empty until `load_kernels` is called.
     """
-    ours = getattr(torch.ops, namespace)
+    ours, loaded = getattr(torch.ops, namespace), torch.ops.mtpc_loaded
     return {
-        reference: getattr(ours, name).default
+        reference: getattr(ours if hasattr(ours, name) else loaded, name).default
         for name, reference in references().items()
-        if hasattr(ours, name)
+        if hasattr(loaded, name)
     }
 
 
