@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.lower_kept import MACHINE, SMALL, small_step
 from helpers.places import HELPERS, ROOT
 from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
@@ -26,7 +27,7 @@ from torch.compiler._cache import CacheArtifactRecorder
 
 from mtpc.backends.base import Run
 from mtpc.backends.kept_steps import FIRST_RUN, KIND, LOWERING, KeptSteps, step_fields
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.cli.main import main
 from mtpc.store.entries import SUMS, Entry, EntryStore
 from mtpc.store.key import digest
@@ -155,13 +156,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Sta
     def begin(store: EntryStore | None = None, **given: Any) -> _Start:
         inductor = tmp_path / f"inductor-{next(numbers)}"
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor))
-        torch, notes = _Torch(inductor, **given), Counter[str]()
+        stub, notes = _Torch(inductor, **given), Counter[str]()
 
         def note(line: str) -> None:
             notes[line] += 1
 
-        kept = KeptSteps(store or EntryStore(tmp_path / "cache"), MACHINE, torch.lower, note)
-        return _Start(kept, torch, notes)
+        kept = KeptSteps(store or EntryStore(tmp_path / "cache"), MACHINE, stub.lower, note)
+        return _Start(kept, stub, notes)
 
     return begin
 
@@ -326,12 +327,11 @@ def test_the_key_has_calls_forms_and_machine() -> None:
     assert key("added") != key("doubled")
 
     def widen(graph: StepGraph) -> None:
-        graph.module.weight = graph.module.weight.double()
+        set_tensor(graph.module, "weight", graph.module.get_buffer("weight").double())
 
     def shift(graph: StepGraph) -> None:
         """The same form, but not at a multiple of 16 bytes, which Inductor's code relies on."""
-        weight = graph.module.weight
-        graph.module.weight = weight.new_empty(9)[1:]
+        set_tensor(graph.module, "weight", torch.empty(9)[1:])
 
     assert len({key("added"), key("added", widen), key("added", shift)}) == 3
     assert {"device", "version.torch", "version.mtpc", "source"} <= {
