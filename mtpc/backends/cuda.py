@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -23,7 +24,7 @@ from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.check_device import check_device
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
-from mtpc.backends.kept_steps import KeptSteps
+from mtpc.backends.kept_steps import KeptSteps, sources_digest
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
 from mtpc.capture.effects import Root, analyse
@@ -280,6 +281,21 @@ def options_of(graph: StepGraph) -> dict[str, Any]:
     return {**INDUCTOR, **(RANKED if is_ranked else {})}
 
 
+class _SourcesInKeys(CustomGraphPass):
+    """Changes no graph, and puts mtpc's sources into the keys of torch's caches.
+
+    AOTAutograd looks up a graph before it sees into mtpc's operators, so that its own key has their
+    names, and not their kernels.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Leave the graph as it is."""
+
+    def uuid(self) -> str:
+        """A digest of the sources."""
+        return sources_digest()
+
+
 def compile_flat(
     module: fx.GraphModule, tensors: Sequence[Tensor], options: Mapping[str, Any] = INDUCTOR
 ) -> Callable[..., Any]:
@@ -297,7 +313,7 @@ def compile_flat(
     fakes = [_fake_like(mode, tensor) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
-            module, [*fakes], options=dict(options)
+            module, [*fakes], options={**options, "post_grad_custom_pre_pass": _SourcesInKeys()}
         )
     return compiled
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ KIND = "gpu-step"
 LOWERING, FIRST_RUN = "lowering.artifacts", "first-run.artifacts"
 """Files of an entry, as torch writes them. The second is there only if the first run adds any."""
 _ROOMS = ("backends", "capture", "ops", "passes")
-"""Rooms whose code decides what Inductor is given for a graph."""
+"""Rooms whose code decides what Inductor makes of a graph."""
 
 Names = frozenset[tuple[str, str]]
 """Kind and key of each of torch's artifacts."""
@@ -181,15 +181,21 @@ def step_fields(graph: StepGraph) -> dict[str, str]:
         f"{name} {signature(tensor)} {tensor.device} {tensor.data_ptr() % ALIGNMENT == 0}"
         for name, tensor in sorted(static_tensors(graph).items())
     ]
-    sources = (path for room in _ROOMS for path in sorted((PACKAGE / room).rglob("*.py")))
     return {
         "kind": KIND,
         "step": graph.name,
         "graph": hash_of(text.encode() for text in (graph.text(), *forms)),
         "version.mtpc": mtpc.__version__,
         **torch_field(),
-        "source": hash_of(path.read_bytes() for path in sources),
+        "source": sources_digest(),
     }
+
+
+@cache
+def sources_digest() -> str:
+    """A digest of the code of mtpc that decides what Inductor makes of a graph."""
+    paths = (path for room in _ROOMS for path in sorted((PACKAGE / room).rglob("*.py")))
+    return hash_of(path.read_bytes() for path in paths)
 
 
 def _record(work: Callable[[], T]) -> tuple[T, Artifacts]:

@@ -37,11 +37,12 @@ STEP = "decode[R=1,Q=1,K=0]"
 """The name of each of the small steps."""
 
 
-def _started(cache: Path, inductor: Path, *steps: str) -> dict[str, Any]:
+def _started(cache: Path, inductor: Path, *steps: str, **variables: str) -> dict[str, Any]:
     """What a process of its own says; Inductor's cache is where the second argument says."""
     paths = os.pathsep.join((str(ROOT), str(HELPERS.parent)))
     environment = {
         **os.environ,
+        **variables,
         "PYTHONPATH": paths,
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
         # The C++ compiler is quicker so.
@@ -82,6 +83,17 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     }
     assert first["notes"] == second["notes"] == {}
     assert len(_pins(cache)) == 2
+
+
+def test_other_sources_are_compiled_again(tmp_path: Path) -> None:
+    """Also where torch's own cache has the step, whose key has the names of operators alone."""
+    first = _started(tmp_path / "cache", tmp_path / "one", "doubled")
+    changed = {"MTPC_TEST_SOURCES": "other"}
+    second = _started(tmp_path / "cache", tmp_path / "one", "doubled", **changed)
+    missed = {name: count for name, count in first["counted"].items() if count}
+    assert missed == {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
+    assert second["counted"] == first["counted"]
+    assert len(_pins(tmp_path / "cache")) == 2
 
 
 @pytest.mark.slow

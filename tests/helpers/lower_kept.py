@@ -3,13 +3,15 @@
     python lower_kept.py CACHE STEP [STEP...]
 
 STEP is a name of `SMALL`, or the directory of a checkpoint, whose decode step of one request is
-taken. Inductor's own cache is where TORCHINDUCTOR_CACHE_DIR says. Prints JSON: what Inductor and
-AOTAutograd took from their caches or not, the backend's notes, and what each step computed.
+taken. Inductor's own cache is where TORCHINDUCTOR_CACHE_DIR says. If MTPC_TEST_SOURCES is set, it
+is the digest of mtpc's sources. Prints JSON: what Inductor and AOTAutograd took from their caches
+or not, the backend's notes, and what each step computed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from helpers.small_graphs import small_graph
+from mtpc.backends import cuda, kept_steps
 from mtpc.backends.cuda import CudaBackend, lower_by_inductor
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
@@ -64,6 +67,9 @@ def _decode(checkpoint: str, backend: CudaBackend) -> StepGraph:
 
 def main(cache: str, *names: str) -> None:
     """Lower and run each step; print what happened."""
+    if digest := os.environ.get("MTPC_TEST_SOURCES"):
+        for module in (cuda, kept_steps):
+            setattr(module, "sources_digest", lambda: digest)  # noqa: B010
     backend, results = keeping(EntryStore(Path(cache))), {}
     for name in names:
         graph = small_step(name) if name in SMALL else _decode(name, backend)
