@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,8 +22,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.check_device import check_device
-from mtpc.backends.graphs import Captured, Graphs, Lower, TorchGraphs, capture_step
+from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
+from mtpc.backends.kept_steps import KeptSteps, sources_digest
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
 from mtpc.capture.effects import Root, analyse
@@ -53,8 +55,6 @@ INDUCTOR = {
 """Inductor's options for a step."""
 RANKED = {"deterministic": True}
 """Further ones for a step of several ranks: none chooses by its own measurements how to add."""
-ALIGNMENT = 16
-"""If an example begins at a multiple of this many bytes, Inductor's code relies on it."""
 ENABLES = (
     PackGroups.name,
     MergeProjections.name,
@@ -133,6 +133,18 @@ class CudaBackend(GpuBackend):
         self._graphs, self._lower = graphs, lower
         self.captured: dict[str, Captured] = {}
 
+    def keep_steps(
+        self, store: EntryStore, machine: Mapping[str, str], report: Report = silent
+    ) -> None:
+        """From now on take what lowering makes from the graph cache, and keep it there.
+
+        Args:
+            store: the graph cache.
+            machine: key fields of the device and its compilers.
+            report: is called with a line when another process lowers a step, which this one awaits.
+        """
+        self._lower = KeptSteps(store, machine, self._lower, self._note, report)
+
     def lower(self, graph: StepGraph) -> Run:
         """Compile for the device."""
         return self._lower(graph)
@@ -193,8 +205,8 @@ def open_cuda(
 
     Args:
         report: is called with lines on the kernels that it finds.
-        store: the graph cache; it holds the code objects of `mtpc build --target` and the autotune
-            table.
+        store: the graph cache; it holds the code objects of `mtpc build --target`, the autotune
+            table and what Inductor makes of steps.
         batch_invariant: as the option. Kernels then run by default, as the fastest ones may differ
             with the number of rows, and aiter's choose by rows themselves.
 
@@ -210,6 +222,7 @@ def open_cuda(
         bindings += found.bindings
         report(found.message)
     # Imported after the check, so that a machine without a GPU gets the message about the GPU.
+    from mtpc.backends.triton_kernels.crosscompile import triton_fields
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows
@@ -227,7 +240,11 @@ def open_cuda(
         bindings += early_bindings(configure)
     bindings += triton_bindings(configure)
     graphs = TorchGraphs(device)
-    return CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
+    backend = CudaBackend(graphs, lower_by_inductor, bindings, str(device), batch_invariant)
+    if store is not None:
+        machine = {"device": device_name(device), **triton_fields()}
+        backend.keep_steps(store, machine, report)
+    return backend
 
 
 def lower_by_inductor(graph: StepGraph) -> Run:
@@ -264,6 +281,21 @@ def options_of(graph: StepGraph) -> dict[str, Any]:
     return {**INDUCTOR, **(RANKED if is_ranked else {})}
 
 
+class _SourcesInKeys(CustomGraphPass):
+    """Changes no graph, and puts mtpc's sources into the keys of torch's caches.
+
+    AOTAutograd looks up a graph before it sees into mtpc's operators, so that its own key has their
+    names, and not their kernels.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Leave the graph as it is."""
+
+    def uuid(self) -> str:
+        """A digest of the sources."""
+        return sources_digest()
+
+
 def compile_flat(
     module: fx.GraphModule, tensors: Sequence[Tensor], options: Mapping[str, Any] = INDUCTOR
 ) -> Callable[..., Any]:
@@ -281,7 +313,7 @@ def compile_flat(
     fakes = [_fake_like(mode, tensor) for tensor in tensors]
     with torch.no_grad(), tracing(TracingContext(mode)):
         compiled: Callable[..., Any] = torch._inductor.compile(
-            module, [*fakes], options=dict(options)
+            module, [*fakes], options={**options, "post_grad_custom_pre_pass": _SourcesInKeys()}
         )
     return compiled
 

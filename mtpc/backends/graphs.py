@@ -21,6 +21,8 @@ from mtpc.errors import CaptureError
 
 WARM_UPS = 2
 """Runs before capture. The first one compiles and loads kernels, which capture forbids."""
+ALIGNMENT = 16
+"""If an example begins at a multiple of this many bytes, Inductor's code relies on it."""
 
 
 class Graphs(Protocol):

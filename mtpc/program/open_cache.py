@@ -26,7 +26,7 @@ def open_store(options: CompileOptions) -> EntryStore:
 def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore | None:
     """The store for a backend's kernels, or None.
 
-    The cuda backend does not cache steps, but reads kernels from the cache.
+    The cuda backend traces its steps at every start, and keeps what it compiles in the cache.
     """
     if cache is not None:
         return cache.store
@@ -49,16 +49,16 @@ def open_cache(
         ranks: those that share the model; each has steps of its own.
 
     Raises:
-        OptionError: the options ask for `frozen`, but the backend has no cached steps, or the model
-            object has hooks or replaced forwards.
+        OptionError: the options ask for `frozen`, but the backend traces its steps at every start,
+            or the model object has hooks or replaced forwards.
     """
     frozen = options.frozen or options.require_sha256 is not None
     row = first_choice(options.backend)
     if not options.use_cache or row is None or not row.has_packages:
         if frozen:
             raise OptionError(
-                f"frozen with backend {options.backend!r}, which has no cached steps; use "
-                f"backend={PACKAGING!r}"
+                f"frozen with backend {options.backend!r}, which traces its steps at every start; "
+                f"use backend={PACKAGING!r}"
             )
         return None
     model = _model_fields(source, options)
