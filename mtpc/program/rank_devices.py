@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
-from mtpc.backends.triton_kernels import load_kernels
 from mtpc.errors import BackendError
 from mtpc.ops.collectives import exchange_ranks, gather_ranks, group_of
 from mtpc.program.step_watch import StepWatch
@@ -167,6 +166,8 @@ def share_peers(ranks: Ranks, name: str, make: Callable[[], PeerMemory]) -> str:
         Exception: the kernel cannot be compiled or launched here.
         RankError: the same of another rank.
     """
+    from mtpc.backends.triton_kernels import load_kernels  # It imports Inductor.
+
     own, memory = "", None
     try:
         load_kernels()
