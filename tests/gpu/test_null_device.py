@@ -225,9 +225,9 @@ def test_memory_that_nothing_holds_is_used_again(is_held: bool) -> None:
 
 
 def test_no_step_changes_its_stream() -> None:
-    """Only capture makes a stream, and what ends kernels that wait for a dead rank. Were there another,
-    a graph could use memory that the first one still reads; a tape has one order of operators, and
-    would not show it."""
+    """Only capture makes a stream, and what ends kernels that wait for a dead rank. Were there
+    another, a graph could use memory that the first one still reads; a tape has one order of
+    operators, and would not show it."""
     named = re.compile(r"\b(Stream|ExternalStream|record_stream|wait_stream|cuda\.stream)\(")
     root = Path(mtpc.__file__).parent
     found = {
