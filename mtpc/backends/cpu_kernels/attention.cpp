@@ -101,15 +101,16 @@ class Attention {
     });
   }
 
-  /// total += split, both rescaled to the larger peak. Exactly nothing changes for a row that
-  /// sees nothing of the split: its factors are exp(0) and exp(-inf).
+  /// total += split, rescaled to the larger peak. Exactly nothing changes for a row that sees nothing
+  /// of the split: its factors are 1 and exp(-inf).
   void absorb(Partial<A> total, Partial<A> split, int64_t rows) const {
     for (int64_t row = 0; row < rows; ++row) {
       Norm<A>& norm = total.norms[row];
       const Norm<A> other = split.norms[row];
-      const A peak = other.peak > norm.peak ? other.peak : norm.peak;
-      const A keep = factor(norm.peak, peak);
-      const A add = factor(other.peak, peak);
+      const bool grows = other.peak > norm.peak;
+      const A peak = grows ? other.peak : norm.peak;
+      const A shrink = factor(grows ? norm.peak : other.peak, peak);
+      const A keep = grows ? shrink : A(1), add = grows ? A(1) : shrink;
       A* sums = total.sums + row * stride_;
       const A* more = split.sums + row * stride_;
       for (int64_t d = 0; d < stride_; ++d) sums[d] = sums[d] * keep + more[d] * add;

@@ -99,9 +99,9 @@ struct Problem {
     return {oldest, std::min(position + 1, context)};
   }
 
-  /// The page of a position. Entries are clamped as in the reference: memory stays safe.
-  int64_t page(int64_t request, int64_t position) const {
-    return std::clamp<int64_t>(block_table(request, position / keys.page_size), 0, keys.pages - 1);
+  /// A request's i-th page. Entries are clamped as in the reference: memory stays safe.
+  int64_t page(int64_t request, int64_t i) const {
+    return std::clamp<int64_t>(block_table(request, i), 0, keys.pages - 1);
   }
 };
 

@@ -202,10 +202,11 @@ class SplitAttention {
   template <class E>
   void place(const Unit& unit, const Cache& cache, const E* first, int64_t base, Range local,
              const E** rows) const {
-    for (int64_t j = local.begin; j < local.end;) {
-      const int64_t slot = (base + j) % cache.page_size;
+    const int64_t from = base + local.begin;
+    int64_t page = from / cache.page_size, slot = from % cache.page_size;
+    for (int64_t j = local.begin; j < local.end; ++page, slot = 0) {
       const int64_t end = std::min(local.end, j + cache.page_size - slot);
-      const E* row = first + p_.page(unit.request, base + j) * cache.page_stride +
+      const E* row = first + p_.page(unit.request, page) * cache.page_stride +
                      slot * cache.slot_stride + unit.kv_head * cache.head_stride;
       for (; j < end; ++j, row += cache.slot_stride) rows[j] = row;
     }
