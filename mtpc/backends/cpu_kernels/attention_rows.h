@@ -1,0 +1,92 @@
+// What rows do with scores: weights, weighted values and the merge of splits, in the form that the
+// level takes for a cache.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_pairs.h"
+#include "attention_tiles.h"
+
+namespace mtpc {
+
+/// Positions whose values stay in the first-level cache for all rows of a head.
+inline constexpr int64_t kValues = 64;
+
+/// The weights of one row, from its scores, for `add_weighted`: rounded to `narrow` where values are
+/// added up by pairs of keys, else in the place of the scores. See `weigh_row`.
+template <class F, class A>
+Norm<A> weigh(bool by_pairs, A* scores, F* narrow, Range range, Range seen, A scale, A softcap,
+              Scales<A> scales) {
+  if constexpr (kValuePairs<A, F>) {
+    const auto keep_narrow = [&](int64_t j, const Vec<A> (&weights)[2]) {
+      narrow_sums<kPanel<A>>(narrow + j, reinterpret_cast<const float*>(weights));
+    };
+    if (by_pairs) return weigh_row<A>(scores, range, seen, scale, softcap, scales, keep_narrow);
+  }
+  return weigh_row<A>(scores, range, seen, scale, softcap, scales,
+                      [&](int64_t j, const Vec<A> (&weights)[2]) {
+                        std::memcpy(scores + j, weights, sizeof(weights));
+                      });
+}
+
+/// out[r] += sum over keys of weights[r][key] * values[key], in key order, for kTile rows. Of rows of
+/// weights the one of `weigh` is read. Sums are in an order of their own until `order_sums`.
+template <int kTile, class A, class F>
+void add_weighted(bool by_pairs, const A* weights, const F* narrow, const F* const* values,
+                int64_t shift, Range keys, int64_t width, LinesAhead* ahead, A* out,
+                int64_t out_stride) {
+  if constexpr (kValuePairs<A, F>) {
+    if (by_pairs) {
+      return value_row_pairs<kTile>(narrow, values, shift, keys, width, ahead, out, out_stride);
+    }
+  }
+  if constexpr (kPairs<A, F>) {
+    value_row_blocks<kTile>(weights, values, shift, keys, width, ahead, out, out_stride);
+  } else {
+    value_row_tile<kTile>(weights, values, shift, keys, width, out, out_stride);
+  }
+}
+
+/// Brings the dimensions of a row of sums of `add_weighted` into their order.
+template <class F, class A>
+void order_sums(bool by_pairs, A* sums, int64_t stride) {
+  if constexpr (kPairs<A, F>) {
+    by_pairs ? order_pair_dimensions(sums, stride) : order_dimensions(sums, stride);
+  }
+}
+
+/// What a sum over scores up to `peak` is multiplied by to be one up to `new_peak`.
+template <class A>
+A fade(A peak, A new_peak) {
+  return exp(Vec<A>{} + (peak - finite_peak(new_peak)))[0];
+}
+
+/// A row's sums += those of another split, both rescaled to the larger peak. Exactly nothing changes
+/// for a row that sees nothing of the split: its factors are exp(0) and exp(-inf).
+template <class A>
+void absorb(A* sums, Norm<A>& norm, const A* more, Norm<A> other, int64_t stride) {
+  const A peak = other.peak > norm.peak ? other.peak : norm.peak;
+  const A keep = fade(norm.peak, peak);
+  const A add = fade(other.peak, peak);
+  for (int64_t d = 0; d < stride; ++d) sums[d] = sums[d] * keep + more[d] * add;
+  norm = {peak, norm.total * keep + other.total * add};
+}
+
+/// A sink takes part in the normalisation only; returns the factor on the sums.
+template <class A>
+A add_sink(Norm<A>& norm, A sink) {
+  const A peak = sink > norm.peak ? sink : norm.peak;
+  const A keep = fade(norm.peak, peak);
+  norm = {peak, norm.total * keep + fade(sink, peak)};
+  return keep;
+}
+
+/// Divides a row's sums by its total; `keep` is a factor on them.
+template <class A>
+void normalise(A* sums, Norm<A> norm, A keep, int64_t stride) {
+  if (norm.total != 0) keep /= norm.total;
+  // Whether there was a split before says the sign of a zero, which the sum drops.
+  for (int64_t d = 0; d < stride; ++d) sums[d] = sums[d] * keep + A(0);
+}
+
+}  // namespace mtpc
