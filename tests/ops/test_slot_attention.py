@@ -247,8 +247,9 @@ def _arguments(call: Call) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(15, 120)}, r"expected query \[T, N, D\] and ring"),
-        ({"ring": torch.zeros(0, 12, 20)}, "of one slot or more"),
+        ({"query": torch.zeros(15, 120)}, r"expected query \[T, N, D\] of one head or more"),
+        ({"query": torch.zeros(15, 0, 20)}, r"expected query \[T, N, D\] of one head or more"),
+        ({"ring": torch.zeros(0, 12, 20)}, r"expected ring \[S, places, D\] of one slot or more"),
         ({"fresh": torch.zeros(14, 20)}, r"expected fresh \[T, D\] and ring"),
         ({"ring": torch.zeros(5, 12, 21)}, r"expected fresh \[T, D\] and ring"),
         ({"fresh": torch.zeros(15, 20).half()}, "fresh and ring of one dtype"),

@@ -68,7 +68,8 @@ struct SlotCall {
   int64_t most_of_window() const { return ring.places + std::min(window, q.tokens); }
 };
 
-/// The place with which the run of seen places begins in a ring, whose oldest key it has.
+/// The place of the oldest key in a ring, with which the run of seen places begins. Of a ring that is
+/// all seen it cannot be told: the first place.
 int64_t first_seen(const bool* seen, int64_t places) {
   for (int64_t place = 0; place < places; ++place) {
     if (seen[place] && !seen[(place + places - 1) % places]) return place;
@@ -91,7 +92,7 @@ class SlotAttention {
     for (int64_t t = 0; t < c_.q.tokens; ++t) keys += c_.most_of_window() + c_.count_entries(t);
     const int64_t workers = worker_count(2 * keys * c_.q.heads * c_.q.width);
     const int64_t heads = heads_together(workers);
-    const int64_t parts = (c_.q.heads + heads - 1) / heads;
+    const int64_t parts = count_parts(heads);
     run_tasks(c_.q.tokens * parts, workers, [&](int64_t task) {
       const int64_t head = task % parts * heads;
       attend(task / parts, head, std::min(heads, c_.q.heads - head));
@@ -116,13 +117,19 @@ class SlotAttention {
   /// Whether values are added up by pairs of keys.
   bool adds_pairs() const { return kValuePairs<A, T> && in_pairs_; }
 
-  /// How many heads of a row a task has: as many as share its keys in a cache, but fewer where threads
-  /// would have nothing to do.
+  /// How many tasks share a row's keys, each with so many heads.
+  int64_t count_parts(int64_t heads) const { return (c_.q.heads + heads - 1) / heads; }
+
+  /// How many heads a task has: as many as share the keys in a cache, but fewer where threads would
+  /// have unequal work.
   int64_t heads_together(int64_t workers) const {
     constexpr int64_t kLeast = 8;
+    const auto suffice = [&](int64_t heads) {
+      const int64_t tasks = c_.q.tokens * count_parts(heads);
+      return tasks % workers == 0 || tasks >= 4 * workers;
+    };
     int64_t heads = std::min(c_.q.heads, kRows);
-    const auto suffice = [&] { return c_.q.tokens * (c_.q.heads / heads) >= workers; };
-    while (heads > kLeast && !suffice()) heads = (heads + 1) / 2;
+    while (heads > kLeast && !suffice(heads)) heads = (heads + 1) / 2;
     return heads;
   }
 
@@ -286,8 +293,8 @@ bool has_shape(const Tensor& t, std::initializer_list<int64_t> sizes) {
 
 void check_keys(const Tensor& query, const Tensor& fresh, const Tensor& ring,
                 const std::optional<Tensor>& entries) {
-  check(query.dim() == 3 && ring.dim() == 3 && ring.size(0) > 0,
-        "query [T, N, D] and ring [S, places, D] of one slot or more");
+  check(query.dim() == 3 && query.size(1) > 0, "query [T, N, D] of one head or more");
+  check(ring.dim() == 3 && ring.size(0) > 0, "ring [S, places, D] of one slot or more");
   const int64_t tokens = query.size(0), width = query.size(2);
   check(has_shape(fresh, {tokens, width}) && ring.size(2) == width,
         "fresh [T, D] and ring [S, places, D] for query [T, N, D]");
