@@ -9,14 +9,12 @@
 
 namespace mtpc {
 
-/// Positions whose values stay in the first-level cache for all rows of a head.
-inline constexpr int64_t kValues = 64;
-
 /// The weights of one row, from its scores, for `add_weighted`: rounded to `narrow` where values are
 /// added up by pairs of keys, else in the place of the scores. See `weigh_row`.
 template <class F, class A>
-Norm<A> weigh(bool by_pairs, A* scores, F* narrow, Range range, Range seen, A scale, A softcap,
-              Scales<A> scales) {
+__attribute__((always_inline)) inline Norm<A> weigh(
+    bool by_pairs, A* scores, F* narrow, Range range, Range seen, A scale, A softcap,
+    Scales<A> scales) {
   if constexpr (kValuePairs<A, F>) {
     const auto keep_narrow = [&](int64_t j, const Vec<A> (&weights)[2]) {
       narrow_sums<kPanel<A>>(narrow + j, reinterpret_cast<const float*>(weights));
@@ -29,12 +27,12 @@ Norm<A> weigh(bool by_pairs, A* scores, F* narrow, Range range, Range seen, A sc
                       });
 }
 
-/// out[r] += sum over keys of weights[r][key] * values[key], in key order, for kTile rows. Of rows of
-/// weights the one of `weigh` is read. Sums are in an order of their own until `order_sums`.
+/// out[r] += sum over keys of weights[r][key] * values[key], in key order, for kTile rows, with the
+/// weights that `weigh` made. Dimensions of sums have an order of their own until `order_sums`.
 template <int kTile, class A, class F>
-void add_weighted(bool by_pairs, const A* weights, const F* narrow, const F* const* values,
-                int64_t shift, Range keys, int64_t width, LinesAhead* ahead, A* out,
-                int64_t out_stride) {
+__attribute__((always_inline)) inline void add_weighted(
+    bool by_pairs, const A* weights, const F* narrow, const F* const* values, int64_t shift,
+    Range keys, int64_t width, LinesAhead* ahead, A* out, int64_t out_stride) {
   if constexpr (kValuePairs<A, F>) {
     if (by_pairs) {
       return value_row_pairs<kTile>(narrow, values, shift, keys, width, ahead, out, out_stride);

@@ -32,6 +32,9 @@ inline constexpr bool kTileRegisters =
 struct PassRegisters {};  // This level has no tile registers.
 #endif
 
+/// Positions whose values stay in the first-level cache for all rows of a head.
+inline constexpr int64_t kValues = 64;
+
 /// Unnormalised results of a unit's rows for some positions.
 template <class A>
 struct Partial {

@@ -228,13 +228,11 @@ class SlotAttention {
     std::fill_n(sums, heads * stride_, A(0));
     // The last key's other half of a pair has no weight.
     const int64_t added = adds_pairs() ? (count + 1) / 2 * 2 : count;
-    for (int64_t j = 0; j < added; j += kValues) {
-      for_row_tiles(heads, [&](auto tile, int64_t h) {
-        add_weighted<decltype(tile)::value>(
-            adds_pairs(), weights + h * kSplit, narrow + h * kSplit, keys, 0,
-            {j, std::min(j + kValues, added)}, c_.q.width, nullptr, sums + h * stride_, stride_);
-      });
-    }
+    for_row_tiles(heads, [&](auto tile, int64_t h) {
+      add_weighted<decltype(tile)::value>(
+          adds_pairs(), weights + h * kSplit, narrow + h * kSplit, keys, 0, {0, added}, c_.q.width,
+          nullptr, sums + h * stride_, stride_);
+    });
   }
 
   /// The scores of one panel of keys.
