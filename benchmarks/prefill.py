@@ -37,6 +37,8 @@ from benchmarks.peers.vllm_decoder import VllmProcess
 
 NEW_TOKENS = 8
 """Room after the prompt, of which one token is used."""
+WARM_UP_TOKENS = 2048
+"""What a warm-up computes of a prompt: some chunks of any engine. 32,768 tokens take minutes."""
 COLUMNS = (
     "prompt", "engine", "K", "ms", "tokens/s", "GFLOP/s", "over transformers", "over vLLM",
     "over llama.cpp", "samples",
@@ -111,7 +113,7 @@ class VllmPrefill(OneLaunch):
 class LlamaPrefill(OneLaunch):
     """llama-batched-bench, one process per sample, with its own prompts of the same length."""
 
-    spec_tokens, build_s = 0, 0.0
+    spec_tokens, build_s, stays_warm = 0, 0.0, False
 
     def __init__(self, decoder: LlamaDecoder) -> None:
         self._decoder, self.engine = decoder, decoder.engine
@@ -145,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             closing.callback(decoder.close)
             decoders.append(decoder)
         for length in args.prompt_tokens:
-            plan = Plan(length, NEW_TOKENS, args.repeats, args.max_foreign, args.seed)
+            plan = Plan(
+                length, NEW_TOKENS, args.repeats, args.max_foreign, args.seed, WARM_UP_TOKENS
+            )
             cases = [
                 Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0))
                 for decoder in decoders

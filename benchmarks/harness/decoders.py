@@ -57,6 +57,7 @@ class Decoder(Protocol):
         build_s: seconds it took to make ready.
         launches: how often it has been started.
         largest_batch: the most requests it decodes at a time; None: any number.
+        stays_warm: whether a sample leaves the engine warm for the next one.
     """
 
     engine: str
@@ -64,6 +65,7 @@ class Decoder(Protocol):
     build_s: float
     launches: int
     largest_batch: int | None
+    stays_warm: bool
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""
@@ -83,6 +85,7 @@ class OneLaunch:
 
     launches = 1
     largest_batch: int | None = None
+    stays_warm = True
 
     def renew(self) -> bool:
         """Its samples are of one launch."""

@@ -35,6 +35,7 @@ class Plan:
         repeats: undisturbed samples wanted per case.
         max_foreign: share of the CPU time that others may use before a sample is dropped.
         seed: of the prompts.
+        warm_up_tokens: of each prompt, in the warm-up; None: all.
     """
 
     prompt_tokens: int
@@ -42,6 +43,7 @@ class Plan:
     repeats: int
     max_foreign: float
     seed: int
+    warm_up_tokens: int | None = None
 
     def prompts(self, count: int, vocab_size: int) -> Prompts:
         """Random prompts, the same ones in every run."""
@@ -167,9 +169,13 @@ def _renew(cases: Sequence[Case]) -> list[Decoder]:
 
 def _warm_up(cases: Sequence[Case], plan: Plan, prompts: Prompts, tell: Tell) -> None:
     for case in cases:
+        if not case.decoder.stays_warm:
+            continue
         tell(f"warm up: {case}")
-        # As many tokens as a sample has: with few, the first would be done before the last began.
-        case.decoder.decode(prompts[: case.batch], plan.new_tokens)
+        # As many new tokens as a sample has: with few, the first request would be done before the
+        # last began.
+        first = [prompt[: plan.warm_up_tokens] for prompt in prompts[: case.batch]]
+        case.decoder.decode(first, plan.new_tokens)
 
 
 def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) -> Sample:

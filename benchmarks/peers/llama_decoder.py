@@ -77,6 +77,8 @@ class LlamaFiles:
 class LlamaDecoder(OneLaunch):
     """A GGUF file in llama-batched-bench, which makes prompts of the same length itself.
 
+    Each sample is a process of its own.
+
     Args:
         programs: directory of llama.cpp's programs.
         file: the model.
@@ -84,7 +86,7 @@ class LlamaDecoder(OneLaunch):
         threads: number of llama.cpp's threads.
     """
 
-    spec_tokens, build_s = 0, 0.0
+    spec_tokens, build_s, stays_warm = 0, 0.0, False
 
     def __init__(self, programs: Path, file: Path, kind: str, threads: int) -> None:
         self.engine = f"llama.cpp {kind}"

@@ -90,7 +90,7 @@ class VllmDecoder:
         engine: its name in tables.
     """
 
-    largest_batch = None
+    largest_batch, stays_warm = None, True
 
     def __init__(
         self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM

@@ -184,7 +184,7 @@ def test_accepting_weights_of_a_hybrid_model_accept_all_drafts(tmp_path: Path) -
 class _NoDecoder:
     """Stands where a case needs a decoder that is never called."""
 
-    engine, build_s, largest_batch = "mtpc", 0.0, None
+    engine, build_s, largest_batch, stays_warm = "mtpc", 0.0, None, True
 
     def __init__(self, spec_tokens: int, launches: int = 1) -> None:
         self.spec_tokens, self.launches = spec_tokens, launches
@@ -249,7 +249,7 @@ class _Launched(_NoDecoder):
         self.log: list[str] = []
 
     def decode(self, prompts: Any, new_tokens: int) -> Decoded:
-        self.log.append(f"decode {len(prompts)}")
+        self.log.append(f"decode {len(prompts)} of {len(prompts[0])}")
         return Decoded(10, 20, 1.0, None)
 
     def renew(self) -> bool:
@@ -263,9 +263,19 @@ def test_each_round_has_a_launch_of_its_own() -> None:
     decoder, plan = _Launched(), Plan(4, 8, 2, 10.0, 0)
     cases = [Case("mimo", "random", decoder, batch, 1000) for batch in (1, 2)]
     sample_in_turns(cases, plan, [[1]] * 2, BandwidthProbe(1 << 20), lambda _: None)
-    once = ["decode 1", "decode 2"] * 2
+    once = ["decode 1 of 1", "decode 2 of 1"] * 2
     assert decoder.log == [*once, "renew", *once]
     assert [len(case.samples) for case in cases] == [2, 2]
+
+
+@pytest.mark.parametrize("stays_warm", [True, False])
+def test_a_warm_up_is_short_and_only_of_what_stays_warm(stays_warm: bool) -> None:
+    decoder = _Launched()
+    decoder.stays_warm = stays_warm
+    plan = Plan(4, 8, 1, 10.0, 0, warm_up_tokens=2)
+    case = Case("mimo", "random", decoder, 1, 1000)
+    sample_in_turns([case], plan, [[1] * 4], BandwidthProbe(1 << 20), lambda _: None)
+    assert decoder.log == ["decode 1 of 2"] * stays_warm + ["decode 1 of 4"]
 
 
 def test_prompts_of_the_demo_are_text() -> None:

@@ -26,7 +26,7 @@ inline void pack_values(const BFloat16* const* values, Range range, Range local,
   };
   for (int64_t j = range.begin; j < range.end; j += 2) {
     const __m512i first = row(j), second = row(j + 1);
-    ahead.fetch(2);
+    ahead.fetch<kLater>(2);
     _mm512_storeu_si512(tile, _mm512_unpacklo_epi16(first, second));
     _mm512_storeu_si512(tile + kTileRows, _mm512_unpackhi_epi16(first, second));
     tile += kFeatures;
@@ -122,7 +122,7 @@ void score_few(PassRegisters& registers, const Group* queries, int64_t rows, int
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(5, second + d, stride * sizeof(BFloat16));
       _tile_dpbf16ps(1, 5, 6);
-      ahead.fetch(2 * kTileRows);
+      ahead.fetch<kLater>(2 * kTileRows);
     }
     _tile_stored(0, by_key + j * kN, kN * sizeof(float));
     _tile_stored(1, by_key + (j + kTileRows) * kN, kN * sizeof(float));

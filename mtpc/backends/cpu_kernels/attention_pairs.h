@@ -30,6 +30,11 @@ inline constexpr bool kValuePairs =
     kPairs<A, T> && kPairProducts;
 #endif
 
+/// The cache that __builtin_prefetch fetches what is not needed soon into: the second level. Into the
+/// first one (kPassing) go the lines of the next panel. AMD's processors drop other fetches where too
+/// many are under way.
+inline constexpr int kLater = 2;
+
 /// Lines of rows that are needed soon. They are fetched in the order of memory, some with each piece of
 /// work: then the processor's own prefetchers help, and the work goes on meanwhile. A burst of
 /// fetches would make all else wait, or be dropped. Loops take a copy of their own: it stays in
@@ -43,9 +48,10 @@ class LinesAhead {
   }
 
   /// Fetches the next `lines`, as far as there are so many.
+  template <int kCache = kPassing>
   void fetch(int64_t lines) {
     for (; lines > 0 && row_ < end_; --lines) {
-      __builtin_prefetch(line_, 0, 2);
+      __builtin_prefetch(line_, 0, kCache);
       line_ += kFeatures;
       if (line_ < row_end_) continue;
       if (++row_ < end_) begin_row();
@@ -89,7 +95,7 @@ void pack_some_keys(const BFloat16* const* keys, int64_t shift, int64_t width, L
       for (int j = 0; j < kN; ++j) {
         const BFloat16* key = keys[part + j];
         square[j] = !kWhole && key == nullptr ? Vec<float>{} : load_groups(key + shift + d, valid);
-        if (kWhole) ahead.fetch(1);
+        if (j % 2 == 0) ahead.fetch(1);
       }
       transpose<float>(square);
       Group* to = panel + d / 2 * kFeatures + part;
@@ -111,9 +117,11 @@ inline void pack_keys(const BFloat16* const* keys, bool whole, int64_t shift, in
 }
 
 /// scores[r][0..32) = queries[r] . keys of one packed panel, for kTile rows.
-template <int kTile>
-void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, float* scores) {
+template <int kTile, bool kFetch>
+void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, LinesAhead* lines,
+                 float* scores) {
   constexpr int kN = kLanes<float>;
+  LinesAhead ahead = kFetch ? *lines : LinesAhead{nullptr, 0, 0};
   const InputRows rows = dense_rows(queries, width);
   Vec<float> low[kTile]{}, high[kTile]{};
   Inputs<kTile> inputs;
@@ -129,6 +137,7 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
         low[r] = inputs.add(low[r], r, g, keys[0]);
         high[r] = inputs.add(high[r], r, g, keys[1]);
       }
+      if (kFetch) ahead.fetch(1);
     }
   }
 #pragma GCC unroll 8
@@ -136,6 +145,7 @@ void score_pairs(const BFloat16* queries, int64_t width, const Group* panel, flo
     store(scores + r * kSplit, low[r]);
     store(scores + r * kSplit + kN, high[r]);
   }
+  if (kFetch) *lines = ahead;
 }
 
 /// Lets add(sums) add to kTile rows of kVecs registers that are kept in `out` before and after.

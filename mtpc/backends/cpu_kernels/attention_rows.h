@@ -10,16 +10,24 @@
 namespace mtpc {
 
 /// The weights of one row, from its scores, for `add_weighted`: rounded to `narrow` where values are
-/// added up by pairs of keys, else in the place of the scores. See `weigh_row`.
+/// added up by pairs of keys, while `lines` are fetched; else in the place of the scores. See
+/// `weigh_row`.
 template <class F, class A>
 __attribute__((always_inline)) inline Norm<A> weigh(
     bool by_pairs, A* scores, F* narrow, Range range, Range seen, A scale, A softcap,
-    Scales<A> scales) {
+    Scales<A> scales, LinesAhead& lines) {
   if constexpr (kValuePairs<A, F>) {
+    LinesAhead ahead = lines;
     const auto keep_narrow = [&](int64_t j, const Vec<A> (&weights)[2]) {
       narrow_sums<kPanel<A>>(narrow + j, reinterpret_cast<const float*>(weights));
+      ahead.template fetch<kLater>(2);
     };
-    if (by_pairs) return weigh_row<A>(scores, range, seen, scale, softcap, scales, keep_narrow);
+    if (by_pairs) {
+      const Norm<A> norm = weigh_row<A>(
+          scores, range, seen, scale, softcap, scales, keep_narrow);
+      lines = ahead;
+      return norm;
+    }
   }
   return weigh_row<A>(scores, range, seen, scale, softcap, scales,
                       [&](int64_t j, const Vec<A> (&weights)[2]) {

@@ -1,7 +1,9 @@
 // One split of one unit: scores, weights, weighted values.
 //
-// While scores are taken the split's values are fetched, and while values are added the next split's
-// keys. So memory is never idle.
+// While a panel's scores are taken the next panel's keys are fetched, and while its values are added
+// the next panel's values. After the last keys come the first values, and after the last values the
+// next split's first keys. Between them, while scores become weights, the other values are fetched
+// into the second-level cache. So memory is never idle.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +34,10 @@ inline constexpr bool kTileRegisters =
 struct PassRegisters {};  // This level has no tile registers.
 #endif
 
-/// Positions whose values stay in the first-level cache for all rows of a head.
-inline constexpr int64_t kValues = 64;
+/// Positions whose values stay in the first-level cache for all rows of a head; where the next panel's
+/// are fetched meanwhile, those of a panel.
+template <class A, class T>
+inline constexpr int64_t kValues = kPairs<A, T> && !kTileRegisters<A, T> ? kPanel<A> : 64;
 
 /// Unnormalised results of a unit's rows for some positions.
 template <class A>
@@ -154,11 +158,13 @@ class SplitAttention {
     A* weights = memory.weights.reserve(kRows * kSplit);
     PassRegisters registers;
     const Range computed = score(unit, local, memory, registers, weights);
+    LinesAhead ahead =
+        lines_of(unit, p_.values, memory.values, {first_panel(local).end, local.end});
     for (int64_t row = 0; row < unit.all_rows(); ++row) {
       const Range own = intersect(p_.visible(position(unit, row)), seen);
       const bool is_first = row % unit.rows == 0;
       if (kCodes<T> && is_first) find_scales(row / unit.rows, local, memory);
-      out.norms[row] = weigh(row, computed, {own.begin - base, own.end - base}, memory);
+      out.norms[row] = weigh(row, computed, {own.begin - base, own.end - base}, memory, ahead);
       if constexpr (kTileRegisters<A, F>) {
         F* parts = memory.weight_parts.reserve(2 * kRows * kSplit);
         if (in_pairs_) split_weights(weights + row * kSplit, computed, parts + 2 * row * kSplit);
@@ -267,12 +273,12 @@ class SplitAttention {
     }
   }
 
-  /// The weights of one row, from its scores.
-  Norm<A> weigh(int64_t row, Range computed, Range own, Memory& memory) const {
+  /// The weights of one row, from its scores. Meanwhile `lines` are fetched.
+  Norm<A> weigh(int64_t row, Range computed, Range own, Memory& memory, LinesAhead& lines) const {
     F* narrow = nullptr;
     if (adds_value_pairs()) narrow = memory.weight_parts.reserve(kRows * kSplit) + row * kSplit;
     return mtpc::weigh(adds_value_pairs(), memory.weights.get() + row * kSplit, narrow, computed, own,
-                       static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory));
+                       static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory), lines);
   }
 
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
@@ -285,7 +291,7 @@ class SplitAttention {
         const Range whole{
             (local.begin + kPanel<A> - 1) / kPanel<A> * kPanel<A>,
             local.end / kPanel<A> * kPanel<A>};
-        LinesAhead ahead = lines_ahead(unit, p_.values, memory.values + whole.begin, whole.size());
+        LinesAhead ahead = lines_of(unit, p_.values, memory.values, whole);
         for (int64_t j = whole.begin; j < whole.end; j += kPanel<A>) {
           for (int64_t h = 0; h < unit.heads; ++h) {
             score_in_place(unit, h, memory, registers, {j, j + kPanel<A>}, ahead, scores);
@@ -294,11 +300,13 @@ class SplitAttention {
       }
     }
 #endif
-    LinesAhead ahead = lines_ahead(unit, p_.values, memory.values + local.begin, local.size());
+    const Range values = first_panel(local);
     for (int64_t j = computed.begin; j < computed.end; j += kPanel<A>) {
       const bool whole = panel_at(j, local).size() == kPanel<A>;
-      read_lines(unit, p_.keys, memory.keys, panel_at(j, local));
       if (whole && scores_keys_in_place(unit)) continue;
+      const Range next = panel_at(j + kPanel<A>, local);
+      LinesAhead ahead = next.empty() ? lines_of(unit, p_.values, memory.values, values)
+                                      : lines_of(unit, p_.keys, memory.keys, next);
       for (int64_t h = 0; h < unit.heads; ++h) {
         score_panel_of(unit, h, memory, registers, j, whole, ahead, scores + j);
       }
@@ -306,34 +314,13 @@ class SplitAttention {
     return computed;
   }
 
-  /// Lines of all heads of the unit in some rows; none where products do not fetch them. Those of
+  /// Lines of all heads of the unit at some positions; none where products do not fetch them. Those of
   /// codes are fetched as they expand.
-  LinesAhead lines_ahead(const Unit& unit, const Cache& cache, const T* const* rows,
-                         int64_t count) const {
+  LinesAhead lines_of(const Unit& unit, const Cache& cache, const T* const* rows, Range at) const {
     if constexpr (kPairs<A, T>) {
-      return {rows, count, unit.heads * cache.width};
+      return {rows + at.begin, at.size(), unit.heads * cache.width};
     } else {
       return {nullptr, 0, 0};
-    }
-  }
-
-  /// Lines of the next split's keys.
-  LinesAhead next_lines(const Unit& unit, const Memory& memory) const {
-    return lines_ahead(
-        unit, p_.keys, memory.next_keys + memory.next.begin, memory.next.size());
-  }
-
-  /// Reads all heads' lines of some rows that were fetched, one after the other: then those whose fetch
-  /// was dropped are waited for together, and not by one product each.
-  void read_lines(const Unit& unit, const Cache& cache, const T* const* rows, Range at) const {
-    if constexpr (kValuePairs<A, T>) {
-      const int64_t elements = unit.heads * cache.width;
-      if (unit.heads > 1 && cache.head_stride != cache.width) return;
-      for (int64_t j = at.begin; j < at.end; ++j) {
-        for (int64_t d = 0; d < elements; d += kFeatures) {
-          __asm__ volatile("" : : "v"(load_groups(rows[j] + d, elements - d)));
-        }
-      }
     }
   }
 
@@ -369,8 +356,12 @@ class SplitAttention {
         score_panel(registers, queries, unit.rows, width, packed, scores);
 #else
         for_row_tiles(unit.rows, [&](auto tile, int64_t row) {
-          score_pairs<decltype(tile)::value>(
-              queries + row * width, width, packed, scores + row * kSplit);
+          const auto score = [&](auto fetches) {
+            score_pairs<decltype(tile)::value, decltype(fetches)::value>(
+                queries + row * width, width, packed, &ahead, scores + row * kSplit);
+          };
+          if (row > 0) return score(std::false_type{});
+          score(std::true_type{});
         });
 #endif
         return;
@@ -389,12 +380,15 @@ class SplitAttention {
   void add_values_by_panel(const Unit& unit, Range local, Memory& memory, Partial<A> out) const {
     std::fill_n(out.sums, unit.all_rows() * stride, A(0));
     const A* weights = memory.weights.get();
-    LinesAhead ahead = next_lines(unit, memory);
     const bool by_pairs = adds_value_pairs();
     const Range all = by_pairs ? whole_pairs(local) : local;
-    for (int64_t j = all.begin / kValues * kValues; j < all.end; j += kValues) {
-      const Range panel = intersect({j, j + kValues}, all);
-      read_lines(unit, p_.values, memory.values, panel);
+    constexpr int64_t kStep = kValues<A, F>;
+    for (int64_t j = all.begin / kStep * kStep; j < all.end; j += kStep) {
+      const Range panel = intersect({j, j + kStep}, all);
+      const Range next = intersect({j + kStep, j + 2 * kStep}, all);
+      LinesAhead ahead = next.empty()
+          ? lines_of(unit, p_.keys, memory.next_keys, first_panel(memory.next))
+          : lines_of(unit, p_.values, memory.values, next);
       for (int64_t h = 0; h < unit.heads; ++h) {
         const auto [values, shift] = head_rows(
             p_.values, memory.values, h, panel, p_.keys,
@@ -421,7 +415,7 @@ class SplitAttention {
     const F* parts = memory.weight_parts.get();
     const int64_t width = p_.values.width;
     Group* tile = memory.packed.reserve(kSplit / 2 * kFeatures);
-    LinesAhead ahead = lines_ahead(unit, p_.keys, nullptr, 0);
+    LinesAhead ahead = lines_of(unit, p_.keys, memory.next_keys, {});
     for (int64_t h = 0; h < unit.heads; ++h) {
       const int64_t first = h * unit.rows;
       const auto [values, shift] = head_rows(
@@ -440,11 +434,12 @@ class SplitAttention {
                            PassRegisters& registers, Partial<A> out) const {
     const int64_t width = p_.values.width, rows = 2 * unit.rows;
     const int64_t columns = (width + kFeatures - 1) / kFeatures;
-    Group* tile = memory.packed.reserve(kValues / 2 * kFeatures);
+    constexpr int64_t kStep = kValues<A, F>;
+    Group* tile = memory.packed.reserve(kStep / 2 * kFeatures);
     TileSums<kMostRows>* sums = memory.tile_sums.reserve(unit.heads * columns);
-    LinesAhead ahead = next_lines(unit, memory);
-    for (int64_t j = computed.begin; j < computed.end; j += kValues) {
-      const Range part = intersect({j, j + kValues}, computed);
+    LinesAhead ahead = lines_of(unit, p_.keys, memory.next_keys, memory.next);
+    for (int64_t j = computed.begin; j < computed.end; j += kStep) {
+      const Range part = intersect({j, j + kStep}, computed);
       for (int64_t h = 0; h < unit.heads; ++h) {
         const auto [values, shift] = head_rows(
             p_.values, memory.values, h, intersect(part, local), p_.keys, memory.next_keys, memory);
@@ -475,6 +470,9 @@ class SplitAttention {
     return {local.begin / kPanel<A> * kPanel<A>,
             (local.end + kPanel<A> - 1) / kPanel<A> * kPanel<A>};
   }
+
+  /// The positions that the first panel of a range has.
+  static Range first_panel(Range local) { return panel_at(whole_panels(local).begin, local); }
 
   static Range panel_at(int64_t begin, Range local) {
     return intersect({begin, begin + kPanel<A>}, local);

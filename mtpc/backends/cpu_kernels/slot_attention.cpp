@@ -221,9 +221,10 @@ class SlotAttention {
     T* narrow = memory.narrow_weights.reserve(adds_pairs() ? kRows * kSplit : 0);
     const int64_t scored = (count + kPanel<A> - 1) / kPanel<A> * kPanel<A>;
     for (int64_t j = 0; j < scored; j += kPanel<A>) score(heads, keys + j, memory, weights + j);
+    LinesAhead none{nullptr, 0, 0};
     for (int64_t h = 0; h < heads; ++h) {
       norms[h] = weigh<T>(adds_pairs(), weights + h * kSplit, narrow + h * kSplit, {0, scored},
-                          {0, count}, static_cast<A>(c_.scale), A(0), {nullptr, nullptr});
+                          {0, count}, static_cast<A>(c_.scale), A(0), {nullptr, nullptr}, none);
     }
     std::fill_n(sums, heads * stride_, A(0));
     // The last key's other half of a pair has no weight.
@@ -244,8 +245,9 @@ class SlotAttention {
         LinesAhead none{nullptr, 0, 0};
         pack_keys(keys, true, 0, width, none, packed);
         return for_row_tiles(heads, [&](auto tile, int64_t h) {
-          score_pairs<decltype(tile)::value>(
-              memory.narrow_queries.get() + h * width, width, packed, scores + h * kSplit);
+          score_pairs<decltype(tile)::value, false>(
+              memory.narrow_queries.get() + h * width, width, packed, nullptr,
+              scores + h * kSplit);
         });
       }
     }
