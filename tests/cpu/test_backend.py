@@ -116,6 +116,19 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
         assert max(made) < min(pools)
 
 
+@pytest.mark.parametrize("family", IN_FLOAT64)
+def test_no_reference_runs(family: str, cpu_built: Callable[..., CpuBuilt]) -> None:
+    """Each operator of mtpc has a kernel here. A reference is Python, which takes its lock."""
+    built = cpu_built(family)
+    for key in built.spec.program.steps:
+        tape = built.compiler.obtain(key).directory / TAPE
+        entries = json.loads(tape.read_text())["entries"]
+        calls = {tuple(entry[:2]) for entry in entries if entry[0] in ("kernel", "aten")}
+        assert {name for kind, name in calls if kind == "aten" and name.startswith("mtpc")} == set()
+        attends = {"paged_attention", "latent_attention", "slot_attention"}
+        assert any(kind == "kernel" and name in attends for kind, name in calls)
+
+
 @pytest.fixture
 def decode_step(cpu_built: Callable[..., CpuBuilt]) -> Opened:
     """A compiled decode step: where it is, how it is called, its tensors and sizes."""

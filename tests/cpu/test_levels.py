@@ -29,6 +29,7 @@ KERNEL_TESTS = [
     "cpu/test_kernels.py",
     "ops/test_gated_delta.py",
     "ops/test_row_linears.py",
+    "ops/test_slot_attention.py",
     "passes/test_packed_weights.py",
     "sampling/test_kernels.py",
 ]

@@ -86,7 +86,7 @@ def test_memory_is_what_the_architecture_needs(drafts: int) -> None:
     """Values a request, in closed form: windows and their slack, and entries."""
     config = tiny.build_target("deepseek_v4", **config_of((4, 16), 6, 3)).config
     width, index, length = config.head_dim, config.index_head_dim, 64
-    window = (6 - 1 + drafts) * width
+    window = (6 - 1 + max(drafts, 1)) * width
     sparse = (2 * 4 - 1 + drafts) * 4 * (width + index) + length // 4 * (width + index)
     heavy = (16 - 1 + drafts) * 2 * width + length // 16 * width
     sizes = {S: 1, K_MAX: drafts, M: length // PAGE, P: PAGE}

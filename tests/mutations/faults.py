@@ -663,6 +663,20 @@ FAULTS = (
         _V32,
     ),
     Fault(
+        "attention to slots sees an entry whose window is not closed",
+        "ops/slot_attention.py",
+        "place[None] < entry_counts",
+        "place[None] <= entry_counts",
+        _V4,
+    ),
+    Fault(
+        "attention to slots reads the neighbour's ring",
+        "ops/slot_attention.py",
+        "[ring[row_slots]]",
+        "[ring[row_slots - 1]]",
+        _V4,
+    ),
+    Fault(
         "GLM-5.2: each draft chooses anew",
         "models/families/glm_moe_dsa.py",
         "is None else mtpc_handed",

@@ -156,26 +156,15 @@ def test_only_what_rows_see_and_choose_is_read(forbidden: str, status: int) -> N
 
 
 _GUARDED = """
-import ctypes, mmap, sys, torch
+import sys, torch
+from helpers.guarded import guarded
 from mtpc.backends.cpu_kernels import load_kernels
 load_kernels()
 OURS = torch.ops.mtpc_cpu
 torch.manual_seed(0)
-libc, page, kept = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, []
 
 def cache(shape, live):
-    # A cache whose rows [..., -1] fill pages of memory; only the live rows may be read.
-    values = torch.randn(shape)
-    memory = mmap.mmap(-1, values.nbytes)
-    kept.append(memory)
-    copy = torch.frombuffer(memory, dtype=torch.float32).view(shape).copy_(values)
-    rows = copy.flatten(0, 1)
-    live = set(live) - ({min(live)} if sys.argv[1] == "a live row" else set())
-    for row in set(range(len(rows))) - live:
-        place = rows[row].data_ptr()
-        assert place % page == 0 == rows[row].nbytes % page
-        assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(page), 0) == 0
-    return values, copy
+    return guarded(shape, live, spared=sys.argv[1] != "a live row")
 
 ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 query, weights = torch.randn(4, 8, 1024), torch.rand(4, 8)

@@ -101,25 +101,11 @@ class Attention {
     });
   }
 
-  /// total += split, rescaled to the larger peak. Exactly nothing changes for a row that sees nothing
-  /// of the split: its factors are 1 and exp(-inf).
   void absorb(Partial<A> total, Partial<A> split, int64_t rows) const {
     for (int64_t row = 0; row < rows; ++row) {
-      Norm<A>& norm = total.norms[row];
-      const Norm<A> other = split.norms[row];
-      const bool grows = other.peak > norm.peak;
-      const A peak = grows ? other.peak : norm.peak;
-      const A shrink = factor(grows ? norm.peak : other.peak, peak);
-      const A keep = grows ? shrink : A(1), add = grows ? A(1) : shrink;
-      A* sums = total.sums + row * stride_;
-      const A* more = split.sums + row * stride_;
-      for (int64_t d = 0; d < stride_; ++d) sums[d] = sums[d] * keep + more[d] * add;
-      norm = {peak, norm.total * keep + other.total * add};
+      mtpc::absorb(total.sums + row * stride_, total.norms[row], split.sums + row * stride_,
+                   split.norms[row], stride_);
     }
-  }
-
-  static A factor(A peak, A new_peak) {
-    return exp(Vec<A>{} + (peak - finite_peak(new_peak)))[0];
   }
 
   /// Normalises, with the sinks' share, and writes a unit's rows from `first` on.
@@ -131,26 +117,18 @@ class Attention {
         Norm<A> norm = total.norms[row];
         A keep = 1;
         const int64_t head = splits_.head(unit, first + row);
-        if (p_.sinks) keep = add_sink(norm, head);
-        if (norm.total != 0) keep /= norm.total;
+        if (p_.sinks) {
+          A sink;
+          read(&sink, *p_.sinks, head * p_.sinks->stride(0), 1);
+          keep = add_sink(norm, sink);
+        }
         A* sums = total.sums + row * stride_;
-        // Whether there was a split before says the sign of a zero, which the sum drops.
-        for (int64_t d = 0; d < stride_; ++d) sums[d] = sums[d] * keep + A(0);
+        normalise(sums, norm, keep, stride_);
         splits_.order(sums);
         const int64_t at = splits_.token(unit, first + row) * p_.q.heads + head;
         round_to(static_cast<Out*>(out_) + at * width, sums, width);
       }
     });
-  }
-
-  /// A sink takes part in the normalisation only; returns the factor on the sums.
-  A add_sink(Norm<A>& norm, int64_t head) const {
-    A sink;
-    read(&sink, *p_.sinks, head * p_.sinks->stride(0), 1);
-    const A peak = sink > norm.peak ? sink : norm.peak;
-    const A keep = factor(norm.peak, peak);
-    norm = {peak, norm.total * keep + factor(sink, peak)};
-    return keep;
   }
 
   const Problem& p_;

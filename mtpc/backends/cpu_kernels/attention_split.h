@@ -9,8 +9,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "attention_pairs.h"
-#include "attention_tiles.h"
+#include "attention_rows.h"
 #include "cache_codes.h"
 #if defined(__AMX_TILE__)
 #include "attention_amx.h"
@@ -181,10 +180,7 @@ class SplitAttention {
 
   /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more.
   void order(A* sums) const {
-    if constexpr (kPairs<A, F>) {
-      if (adds_value_pairs()) return order_pair_dimensions(sums, stride);
-      if (!kTileRegisters<A, F> || !in_pairs_) order_dimensions(sums, stride);
-    }
+    if (!kTileRegisters<A, F> || !in_pairs_) order_sums<F>(adds_value_pairs(), sums, stride);
   }
 
  private:
@@ -280,27 +276,10 @@ class SplitAttention {
 
   /// The weights of one row, from its scores. Meanwhile `lines` are fetched.
   Norm<A> weigh(int64_t row, Range computed, Range own, Memory& memory, LinesAhead& lines) const {
-    A* scores = memory.weights.get() + row * kSplit;
-    const auto weigh_and = [&](const auto& keep) {
-      return weigh_row<A>(scores, computed, own, static_cast<A>(p_.scale),
-                          static_cast<A>(p_.softcap), scales(memory), keep);
-    };
-    if constexpr (kValuePairs<A, F>) {
-      F* narrow = memory.weight_parts.reserve(kRows * kSplit) + row * kSplit;
-      LinesAhead ahead = lines;
-      const auto keep_narrow = [&](int64_t j, const Vec<A> (&weights)[2]) {
-        narrow_sums<kPanel<A>>(narrow + j, reinterpret_cast<const float*>(weights));
-        ahead.template fetch<kLater>(2);
-      };
-      if (in_pairs_) {
-        const Norm<A> norm = weigh_and(keep_narrow);
-        lines = ahead;
-        return norm;
-      }
-    }
-    return weigh_and([&](int64_t j, const Vec<A> (&weights)[2]) {
-      std::memcpy(scores + j, weights, sizeof(weights));
-    });
+    F* narrow = nullptr;
+    if (adds_value_pairs()) narrow = memory.weight_parts.reserve(kRows * kSplit) + row * kSplit;
+    return mtpc::weigh(adds_value_pairs(), memory.weights.get() + row * kSplit, narrow, computed, own,
+                       static_cast<A>(p_.scale), static_cast<A>(p_.softcap), scales(memory), lines);
   }
 
   /// Scores of all rows, panel by panel; returns the positions that the panels cover.
@@ -416,23 +395,12 @@ class SplitAttention {
             p_.values, memory.values, h, panel, p_.keys,
             kPairs<A, F> ? memory.next_keys : memory.values, memory);
         for_row_tiles(unit.rows, [&, values = values, shift = shift](auto tile, int64_t row) {
-          constexpr int kTile = decltype(tile)::value;
           const int64_t at = (h * unit.rows + row) * kSplit;
-          const A* from = weights + at;
-          A* to = out.sums + (h * unit.rows + row) * stride;
           LinesAhead* with = row == 0 && !kCodes<T> ? &ahead : nullptr;
-          if constexpr (kValuePairs<A, F>) {
-            if (by_pairs) {
-              return value_row_pairs<kTile>(
-                  memory.weight_parts.get() + at, values, shift, panel, p_.values.width, with, to,
-                  stride);
-            }
-          }
-          if constexpr (kPairs<A, F>) {
-            value_row_blocks<kTile>(from, values, shift, panel, p_.values.width, with, to, stride);
-          } else {
-            value_row_tile<kTile>(from, values, shift, panel, p_.values.width, to, stride);
-          }
+          add_weighted<decltype(tile)::value>(
+              by_pairs, weights + at, by_pairs ? memory.weight_parts.get() + at : nullptr, values,
+              shift, panel, p_.values.width, with, out.sums + (h * unit.rows + row) * stride,
+              stride);
         });
       }
     }

@@ -92,7 +92,7 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
     K is the largest number of drafts, r the compression ratio, D and I are the head sizes of
     attention and indexer. Values of one request:
 
-    - every layer: (window - 1 + K) D for the window;
+    - every layer: (window - 1 + max(K, 1)) D for the window, one place more than any row sees;
     - an HCA layer: (r - 1 + K) 2D more, and D for each r tokens of `max_len`;
     - a CSA layer: (2r - 1 + K) 4(D + I) more, and D + I for each r tokens of `max_len`.
     """
@@ -103,7 +103,8 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
         dims, writers = (S, sympy.Max(1, rows), features), STEP if role == "window" else VERIFY
         return slot_spec(f"kv.{layer}.{role}", dims, dtype, _ROLES[role], writers)
 
-    specs = [spec("window", config.sliding_window - 1 + K_MAX, width)]
+    # A place that a row does not see says where its oldest key is: operators add in that order.
+    specs = [spec("window", config.sliding_window - 1 + sympy.Max(1, K_MAX), width)]
     if kind == "sliding_attention":
         return tuple(specs)
     ratio = config.compress_rates[kind]
