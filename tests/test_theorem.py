@@ -206,7 +206,7 @@ def test_restarts_at_length(
 @pytest.mark.parametrize("spec_tokens", [0, 1, 3, 4])
 @pytest.mark.parametrize("family", [*REUSING, "step3p7@3", "qwen3_5", *REUSING_WHEN_SLOW])
 def test_reuse_at_length(family: str, spec_tokens: int, compiled: Callable[..., Any]) -> None:
-    """11,520 schedules with the kernels of the cpu backend."""
+    """14,400 schedules with the kernels of the cpu backend."""
     spec = compiled(family, spec_tokens, backend="cpu", batch_buckets=(1, 4))
     check_reuse(Conversations(spec), 360)
 
