@@ -383,7 +383,7 @@ class SplitAttention {
     const A* weights = memory.weights.get();
     const bool by_pairs = adds_value_pairs();
     const Range all = by_pairs ? whole_pairs(local) : local;
-    constexpr int64_t kStep = kValues<A, F>;
+    constexpr int64_t kStep = kValues<A, T>;
     for (int64_t j = all.begin / kStep * kStep; j < all.end; j += kStep) {
       const Range panel = intersect({j, j + kStep}, all);
       const Range next = intersect({j + kStep, j + 2 * kStep}, all);
@@ -435,7 +435,7 @@ class SplitAttention {
                            PassRegisters& registers, Partial<A> out) const {
     const int64_t width = p_.values.width, rows = 2 * unit.rows;
     const int64_t columns = (width + kFeatures - 1) / kFeatures;
-    constexpr int64_t kStep = kValues<A, F>;
+    constexpr int64_t kStep = kValues<A, T>;
     Group* tile = memory.packed.reserve(kStep / 2 * kFeatures);
     TileSums<kMostRows>* sums = memory.tile_sums.reserve(unit.heads * columns);
     LinesAhead ahead = lines_of(unit, p_.keys, memory.next_keys, memory.next);
