@@ -24,6 +24,10 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, add_result_files, publish
 from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.models.deepseek_v4_attention import closed_windows
+from mtpc.models.slot_rings import SlotRing, WindowMasks
+from mtpc.step.metadata import flat_metadata
+from mtpc.step.records import Metadata
 
 WINDOW, CHOICES, DECODED = 128, 512, 4
 LAYERS = (("window", 0, 0), ("HCA", 128, 8192), ("HCA", 128, 32768), ("CSA", 4, 8192))
@@ -48,42 +52,40 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int, tuple[
     """Layer, `max_len`, rows, keys of the last row, and the operator's arguments, of each case."""
     for layer, ratio, max_len in LAYERS:
         for count in args.rows:
-            rows = _rows(count, args)
-            position, slots = rows[-1], rows[2]
-            counts = position + 1
+            metadata = _metadata(count, args.length)
+            slots = len(metadata.state_slots) + 1
+            ring = _new(slots, WINDOW, args.width)
+            masks = WindowMasks.of(metadata, SlotRing(ring), WINDOW)
+            keys = int(masks.ring[-1].sum() + masks.fresh[-1].sum())
             older: tuple[Tensor | None, ...] = (None, None, None)
             if ratio:
                 places = max_len // ratio
-                counts = ((position + 1) // ratio).clamp(max=places)
-                entries = _new(int(slots.max()) + 1, places, args.width)
-                chosen = _choose(counts, slots, places) if layer == "CSA" else None
+                counts = closed_windows(masks.rows, ratio).clamp(max=places)
+                entries = _new(slots, places, args.width)
+                chosen = _choose(counts, masks.rows.slot, places) if layer == "CSA" else None
                 counts = counts if chosen is None else counts.clamp(max=CHOICES)
+                keys += int(counts[-1])
                 older = (entries, counts, chosen)
-            query, (fresh, ring, _, *seen, _) = _new(count, args.heads, args.width), rows
-            given = (query, fresh, ring, slots, *seen, _new(args.heads), args.width**-0.5, WINDOW)
-            keys = int(seen[0][-1].sum() + seen[1][-1].sum()) + (int(counts[-1]) if ratio else 0)
-            yield layer, max_len, count, keys, (*given, *older)
+            query, fresh = _new(count, args.heads, args.width), _new(count, args.width)
+            seen = (masks.rows.slot, masks.ring, masks.fresh)
+            scale = (_new(args.heads), args.width**-0.5, WINDOW)
+            yield layer, max_len, count, keys, (query, fresh, ring, *seen, *scale, *older)
 
 
 def _new(*shape: int) -> Tensor:
     return torch.randn(shape).to(torch.bfloat16)
 
 
-def _rows(count: int, args: argparse.Namespace) -> tuple[Tensor, ...]:
-    """fresh, ring, row_slots, sees_ring and sees_fresh, and the rows' positions."""
-    index = torch.arange(count)
+def _metadata(count: int, length: int) -> Metadata:
+    """Of a prefill chunk that ends at the length, or of a decode step of as many requests after
+    it."""
     is_chunk = count > DECODED
-    slots = torch.ones(count, dtype=torch.int64) if is_chunk else index + 1
-    position = args.length - count + index if is_chunk else torch.full((count,), args.length)
-    context = position[:1].expand(count)
-    held = (
-        context[:, None] - 1 - torch.remainder(context[:, None] - 1 - torch.arange(WINDOW), WINDOW)
-    )
-    sees_ring = (held >= 0) & (held > position[:, None] - WINDOW)
-    apart = index[:, None] - index[None]
-    sees_fresh = (apart >= 0) & (apart < WINDOW) if is_chunk else apart == 0
-    ring = _new(int(slots.max()) + 1, WINDOW, args.width)
-    return _new(count, args.width), ring, slots, sees_ring, sees_fresh, position
+    requests, rows = (1, count) if is_chunk else (count, 1)
+    lens = torch.full((requests,), length - count if is_chunk else length, dtype=torch.int32)
+    slots, starts = torch.arange(requests) + 1, (torch.arange(requests + 1) * rows).int()
+    table = slots[:, None].int()  # A page holds all of a request.
+    flat = flat_metadata(lens, slots > 0, table, starts, count, length + 1)
+    return Metadata(*flat, starts, table, slots, torch.full_like(lens, rows))
 
 
 def _choose(counts: Tensor, slots: Tensor, places: int) -> Tensor:
