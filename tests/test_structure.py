@@ -300,8 +300,9 @@ LINES = {
     # Slices of codes, checked as they are read (`binding.py`).
     # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
     # steps (`step_watch.py`). A rank's slices where no cache keeps steps (`part_weights.py`).
-    # Memory of GPUs that ranks share (`rank_devices.py`).
-    "program": 5700,
+    # Memory of GPUs that ranks share (`rank_devices.py`). Steps that are planned and then run
+    # (`memory_plan.py`).
+    "program": 5750,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.

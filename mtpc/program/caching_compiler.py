@@ -42,7 +42,6 @@ class CachingCompiler:
         self.compiler, self.cache = compiler, cache
         self._prepared: dict[StepKey, float] = {}
         compiler.weights.defers = True
-        compiler.copy_layers()
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """The entry of every graph, in order."""

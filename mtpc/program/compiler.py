@@ -6,7 +6,7 @@ loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.lower -> b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from mtpc.layout.buffers import (
 )
 from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.progress import Listener, Progress
-from mtpc.models.layer_pattern import LayerPattern, find_pattern, with_first_layers
+from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_groups
@@ -98,7 +98,8 @@ class StepCompiler:
         meet = self._ranks.meet if self._ranks else lambda: None
         self._lowering = Lowering(backend, names, options, sharding, meet)
         self._traces: ModelTraces | None = None
-        self.pattern: LayerPattern | None = None
+        self._kept: dict[StepKey, StepGraph] = {}
+        self.pattern = find_pattern(self.loaded, self.weights.spec)
 
     def _check_draft_vocab(self) -> None:
         largest, size = max(self.options.draft_vocab, default=0), self.loaded.vocab_size
@@ -194,7 +195,7 @@ class StepCompiler:
         self._done += 1
 
     def trace(self, key: StepKey) -> StepGraph:
-        """The step as traced, before any pass."""
+        """The step as traced, before any pass; of layers that repeat, it has the first ones."""
         traces = self.trace_model(key)
         return trace_step(key, traces, self.layout(key), self.shared_module, self.weights)
 
@@ -208,10 +209,6 @@ class StepCompiler:
             stepped = SteppedModel(traced, self._pools, layout.value(S))
             self._traces = ModelTraces(stepped, layout)
         return self._traces
-
-    def copy_layers(self) -> None:
-        """From now on trace only the first layers of those that repeat; see `all_layers`."""
-        self.pattern, self._traces = find_pattern(self.loaded, self.weights.spec), None
 
     @torch.no_grad()
     def all_layers(self, graph: StepGraph) -> StepGraph | None:
@@ -246,14 +243,24 @@ class StepCompiler:
 
     @torch.no_grad()
     def rewritten(self, key: StepKey) -> StepGraph:
-        """One step after all passes."""
+        """One step after all passes; that of `rewrite_all`, once, where there is one."""
+        if key in self._kept:
+            return self._kept.pop(key)
         self.tell("trace", key)
         graph = self.trace(key)
         self.tell("rewrite", key)
-        graph = self.rewrite(graph)
+        whole = self.all_layers(self.rewrite(graph))
+        if whole is None:
+            return self.rewritten(key)
         if self._ranks is not None:
-            agree_on_calls(graph, self._ranks)
-        return graph
+            agree_on_calls(whole, self._ranks)
+        return whole
+
+    def rewrite_all(self) -> Mapping[StepKey, StepGraph]:
+        """Every step after all passes. They are kept, and `capture` takes them."""
+        for key in self.keys:
+            self._kept[key] = self.rewritten(key)
+        return self._kept
 
     def capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
         """Lower and capture one step, or a part of one, after all passes."""

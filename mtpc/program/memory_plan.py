@@ -2,15 +2,15 @@
 
     free memory - what graphs will take - state of fixed size = pages
 
-For the plan, graphs are traced and rewritten on a temporary pool of one request's pages. The memory
-of their intermediates does not depend on the pool.
+For the plan, graphs are traced and rewritten, if need be over a temporary pool of one request's
+pages. The memory of their intermediates does not depend on the pool.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,13 +26,17 @@ from mtpc.layout import Layout
 from mtpc.layout.buffers import N
 from mtpc.layout.progress import Report
 from mtpc.layout.slot_state import snapshots_nbytes
-from mtpc.models.load import LoadedModel
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 
 MARGIN = 64 << 20
 """Bytes for what nothing here computes: kernels' code, gaps between blocks. Never measured."""
 _MIB = 1 << 20
+_SURE = 0.5
+"""The share of free memory that a pool may take if steps are planned over it before it is known
+whether it fits."""
+_STEADY_BITS = 6
+"""Leading bits of a number of pages that `steady` leaves."""
 
 
 @dataclass(frozen=True)
@@ -79,38 +83,29 @@ class MemoryPlan:
 
 
 @torch.no_grad()
-def plan_memory(
-    loaded: LoadedModel, options: CompileOptions, backend: Backend, ranks: Ranks | None = None
-) -> MemoryPlan:
-    """Estimate every step of a program.
-
-    Args:
-        loaded: the model, on the backend's device.
-        options: settled by `for_model` or not.
-        backend: whose kernels the steps are bound to.
-        ranks: the processes that share the model; None: this one has all of it.
-    """
-    notes = backend.notes.copy()
-    options = options.for_model(loaded.max_positions)
-    few = options.blocks_per_request(options.sequence_limit) + 1
-    compiler = StepCompiler(loaded, replace(options, num_pages=few), backend, ranks=ranks)
-    live, driver = dict[str, list[Live]](), workspace_bytes(backend.device)
-    for key in compiler.keys:
-        graph = compiler.rewritten(key)
+def plan_memory(compiler: StepCompiler) -> MemoryPlan:
+    """Estimate every step of a program; the compiler keeps the steps (`rewrite_all`)."""
+    live, driver = dict[str, list[Live]](), workspace_bytes(compiler.backend.device)
+    for key, graph in compiler.rewrite_all().items():
         live[str(key)] = live_memory(graph)
         driver += kernel_count(graph) * NODE_BYTES
     steps = {name: peak_bytes(items) for name, items in live.items()}
     pool = max(pool_bytes(place_live(items)) for items in live.values())
-    backend.notes = notes  # The steps that are compiled later add theirs.
+    state, page = _state_bytes(compiler)
+    return MemoryPlan(steps, state + _made(compiler.weights), page, pool, driver)
+
+
+def _state_bytes(compiler: StepCompiler) -> tuple[int, int]:
+    """Bytes of state whose size does not depend on pages, and of snapshots; and of a page."""
     less = compiler.layout(compiler.keys[0])
-    more = Layout(less.values(), {**less.sizes, N: few + 1})
+    pages = less.value(N)
+    more = Layout(less.values(), {**less.sizes, N: pages + 1})
     sizes = [
         sum(layout.nbytes(name) for name, spec in layout.items() if spec.shared)
         for layout in (less, more)
     ]
     page = sizes[1] - sizes[0]
-    fixed = sizes[0] - few * page + _made(compiler.weights) + snapshots_nbytes(less, options)
-    return MemoryPlan(steps, fixed, page, pool, driver)
+    return sizes[0] - pages * page + snapshots_nbytes(less, compiler.options), page
 
 
 def _made(weights: WeightTable) -> int:
@@ -124,18 +119,21 @@ def _made(weights: WeightTable) -> int:
     return sum(made.values()) - sum(views.values())
 
 
-def settle_pages(
-    loaded: LoadedModel,
+def planned_compiler(
+    make: Callable[[CompileOptions], StepCompiler],
     options: CompileOptions,
     backend: Backend,
     report: Report,
     ranks: Ranks | None = None,
-) -> CompileOptions:
-    """Options whose KV pool fits beside the graphs; they stay as they are where all of it fits.
+) -> StepCompiler:
+    """A compiler whose KV pool fits beside the graphs.
+
+    If the pool that is wanted takes at most `_SURE` of what is free, steps are planned over it, and
+    kept. Otherwise they are planned over the pages of one request, and traced again.
 
     Args:
-        loaded: the model, on the backend's device.
-        options: as asked for.
+        make: makes the compiler for options.
+        options: settled by `for_model`.
         backend: knows how much memory is free.
         report: hears the plan.
         ranks: the processes that share the model. All take the plan of the one with the fewest
@@ -146,13 +144,26 @@ def settle_pages(
     """
     free = backend.free_bytes()
     if free is None:
-        return options
-    plan = plan_memory(loaded, options, backend, ranks)
-    gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
-    settled = options.for_model(loaded.max_positions)
+        return make(options)
+    few = options.blocks_per_request(options.sequence_limit) + 1
+    compiler = make(replace(options, num_pages=few))
+    state, page = _state_bytes(compiler)
+    is_sure = state + options.page_count * page <= free * _SURE
+    is_sure = all(ranks.tell_all(is_sure)) if ranks is not None else is_sure
+    if is_sure:
+        compiler = make(options)
+    notes, said = backend.notes.copy(), Counter[str]()
+    plan = plan_memory(compiler)
     if ranks is not None:
         plan, free = least_pages(ranks.tell_all((plan, free)))
-    return fit_pages(plan, settled, free, report, backend.notes)
+    settled = fit_pages(plan, options, free, report, said)
+    if not is_sure or settled != options:
+        backend.notes = notes  # The steps that are traced again add theirs again.
+        del compiler
+        gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
+        compiler = make(settled)
+    backend.notes += said
+    return compiler
 
 
 def least_pages(plans: Sequence[tuple[MemoryPlan, int]]) -> tuple[MemoryPlan, int]:
@@ -185,5 +196,15 @@ def fit_pages(
             f"the KV pool does not fit the device: {line}, and {least} at least; lower num_pages, "
             "max_len, batch_buckets or snapshot_bytes"
         )
-    notes[f"a KV pool of {fit} pages instead of {wanted}: {line}"] += 1
-    return replace(options, num_pages=fit)
+    pages = max(least, steady(fit))
+    notes[f"a KV pool of {pages} pages instead of {wanted}: {line}"] += 1
+    return replace(options, num_pages=pages)
+
+
+def steady(pages: int) -> int:
+    """A number of pages, at most 1/32 smaller, that most starts on a device agree on.
+
+    Free memory differs a little from start to start, and kept steps serve one size of the pool.
+    """
+    step = 1 << max(0, pages.bit_length() - _STEADY_BITS)
+    return pages - pages % step

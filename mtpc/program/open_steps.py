@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -287,9 +288,8 @@ class _Opener(Generic[T]):
     def _compiled(self, cache: StepCache | None, backend: Backend) -> Opened[T]:
         # Imported here: a warm start needs neither transformers nor export.
         from mtpc.program.caching_compiler import CachingCompiler
-        from mtpc.program.memory_plan import settle_pages
+        from mtpc.program.memory_plan import planned_compiler
 
-        options = self.options
         keeps = cache if backend.package is not None else None
         if keeps is not None and isinstance(self.source, Checkpoint):
             with without_collections():
@@ -297,9 +297,12 @@ class _Opener(Generic[T]):
             if opened is not None:
                 return opened
         loaded = self._load(backend)
+        make = partial(self._compiler, loaded, backend, keeps)
         if self.assembler.owns_buffers:
-            options = settle_pages(loaded, options, backend, self.report, self.ranks)
-        compiler = self._compiler(loaded, options, backend, keeps)
+            options = self.options.for_model(loaded.max_positions)
+            compiler = planned_compiler(make, options, backend, self.report, self.ranks)
+        else:
+            compiler = make(self.options)
         if keeps is not None:
             steps = CachingCompiler(compiler, keeps).obtain_all(self.graphs)
             made = self.assembler.assemble(steps, compiler.weights, None)
@@ -323,7 +326,7 @@ class _Opener(Generic[T]):
         from mtpc.program.caching_compiler import CachingCompiler
 
         loaded = self._load(backend, headers_only=True)
-        compiler = self._compiler(loaded, self.options, backend, cache)
+        compiler = self._compiler(loaded, backend, cache, self.options)
         check_model(compiler, self.assembler.owns_buffers)
         steps = CachingCompiler(compiler, cache).obtain_all(self.graphs)
         if any(step.record.unexplained for step in steps.values()):
@@ -350,9 +353,9 @@ class _Opener(Generic[T]):
     def _compiler(
         self,
         loaded: LoadedModel,
-        options: CompileOptions,
         backend: Backend,
         cache: StepCache | None,
+        options: CompileOptions,
     ) -> StepCompiler:
         from mtpc.program.compiler import StepCompiler
 

@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from torch import fx
 
+from mtpc.api import SpecModel
+from mtpc.backends.base import Backend
 from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.eager import EagerBackend
 from mtpc.backends.lower_tape import lower_to_tape
+from mtpc.backends.null import NullGraphs
 from mtpc.backends.tape import write_tape
+from mtpc.capture.fake_calls import form_of
 from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import LoadedModel, load
-from mtpc.program.compiler import StepCompiler
+from mtpc.program.compiler import COPY_LAYERS, StepCompiler
 from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
 
@@ -29,6 +36,15 @@ DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "longcat_flash": ({"num_layers": 6}, (0, 1, 4)),
 }
 """Family -> its changes, and first layer, period and number of layers that are traced."""
+
+OPTIONS = CompileOptions(
+    spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8
+)
+
+
+def cuda() -> CudaBackend:
+    """The cuda backend on recorded graphs, with the references of all operators."""
+    return CudaBackend(NullGraphs(), EagerBackend().lower, (), device="cpu")
 
 
 @pytest.fixture
@@ -70,19 +86,63 @@ def test_copies_are_the_layers(
 
 @torch.no_grad()
 def _tape(loaded: LoadedModel, key: StepKey, copies: bool) -> tuple[str, Any]:
-    options = CompileOptions(
-        spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, backend="cpu"
-    )
-    compiler = StepCompiler(loaded, options, CpuBackend(), new_buffer=Layout.reserve)
+    compiler = StepCompiler(loaded, OPTIONS, CpuBackend(), new_buffer=Layout.reserve)
     compiler.weights.defers = True
-    if copies:
-        compiler.copy_layers()
+    if not copies:
+        compiler.pattern = None
     graph = compiler.rewrite(compiler.trace(key))
     nodes = graph.num_nodes
     whole = compiler.all_layers(graph)
     assert whole is not None
     assert (whole.num_nodes > nodes) == copies
     return write_tape(*lower_to_tape(whole)), compiler.weights
+
+
+@pytest.mark.parametrize(("family", "key"), CASES)
+def test_copies_are_the_layers_of_a_gpus_step(
+    family: str, key: StepKey, deep: Callable[[str], LoadedModel]
+) -> None:
+    """Call by call, after the passes of that backend."""
+    loaded = deep(family)
+    copied, whole = (_calls(loaded, key, copies) for copies in (True, False))
+    assert copied == whole
+
+
+@torch.no_grad()
+def _calls(loaded: LoadedModel, key: StepKey, copies: bool) -> list[str]:
+    """Each call with the names of what it takes, and the form of what it gives."""
+    compiler = StepCompiler(loaded, OPTIONS, cuda(), new_buffer=Layout.reserve)
+    compiler.weights.defers = True
+    assert compiler.pattern is not None
+    if not copies:
+        compiler.pattern = None
+    names, calls = dict[fx.Node, str](), list[str]()
+    for node in compiler.rewritten(key).graph.nodes:
+        if node.op == "get_attr":
+            names[node] = str(node.target)
+        elif node.op == "call_function":
+            names[node] = f"value {len(calls)}"
+            given = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+            calls.append(f"{node.target} {given} {form_of(node.meta.get('val'))}")
+    return calls
+
+
+@pytest.mark.parametrize("backend", [EagerBackend, cuda])
+def test_a_model_with_copied_layers_runs(backend: Callable[[], Backend], tmp_path: Path) -> None:
+    """The text of the model traced whole, with weights that passes join."""
+    texts = []
+    for copies in (True, False):
+        tiny.make_checkpoint("mimo", tmp_path / str(copies), **DEEP["mimo"][0])
+        loaded = load(tmp_path / str(copies), "float32", True)
+        compiler = StepCompiler(loaded, OPTIONS, backend())
+        if not copies:
+            compiler.pattern = None
+        program = compiler.compile()
+        model = SpecModel(loaded.served(), compiler.options, program, loaded)
+        history = [record.name for record in next(iter(program.steps.values())).graph.history]
+        assert (COPY_LAYERS in history) == copies
+        texts.append([each.token_ids for each in model.generate([[1, 2, 3], [4] * 9], 12)])
+    assert texts[0] == texts[1]
 
 
 def test_layers_that_differ_in_a_number_are_no_copies(deep: Callable[[str], LoadedModel]) -> None:
