@@ -18,7 +18,6 @@ from torch import Tensor
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.layout import StepKey
-from mtpc.program.packed_results import copy_results
 from mtpc.program.program import Program
 
 
@@ -71,20 +70,21 @@ class Readout:
     """
 
     def __init__(self, program: Program, key: StepKey):
-        results = program.steps[key].layout.results
-        device = program.steps[key].buffers[results[0]].device
+        step = program.steps[key]
+        device = step.buffers[step.layout.results[0]].device
         # A decode step is over in a moment, so the host stays awake for it.
         on_device = partial(DeviceMoment, device, key.phase == "prefill")
         moment = on_device if device.type == "cuda" else Moment
         self.begin: Moment = moment()
-        buffers = program.run(key)
+        program.run(key)
         self.end: Moment = moment()
         self._wait = program.wait
-        self._results = copy_results(buffers, results)
+        self._results = step.results.take()
         self._copied: Moment = moment()
 
     def read(self) -> Mapping[str, Tensor]:
-        """Wait for the results, and return them on the CPU by buffer name."""
+        """Wait for the results, and return them on the CPU by buffer name. The second readout of
+        the same step after this one overwrites them."""
         self._wait(self._copied.wait)
         return self._results
 

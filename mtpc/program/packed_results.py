@@ -6,7 +6,8 @@ that compiled them. Packages are bound to separate buffers instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -29,22 +30,49 @@ def pack_results(graph: StepGraph) -> None:
         set_tensor(graph.module, name, packed)
 
 
-def copy_results(buffers: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Results on the CPU, when the work before this call is done: by one copy if they are packed.
+class HostCopies:
+    """The results of a step in the host's memory, which is pinned if they come from a device.
 
-    From a device the copies go to pinned memory, and the host does not wait for them.
+    There are two copies, taken in turns: with `async_scheduling` the host reads a step's results
+    after the launch of the next step, and before the launch of the one after that.
+
+    Args:
+        results: a step's, by name. If they are packed, one copy takes them all.
     """
-    held = {name: buffers[name] for name in names}
-    if len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) > 1:
-        return {name: _to_host(tensor) for name, tensor in held.items()}
-    first = next(iter(held.values()))
-    whole = first.new_empty(0, dtype=torch.uint8).set_(first.untyped_storage())
-    packed = _to_host(whole)
-    return {name: _like(tensor, packed) for name, tensor in held.items()}
+
+    def __init__(self, results: Mapping[str, Tensor]):
+        held = list(results.values())
+        is_packed = len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
+        self._sources = [_whole(held[0])] if is_packed else held
+        self._turns = itertools.cycle([self._place(results, is_packed) for _ in range(2)])
+
+    def _place(
+        self, results: Mapping[str, Tensor], is_packed: bool
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """New memory for a copy of every source; and the results in it."""
+        copies = [
+            torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            for source in self._sources
+        ]
+        if not is_packed:
+            return copies, dict(zip(results, copies, strict=True))
+        return copies, {name: _like(tensor, copies[0]) for name, tensor in results.items()}
+
+    def take(self) -> Mapping[str, Tensor]:
+        """Copy the results behind the work that is launched already; the host does not wait.
+
+        Returns:
+            The results by name. The call after the next one overwrites them.
+        """
+        copies, results = next(self._turns)
+        for copy, source in zip(copies, self._sources, strict=True):
+            copy.copy_(source, non_blocking=True)
+        return results
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", non_blocking=True, copy=True)
+def _whole(tensor: Tensor) -> Tensor:
+    """All the memory that a tensor is a part of, as bytes."""
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _like(tensor: Tensor, packed: Tensor) -> Tensor:

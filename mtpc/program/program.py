@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
 from mtpc.program.cost_entry import CostEntry
+from mtpc.program.packed_results import HostCopies
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class CapturedStep:
     replay: Callable[[], None]
     build_s: float
     graph: StepGraph | None = None
+
+    @cached_property
+    def results(self) -> HostCopies:
+        """Its results in the host's memory."""
+        return HostCopies({name: self.buffers[name] for name in self.layout.results})
 
 
 @dataclass

@@ -311,19 +311,11 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
 
-    def buffer(place: int) -> SimpleNamespace:
-        storage = SimpleNamespace(data_ptr=lambda: place)
-        return SimpleNamespace(
-            device=torch.device("cuda:1"),
-            is_cuda=True,
-            to=lambda *args, **options: torch.zeros(1),
-            untyped_storage=lambda: storage,
-        )
-
     key, layout = StepKey.decode(1, 0), Layout(batch_specs("decode"), {})
     assert len(layout.results) == 4
-    buffers = {name: buffer(place) for place, name in enumerate(layout.results)}
-    steps = {key: SimpleNamespace(buffers=buffers, layout=layout)}
+    buffers = dict.fromkeys(layout.results, SimpleNamespace(device=torch.device("cuda:1")))
+    copies = SimpleNamespace(take=lambda: dict.fromkeys(buffers))
+    steps = {key: SimpleNamespace(buffers=buffers, layout=layout, results=copies)}
     program: Any = SimpleNamespace(steps=steps, run=lambda key: buffers, wait=lambda wait: wait())
     readout = Readout(program, key)
     assert recorded == ["stream of cuda:1"] * 3

@@ -121,6 +121,23 @@ def test_results_come_by_one_copy(null_model: Callable[..., Any]) -> None:
         assert all(torch.equal(found[name], held[name]) for name in held)
 
 
+def test_a_step_is_read_after_the_next_one_is_launched(null_model: Callable[..., Any]) -> None:
+    """Results of a launch stay as they are until the launch after the next one."""
+    spec, _ = null_model("mimo")
+    step = next(iter(spec.program.steps.values()))
+    results = {name: step.buffers[name] for name in step.layout.results}
+    launched = []
+    for number in (1, 0, 1):
+        for tensor in results.values():
+            tensor.fill_(number)
+        launched.append(step.results.take())
+        if number == 0:
+            assert all((tensor == 1).all() for tensor in launched[0].values())
+    first, second, third = (storages(copies.values()) for copies in launched)
+    assert first == third != second
+    assert not any(tensor.any() for tensor in launched[1].values())
+
+
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_one_replay_a_step_and_a_host_write_a_page(
     page_size: int, null_model: Callable[..., Any]
