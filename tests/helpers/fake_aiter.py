@@ -130,10 +130,13 @@ def sorted_choices(ids, weights, mask):
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32, (ids.dtype, weights.dtype)
     assert mask.dtype == torch.int32 and ids.shape == weights.shape
     assert ((ids >= 0) & (ids < mask.numel())).all(), "written out of the table's bounds"
-    table = torch.full((ids.shape[0], mask.numel()), float("nan"))
+    table = torch.zeros(ids.shape[0], mask.numel())
+    taken = torch.zeros(table.shape, dtype=torch.bool)
     for choice in range(ids.shape[1]):  # A later choice of the same expert takes the place.
-        table.scatter_(1, ids[:, choice : choice + 1].long(), weights[:, choice : choice + 1])
-    return table[:, mask.bool()]
+        place = ids[:, choice : choice + 1].long()
+        table.scatter_(1, place, weights[:, choice : choice + 1])
+        taken.scatter_(1, place, True)
+    return table[:, mask.bool()], taken[:, mask.bool()]
 
 def fused_moe(
     hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None,
@@ -151,13 +154,10 @@ def fused_moe(
     assert w2.shape[1] % 128 == 0 and w2.shape[2] % 128 == 0
     assert expert_mask[-1] == 0 and (topk_ids[:, -1] == len(expert_mask) - 1).all(), "the last"
     shapes.append(tuple(topk_ids.shape))
-    table = sorted_choices(topk_ids, topk_weight, expert_mask)
+    table, taken = sorted_choices(topk_ids, topk_weight, expert_mask)
     assert table.shape[1] == w1.shape[0], "the mask keeps as many experts as there are"
-    experts = torch.arange(w1.shape[0]).expand(table.shape)
-    chosen = torch.where(table.isnan(), -1, experts)
-    return torch.ops.mtpc.experts(
-        hidden_states, as_stored(w1), as_stored(w2), chosen, table.nan_to_num()
-    )
+    chosen = torch.where(taken, torch.arange(w1.shape[0]), -1)
+    return torch.ops.mtpc.experts(hidden_states, as_stored(w1), as_stored(w2), chosen, table)
 """
 
 ALL = {

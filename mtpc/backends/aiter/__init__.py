@@ -13,10 +13,11 @@ numbers are those of aiter/fused_moe.py, if no other file is named):
 
 - bfloat16 and float16 (line 753); the result has the dtype of the rows. No entry of the table of
   kernels in one stage has both gates and plain weights (1281), so it is two products of composable
-  kernels, ck_moe_stage1 and 2 (2874). Those for 16 bits always read shuffled weights: the choice among them
-  does not ask (csrc/ck_gemm_moe_2stages_codegen/gen_instances.py, 123; for 4 bits, 279, it does).
-  The tensors' attribute `is_shuffled` (747) names the module that is built (aiter/ops/moe_op.py,
-  571 and 626). So a call on weights that are not shuffled is wrong, not refused.
+  kernels, ck_moe_stage1 and 2 (2874). Those for 16 bits always read shuffled weights: the choice
+  among them does not ask (csrc/ck_gemm_moe_2stages_codegen/gen_instances.py, 123; for 4 bits, 279,
+  it does). The tensors' attribute `is_shuffled` (747) names the module that is built
+  (aiter/ops/moe_op.py, 571 and 626). So a call on weights that are not shuffled is wrong, not
+  refused.
 - `shuffle_weight(x, layout=(16, 16))` (aiter/ops/shuffle.py, 192) reorders within blocks of 16 rows
   and 32 inputs, in pieces of 16 bytes. The shape stays, and each expert is on its own.
 - The kernels' tiles take 64 or 128 features, and 64 inputs; the second product on gfx950 takes 128
