@@ -104,7 +104,7 @@ def shuffle_weight(
     assert layout == (16, 16) and not (use_int4 or is_guinterleave or gate_up or pad_k_to)
     rows, inputs = x.shape[-2:]
     assert rows % 16 == 0 and inputs % 32 == 0
-    # Blocks of 16 rows and 32 inputs; within one, pieces of 16 bytes, the rows of each together.
+    # Of 16 rows, the pieces of 16 bytes: the first ones of all 16, then the second ones.
     piece = 16 // x.element_size()
     blocks = x.view(-1, rows // 16, 16, inputs // 32, 32 // piece, piece)
     made = blocks.permute(0, 1, 3, 4, 2, 5).contiguous().view(*x.shape)

@@ -18,8 +18,9 @@ numbers are those of aiter/fused_moe.py, if no other file is named):
   it does). The tensors' attribute `is_shuffled` (747) names the module that is built
   (aiter/ops/moe_op.py, 571 and 626). So a call on weights that are not shuffled is wrong, not
   refused.
-- `shuffle_weight(x, layout=(16, 16))` (aiter/ops/shuffle.py, 192) reorders within blocks of 16 rows
-  and 32 inputs, in pieces of 16 bytes. The shape stays, and each expert is on its own.
+- `shuffle_weight(x, layout=(16, 16))` (aiter/ops/shuffle.py, 192) reorders 16 rows at a time: of
+  their pieces of 16 bytes, the 16 first ones come first. It takes multiples of 16 rows and 32
+  inputs. The shape stays, and each expert is on its own.
 - The kernels' tiles take 64 or 128 features, and 64 inputs; the second product on gfx950 takes 128
   (gen_instances.py, 123 and 369), and composable kernels refuse other multiples of inputs. On
   gfx1250 rows of 16 bits become 4 bits (803).
