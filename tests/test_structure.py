@@ -226,13 +226,15 @@ LINES = {
     # What a driver keeps of graphs (`driver_memory.py`).
     # Small exchanges through the memory of other GPUs (`peer_memory.py`, `ops/sum_ranks.py`).
     # What Inductor makes of a GPU's step, kept in the graph cache (`kept_steps.py`).
-    "backends": 11350,
+    # Experts on aiter's kernel, and the orders in which kernels read weights (`bindings.py`).
+    "backends": 11600,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a
     # graph stays (`effects.py`). Of calls on fake tensors that are alike, one is run
     # (`fake_calls.py`).
-    "capture": 1560,
+    # Weights whose elements are moved for a kernel, in all steps alike.
+    "capture": 1630,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.

@@ -179,9 +179,13 @@ class GpuMachine:
 
     def direct(self) -> CudaBackend:
         """Without Inductor, tuning or capture."""
+        from mtpc.backends.aiter import aiter_bindings
         from mtpc.backends.triton_kernels import triton_bindings
 
-        return CudaBackend(DirectGraphs(), EagerBackend().lower, triton_bindings())
+        # As the measured step: aiter's kernels read the same weights in an order of their own.
+        theirs = aiter_bindings().bindings if torch.version.hip else ()
+        bindings = (*theirs, *triton_bindings())
+        return CudaBackend(DirectGraphs(), EagerBackend().lower, bindings)
 
     def profiler(self) -> Profiler:
         """Of what ran on the device, copies and fills included."""

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, fx
 
-from mtpc.capture.graph import StepGraph, arguments
+from mtpc.capture.graph import StepGraph, arguments, is_buffer_name
+from mtpc.errors import GraphError
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
 from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.linears import weight_of
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
 """(call, graph) -> why a kernel cannot take the call, by shapes and dtypes; None if it can."""
@@ -33,6 +35,21 @@ def as_it_is(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
     return {}
 
 
+@dataclass(frozen=True)
+class Order:
+    """The order in which a kernel reads weights, where that is not how they are stored.
+
+    Attributes:
+        name: of the order.
+        weights: the arguments that are such weights, stacks of matrices.
+        arrange: some matrices of a stack -> the same in that order.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    arrange: Callable[[Tensor], Tensor]
+
+
 _REFERENCE = "the slow PyTorch reference"
 
 
@@ -47,7 +64,9 @@ class Binding:
         refuses: its limits.
         expected: whether a refusal is noted.
         configure: chooses the kernel's configuration, if it has an argument `configs`.
-        complete: gives the arguments that the reference does not have.
+        complete: gives the arguments that the reference does not have; or has otherwise.
+        order: in which it reads weights; None as they are stored. `BindKernels` arranges a weight,
+            once and for all steps, when the first call of it is bound.
     """
 
     library: str
@@ -57,6 +76,7 @@ class Binding:
     expected: bool = True
     configure: Configure = by_default
     complete: Complete = as_it_is
+    order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,10 @@ class BindKernels:
     """legalise-gpu: replace each reference op by the first kernel that can take the call.
 
     If none can, the reference op stays. It runs on any device, slowly. Refusals are noted.
+
+    A weight has one order in all steps of a program. A kernel that wants another is refused where
+    some step reads the weight as it is stored; a step that would read an arranged weight otherwise
+    is an error, never garbage.
 
     Attributes:
         bindings: the candidates, in order of preference.
@@ -76,12 +100,15 @@ class BindKernels:
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites, completed = 0, False
+        rewrites, completed, orders = 0, False, dict[fx.Node, Order]()
         for node in graph.graph.nodes:
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
             chosen = self._choose(node, graph)
             if chosen is not None:
+                if chosen.order is not None:
+                    orders[node] = chosen.order
+                    _arrange(node, graph, chosen.order)
                 configs, lines = chosen.configure(node, graph)
                 with graph.graph.inserting_before(node):
                     added = chosen.complete(node, graph)
@@ -98,6 +125,7 @@ class BindKernels:
                 rewrites += 1
         if completed:
             HoistShared().apply(graph)
+        _check_orders(graph, orders)
         return rewrites
 
     def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:
@@ -106,7 +134,11 @@ class BindKernels:
         # References of these are torch.distributed's, and good for what no kernel can take.
         is_quiet = is_collective(node.target)
         for index, binding in enumerate(candidates):
-            reason = _refused_argument(node, binding.target) or binding.refuses(node, graph)
+            reason = (
+                _refused_argument(node, binding.target)
+                or binding.refuses(node, graph)
+                or _refused_order(node, graph, binding.order)
+            )
             if reason is None:
                 return binding
             if binding.expected and not is_quiet:
@@ -134,3 +166,42 @@ def _refused_argument(node: fx.Node, target: Any) -> str | None:
         )
     ]
     return f"it takes no {', '.join(refused)}" if refused else None
+
+
+def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str | None:
+    """Why the weights of a call cannot be in a kernel's order."""
+    for operand in (arguments(node)[name] for name in order.weights) if order else ():
+        if weight_of(graph, operand) is None:
+            return "weights that a step computes; it takes those of the model, in its own order"
+        reason = graph.weights.why_as_stored(str(operand.target))
+        if reason is not None:
+            return reason
+    return None
+
+
+def _arrange(node: fx.Node, graph: StepGraph, order: Order) -> None:
+    for operand in (arguments(node)[name] for name in order.weights):
+        graph.weights.arrange(str(operand.target), order.name, order.arrange)
+
+
+def _check_orders(graph: StepGraph, orders: dict[fx.Node, Order]) -> None:
+    """Check that every call reads each weight in the order that it is in, for all steps.
+
+    Raises:
+        GraphError: one reads it otherwise.
+    """
+    for node in graph.graph.nodes:
+        if node.op != "get_attr" or is_buffer_name(str(node.target)):
+            continue
+        name = str(node.target)
+        for user in node.users if name in graph.weights else ():
+            order = orders.get(user)
+            reads = order is not None and any(
+                arguments(user)[argument] is node for argument in order.weights
+            )
+            found = graph.weights.read(name, order.name if order and reads else "")
+            if found is not None:
+                raise GraphError(
+                    f"{graph.name}: {user} reads {name}, which other calls made the order of "
+                    f"{found}, in another order; expected one kernel for all of them"
+                )

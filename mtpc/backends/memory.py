@@ -13,12 +13,14 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
+from mtpc.backends.aiter.ops import experts_scratch
 from mtpc.backends.placing import Live
 from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.effects import Root, analyse, storages
 from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
+from mtpc.ops.signatures import value_of
 
 GRANULE = 512
 """torch's allocator rounds sizes up to a multiple of this many bytes."""
@@ -70,6 +72,9 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 def _scratch(node: fx.Node) -> int:
     """Bytes that one of mtpc's GPU operators allocates for use between its launches."""
+    if str(node.target) == "mtpc_aiter.experts.default":
+        x, _, down, ids, *_ = (value_of(arg) for arg in node.args)
+        return experts_scratch(x, down, ids)
     if str(node.target).partition(".")[0] not in NAMESPACES:
         return 0
     from mtpc.backends.triton_kernels.plans import node_launches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from mtpc.errors import GraphError
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.specs import Dim
 from mtpc.ops.signatures import given_to
@@ -32,6 +33,10 @@ from mtpc.weights.recipes import (
 
 DRAFT_PIECES = ("drafts.", "later_draft")
 """Prefixes of the names of pieces that are MTP layers."""
+_ORDER = "_mtpc_order"
+"""Attribute of a tensor whose elements are in a kernel's order; see `order_of`."""
+_ARRANGED_BYTES = 64 << 20
+"""Bytes of a weight that are out of place at a time, while it is brought into another order."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class WeightTable:
         self.wholes: dict[str, str] = {}
         self._made: dict[Recipe, Tensor] = {}
         self._holders: dict[Hashable, str] = {}
+        self._read_as_stored: set[int] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
@@ -182,7 +188,66 @@ class WeightTable:
         return self._holders.setdefault(memory, name)
 
     def _tensor(self, name: str) -> Tensor:
+        order = order_of(self[name])
+        if order:
+            raise GraphError(
+                f"a weight is to be made of {name}, whose elements are in the order of {order}; "
+                "no step may read it in any other way"
+            )
         return self[name].detach()
+
+    def why_as_stored(self, name: str) -> str | None:
+        """Why the elements of a weight must stay where they are; None if they may be moved."""
+        tensor = self[name]
+        if order_of(tensor):
+            return None
+        if tensor.data_ptr() in self._read_as_stored:
+            return f"another step reads {name} as it is stored"
+        if not self._owned and name not in self.recipes:
+            return "the model object keeps its weights, and a copy is not made: pass its directory"
+        memory = tensor.untyped_storage()
+        others = (t for t in self._by_name.values() if t is not tensor)
+        if not tensor.is_contiguous() or memory.nbytes() != tensor.nbytes:
+            return f"{name} is a part of something else, or has gaps"
+        if any(other.untyped_storage().data_ptr() == memory.data_ptr() for other in others):
+            return f"{name} shares its memory with another weight"
+        return None
+
+    def arrange(self, name: str, order: str, arrange: Callable[[Tensor], Tensor]) -> None:
+        """Move the elements of a stack of matrices to where a kernel reads them, in its own memory.
+
+        The first call does it, and marks the tensor. Then all steps of all programs over this
+        tensor must read it by that kernel: nothing else holds the elements as they are stored.
+
+        Args:
+            name: a weight that `why_as_stored` has nothing against.
+            order: the name of the order; see `order_of`.
+            arrange: some matrices of the stack -> new ones of the same form.
+
+        Raises:
+            GraphError: it is in another order, or `arrange` gives something of another form.
+        """
+        tensor = self[name]
+        if order_of(tensor) == order:
+            return
+        stack = self._tensor(name)
+        for part in stack.split(max(1, _ARRANGED_BYTES // max(1, stack[0].nbytes))):
+            made = arrange(part)
+            if made.shape != part.shape or made.dtype != part.dtype:
+                raise GraphError(
+                    f"{order} made {made.dtype} {list(made.shape)} of {name}'s {part.dtype} "
+                    f"{list(part.shape)}; expected the same form"
+                )
+            part.copy_(made)
+        setattr(tensor, _ORDER, order)
+
+    def read(self, name: str, order: str) -> str | None:
+        """A step reads a weight in some order, "" as it is stored; returns the order that it is in
+        if that is another one, else None."""
+        found = order_of(self[name])
+        if not order:
+            self._read_as_stored.add(self[name].data_ptr())
+        return None if found == order else found or "the checkpoint"
 
     def add_constant(self, tensor: Tensor) -> str:
         """Add a constant of the model's code; returns its name, a digest of its contents."""
@@ -261,6 +326,11 @@ class StepGraph:
         graph.output(())
         module = module_of(self.module, copy_meta(self.graph, graph))
         return StepGraph(module, self.key, self.layout, self.weights, list(self.history), self.part)
+
+
+def order_of(tensor: Tensor) -> str:
+    """In which kernel's order the elements of a weight are; "" as they are stored."""
+    return str(getattr(tensor, _ORDER, ""))
 
 
 def module_of(holder: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import close, make_batch
+from helpers.fake_aiter import ALL, MLA, UNIFIED, installer
 from helpers.tapes import op_names
 from helpers.triton_steps import compile_on
 from torch import fx
@@ -36,109 +37,10 @@ pytestmark = pytest.mark.with_triton
 
 REFERENCE = torch.ops.mtpc
 
-UNIFIED = """
-import torch
-
-def unified_attention(
-    q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
-    window_size, block_table, softcap, q_descale, k_descale, v_descale,
-    q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None,
-    shuffled_kv_cache=False, skip_reduce=False,
-):
-    assert causal and q.is_contiguous()
-    assert (q_descale, k_descale, v_descale) == (None, None, None)
-    assert max_seqlen_k == block_table.shape[1] * k.shape[1]
-    left, right = window_size
-    assert (left, right) == (-1, -1) or right == 0
-    result = torch.ops.mtpc.paged_attention(
-        q, k, v, block_table, seqused_k, cu_seqlens_q, softmax_scale, left + 1, softcap, sinks
-    )
-    # Rows of no request and of requests without context are left open.
-    open_rows = torch.ones(q.shape[0], dtype=torch.bool)
-    for r in range(len(seqused_k)):
-        rows = int(cu_seqlens_q[r + 1] - cu_seqlens_q[r])
-        assert rows == 1 if max_seqlen_q == 1 else rows <= max_seqlen_q
-        if seqused_k[r] > 0:
-            open_rows[cu_seqlens_q[r]:cu_seqlens_q[r + 1]] = False
-    out.copy_(result)
-    out[open_rows] = float("nan")
-"""
-
-MLA = """
-import torch
-
-def mla_decode_fwd(
-    q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
-    page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None,
-    num_kv_splits_indptr=None, work_meta_data=None, work_indptr=None, work_info_set=None,
-    reduce_indptr=None, reduce_final_map=None, reduce_partial_map=None, q_scale=None,
-    kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False,
-    g_kv_indptr=None, cp_world_size=1, cp_rank=0, causal=True,
-):
-    assert kv_buffer.shape[1:] == (page_size, 1, 576) and nhead_kv == 1
-    assert q.is_contiguous() and max_seqlen_q <= 4
-    assert kv_indices.dtype == kv_indptr.dtype == kv_last_page_lens.dtype == torch.int32
-    for r in range(len(kv_last_page_lens)):
-        rows = slice(int(qo_indptr[r]), int(qo_indptr[r + 1]))
-        pages = kv_indices[kv_indptr[r]:kv_indptr[r + 1]]
-        assert len(pages) > 0, "an empty list of pages"
-        length = (len(pages) - 1) * page_size + kv_last_page_lens[r]
-        starts = torch.tensor([0, rows.stop - rows.start])
-        o[rows] = torch.ops.mtpc.latent_attention(
-            q[rows], kv_buffer[:, :, 0], pages[None], length[None], starts, sm_scale, 512
-        )
-"""
-
-NORMS = """
-import torch
-
-def _check(*tensors):
-    assert all(t.dim() == 2 and t.is_contiguous() for t in tensors)
-
-def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0):
-    _check(input)
-    if use_model_sensitive_rmsnorm == 1:
-        return torch.ops.mtpc.rms_norm(input, weight, epsilon)
-    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), epsilon)
-    return normed.to(input.dtype)
-
-def rmsnorm2d_fwd_with_add(
-    out, input, residual_in, residual_out, weight, epsilon,
-    gemma_norm=False, use_model_sensitive_rmsnorm=0,
-):
-    _check(out, input, residual_in, residual_out)
-    residual_out.copy_(input + residual_in)
-    out.copy_(rmsnorm2d_fwd(residual_out, weight, epsilon, use_model_sensitive_rmsnorm))
-"""
-
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """install(files, distribution): packages on sys.path, gone after the test."""
-
-    def make(files: dict[str, str], distribution: str = "amd_aiter") -> None:
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in path.relative_to(tmp_path).parents[:-1]:
-                (tmp_path / folder / "__init__.py").touch()
-            path.write_text(text)
-        info = tmp_path / f"{distribution}-0.1.5.dist-info"
-        info.mkdir()
-        name = distribution.replace("_", "-")
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.5\n")
-        monkeypatch.syspath_prepend(tmp_path)
-
-    yield make
-    for name in [n for n in sys.modules if n == "aiter" or n.startswith("aiter.")]:
-        del sys.modules[name]
-
-
-ALL = {
-    "aiter/ops/triton/unified_attention.py": UNIFIED,
-    "aiter/mla.py": MLA,
-    "aiter/ops/rmsnorm.py": NORMS,
-}
+    yield from installer(tmp_path, monkeypatch)
 
 
 def _operator(found: aiter.Found, name: str) -> Any:
@@ -208,7 +110,7 @@ def test_both_locations_of_a_function_that_moved(install: Callable[..., None]) -
     install(moved)
     found = aiter.aiter_bindings()
     assert found.message == "amd-aiter 0.1.5"
-    assert len(found.bindings) == 4
+    assert len(found.bindings) == 5
 
 
 # ---- signatures ------------------------------------------------------------------------------
@@ -239,7 +141,8 @@ def test_a_deviation_leaves_that_op_to_triton_and_says_so(
     assert old in MLA
     install({**ALL, "aiter/mla.py": MLA.replace(old, new, 1)})
     found = aiter.aiter_bindings()
-    left = (REFERENCE.paged_attention, REFERENCE.rms_norm, REFERENCE.add_rms_norm)
+    names = ("paged_attention", "experts", "rms_norm", "add_rms_norm")
+    left = [getattr(REFERENCE, name) for name in names]
     assert [b.reference for b in found.bindings] == [op.default for op in left]
     assert "; Triton stands in for mla_decode_fwd: " in found.message
     assert message in found.message
@@ -315,8 +218,9 @@ def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
         assert not binding.target._schema.is_mutable
         names = [a.name for a in binding.target._schema.arguments]
         added = {"is_on", "max_query_len", "kv_indptr", "kv_indices", "kv_last_page_lens"}
+        added |= {"expert_mask"}
         names = [name for name in names if name not in added]
-        refused = {"rows", "k_scale", "v_scale"}
+        refused = {"rows", "k_scale", "v_scale", "limit", "limit_input", "gelu"}
         taken = [a.name for a in binding.reference._schema.arguments if a.name not in refused]
         assert names == taken
 

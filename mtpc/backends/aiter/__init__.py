@@ -3,9 +3,39 @@
 Two of its kernels read the caches in mtpc's layout: `unified_attention` (Triton, any number of
 query rows) and `mla_decode_fwd` (assembly, at most 4 rows), which gets mtpc's pages as lists of
 tokens. Where fuse-elementwise is enabled, `rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add` are bound,
-too. The others are not bound: `pa_fwd_asm` and `pa_persistent_fwd` want another order of the cache;
-`fused_moe` wants shuffled weights, which would be a pass of its own; mtpc's own kernel does rotary
-embeddings together with the cache writes.
+too. Experts are bound to `fused_moe`, whose weights are shuffled by aiter's own `shuffle_weight`,
+in place, when the first step is bound (`bindings.Order`). The others are not bound: `pa_fwd_asm`
+and `pa_persistent_fwd` want another order of the cache; mtpc's own kernel does rotary embeddings
+together with the cache writes.
+
+What aiter's sources say of `fused_moe` on weights that are not quantised (commit e404860; line
+numbers are those of aiter/fused_moe.py, if no other file is named):
+
+- bfloat16 and float16 (line 753); the result has the dtype of the rows. No entry of the table of
+  kernels in one stage has both gates and plain weights (1281), so it is two products of composable
+  kernels, ck_moe_stage1 and 2 (2874). Those for 16 bits always read shuffled weights: the choice
+  among them does not ask (csrc/ck_gemm_moe_2stages_codegen/gen_instances.py, 123; for 4 bits, 279,
+  it does). The tensors' attribute `is_shuffled` (747) names the module that is built
+  (aiter/ops/moe_op.py, 571 and 626). So a call on weights that are not shuffled is wrong, not
+  refused.
+- `shuffle_weight(x, layout=(16, 16))` (aiter/ops/shuffle.py, 192) reorders 16 rows at a time: of
+  their pieces of 16 bytes, the 16 first ones come first. It takes multiples of 16 rows and 32
+  inputs. The shape stays, and each expert is on its own.
+- The kernels' tiles take 64 or 128 features, and 64 inputs; the second product on gfx950 takes 128
+  (gen_instances.py, 123 and 369), and composable kernels refuse other multiples of inputs. On
+  gfx1250 rows of 16 bits become 4 bits (803).
+- GELU is the exact one (3993), mtpc's that of tanh. `swiglu_limit` is for other kernels, and is
+  ignored here. So neither is bound.
+- Sorting takes weights of choices in float32 (csrc/py_itfs_cu/moe_sorting_opus_kernels.cu, 31) and
+  ids in int32. It notes choices in a table by (row, expert), without a check of the range
+  (csrc/include/moe_sorting_opus.h, 794). So an id outside would write elsewhere, and of two equal
+  ids of a row one is lost: mtpc cannot give such a choice weight 0 and the id of some expert. What
+  `expert_mask` leaves out is not computed. aiter's own convention (op_tests/test_moe_ep.py, 122) is
+  an expert more, which the mask leaves out, and a last choice of it in each row, which the lookup
+  of tuned kernels expects (2230). `_complete_experts` follows it.
+- Nothing waits for the host. Modules are compiled in the first call, which is mtpc's warm-up.
+- The sum over experts is made by atomic additions of 16 bits into a zeroed result (217), in any
+  order. So equal steps may differ in their last bits; `batch_invariant` binds nothing of aiter.
 
 aiter changes quickly. Signatures are compared when kernels are bound, and a difference becomes a
 note, not a crash in the middle of a capture.
@@ -16,6 +46,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
@@ -23,12 +54,15 @@ import torch
 from torch import fx
 
 from mtpc.backends.aiter import ops
-from mtpc.backends.bindings import Binding, Complete, Limits, as_it_is
+from mtpc.backends.bindings import Binding, Complete, Limits, Order, as_it_is
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout import dtype_name
 from mtpc.ops import references
 from mtpc.ops.signatures import arguments_of, value_of
 from mtpc.passes.base import GETITEM, emit
+from mtpc.passes.linears import EXPERT_WEIGHTS
+
+aten = torch.ops.aten
 
 DISTRIBUTION, MODULE = "amd-aiter", "aiter"
 MAX_MLA_ROWS = 4
@@ -36,6 +70,41 @@ MAX_MLA_ROWS = 4
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_NORM, _NORM_STEP = 8192, 8
 _MLA_WIDTHS, _MLA_HEADS = (576, 512), (16, 128)
+_EXPERT_STEP = 128
+"""The largest tile of features or inputs of `fused_moe`'s kernels."""
+_EXPERT_DEVICES = ("gfx942", "gfx950")
+SHUFFLED = "aiter's shuffle_weight"
+"""The order of `fused_moe`'s weights."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A function of aiter as its sources have it.
+
+    Attributes:
+        modules: where it may be; it has moved between releases.
+        function: its name.
+        parameters: what we pass or leave at its default, by name, in the published order; all of
+            them may be given by position or name.
+        defaults: those of `parameters`, where they are published; of an enumeration, its name.
+    """
+
+    modules: tuple[str, ...]
+    function: str
+    parameters: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        """The function that is installed.
+
+        Raises:
+            ImportError: none of its modules is there.
+            AttributeError: the module lacks it.
+            TypeError: its parameters are not those we pass.
+        """
+        function = _find(self)
+        check_signature(function, self.parameters, self.defaults)
+        return function
 
 
 @dataclass(frozen=True)
@@ -44,22 +113,18 @@ class Kernel:
 
     Attributes:
         operator: mtpc's operator around it, which has the name of the `mtpc::` op.
-        modules: where it may be; it has moved between releases.
-        function: its name.
-        parameters: what we pass, by name, in the published order; all of them may be given by
-            position or name.
+        published: the function.
         limits: what it cannot take.
-        defaults: those of `parameters`, where they are published.
-        complete: gives what our operator takes beside the arguments of the `mtpc::` op.
+        complete: gives what our operator takes beside the arguments of the `mtpc::` op, or has
+            otherwise.
+        shuffled: arguments that are weights in the order of `shuffle_weight`.
     """
 
     operator: ops.Function
-    modules: tuple[str, ...]
-    function: str
-    parameters: tuple[str, ...]
+    published: Published
     limits: Limits
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     complete: Complete = as_it_is
+    shuffled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,42 +175,41 @@ def aiter_bindings() -> Found:
     bindings, faults = [], []
     for kernel in KERNELS:
         try:
-            target = _bind(kernel)
+            bindings.append(_bind(kernel))
         except Exception as error:
             # Importing it may ask for the architecture, or compile, and so raise anything.
-            faults.append(f"{kernel.function}: {type(error).__name__}: {error}")
-            continue
-        reference = references()[kernel.operator.__name__]
-        complete = kernel.complete
-        bindings.append(Binding("aiter", reference, target, kernel.limits, complete=complete))
+            faults.append(f"{kernel.published.function}: {type(error).__name__}: {error}")
     if faults:
         message += f"; Triton stands in for {'; '.join(faults)}"
     return Found(tuple(bindings), message)
 
 
-def _bind(kernel: Kernel) -> Any:
-    """Our operator around a function of aiter.
+def _bind(kernel: Kernel) -> Binding:
+    """Our operator around a function of aiter, and the function that orders its weights.
 
     Raises:
-        ImportError: none of its modules is there.
-        AttributeError: the module lacks it.
-        TypeError: its parameters are not those we pass.
+        Exception: see `Published.load`; importing may raise anything.
     """
-    function = _find(kernel)
-    check_signature(function, kernel.parameters, kernel.defaults)
-    return ops.define(kernel.operator, function)
+    order = None
+    if kernel.shuffled:
+        order = Order(SHUFFLED, kernel.shuffled, partial(SHUFFLE.load(), layout=(16, 16)))
+    target = ops.define(kernel.operator, kernel.published.load())
+    reference = references()[kernel.operator.__name__]
+    return Binding(
+        "aiter", reference, target, kernel.limits, complete=kernel.complete, order=order
+    )  # fmt: skip
 
 
-def _find(kernel: Kernel) -> Callable[..., Any]:
+def _find(published: Published) -> Callable[..., Any]:
     error: ImportError | None = None
-    for name in kernel.modules:
+    for name in published.modules:
         try:
-            return getattr(import_module(name), kernel.function)
+            return getattr(import_module(name), published.function)
         except ModuleNotFoundError as missing:
             if not (missing.name or "").startswith(MODULE):
                 raise  # aiter is there, and cannot be imported.
             error = missing
-    raise ImportError(f"none of {', '.join(kernel.modules)} is there") from error
+    raise ImportError(f"none of {', '.join(published.modules)} is there") from error
 
 
 def check_signature(
@@ -175,7 +239,7 @@ def check_signature(
         f"{name} is {found[name]}, {found[name].kind.description}"
         for name in expected
         if found[name].kind is not found[name].POSITIONAL_OR_KEYWORD
-        or (name in defaults and found[name].default != defaults[name])
+        or (name in defaults and _named(found[name].default) != defaults[name])
     ]
     order = [name for name in found if name in expected]
     if changed or order != list(expected):
@@ -183,6 +247,11 @@ def check_signature(
             f"its signature has changed ({'; '.join(changed) or f'its order is {order}'}); "
             f"expected {', '.join(expected)}, with {dict(defaults)}"
         )
+
+
+def _named(default: Any) -> Any:
+    """A default, or the name of a value of aiter's enumerations, which are its own classes."""
+    return getattr(default, "name", default)
 
 
 def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
@@ -231,6 +300,28 @@ def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
     return None
 
 
+def _experts_limits(node: fx.Node, graph: StepGraph) -> str | None:
+    """By what all steps have in common, so that they agree on the order of the weights."""
+    call = arguments_of(node)
+    x, gate_up, down = call["x"], call["gate_up"], call["down"]
+    if x.dtype not in _HALF or {gate_up.dtype, down.dtype} != {x.dtype}:
+        return f"{dtype_name(x.dtype)} rows with {dtype_name(gate_up.dtype)} weights"
+    _, hidden, inner = down.shape
+    if hidden % _EXPERT_STEP or inner % _EXPERT_STEP:
+        return f"experts of {inner} features of {hidden}; it takes multiples of {_EXPERT_STEP}"
+    device = _architecture(gate_up.device)
+    if device not in (*_EXPERT_DEVICES, None):
+        return f"{device}; it takes such weights on {' and '.join(_EXPERT_DEVICES)}"
+    return None
+
+
+def _architecture(device: torch.device) -> str | None:
+    """The name of an AMD GPU's architecture, such as gfx942; None for what is no GPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+
+
 def _complete_gqa(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
     """Which rows are on, and the most rows of a request: a prompt may have all of them."""
     call = arguments(node)
@@ -249,46 +340,108 @@ def _complete_mla(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
     return {"is_on": _rows_on(node, graph), **dict(zip(names, parts, strict=True))}
 
 
+def _complete_experts(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
+    """Choices as aiter sorts them: one of nothing becomes one of an expert more than there are,
+    which `expert_mask` leaves out, and each row has one such choice more.
+
+    They are ATen calls, which Inductor makes a kernel of.
+    """
+    call, fx_graph = arguments(node), graph.graph
+    ids, weights, count = (
+        call["expert_ids"],
+        call["expert_weights"],
+        value_of(call["down"]).shape[0],
+    )
+
+    def run(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(fx_graph, target, args, node, **kwargs)
+
+    inside = run(
+        aten.logical_and.default, run(aten.ge.Scalar, ids, 0), run(aten.lt.Scalar, ids, count)
+    )
+    ids = run(aten.to.dtype, run(aten.where.ScalarOther, inside, ids, count), torch.int32)
+    weights = run(aten.where.ScalarOther, inside, run(aten.to.dtype, weights, torch.float32), 0.0)
+    mask = run(aten.ones.default, [count], dtype=torch.int32, device=value_of(ids).device)
+    return {
+        "expert_ids": run(aten.constant_pad_nd.default, ids, [0, 1], count),
+        "expert_weights": run(aten.constant_pad_nd.default, weights, [0, 1], 0.0),
+        "expert_mask": run(aten.constant_pad_nd.default, mask, [0, 1], 0),
+    }
+
+
 def _rows_on(node: fx.Node, graph: StepGraph) -> fx.Node:
     call = arguments(node)
     args = (call["seq_lens"], call["query_start_loc"], value_of(call["q"]).shape[0])
     return emit(graph.graph, torch.ops.mtpc_aiter.rows_on.default, args, node)
 
 
+SHUFFLE = Published(
+    ("aiter.ops.shuffle",),
+    "shuffle_weight",
+    ("x", "layout", "use_int4", "is_guinterleave", "gate_up", "pad_k_to"),
+    {
+        "layout": (16, 16),
+        "use_int4": False,
+        "is_guinterleave": False,
+        "gate_up": False,
+        "pad_k_to": 0,
+    },
+)
 KERNELS = (
     Kernel(
         ops.paged_attention,
-        ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention"),
-        "unified_attention",
-        ("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k",
-         "softmax_scale", "causal", "window_size", "block_table", "softcap",
-         "q_descale", "k_descale", "v_descale", "sinks"),
+        Published(
+            ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention"),
+            "unified_attention",
+            ("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k",
+             "softmax_scale", "causal", "window_size", "block_table", "softcap",
+             "q_descale", "k_descale", "v_descale", "sinks"),
+        ),
         _gqa_limits,
-        complete=_complete_gqa,
+        _complete_gqa,
     ),
     Kernel(
         ops.latent_attention,
-        ("aiter.mla",),
-        "mla_decode_fwd",
-        ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
-         "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
+        Published(
+            ("aiter.mla",),
+            "mla_decode_fwd",
+            ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
+             "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
+            {"page_size": 1, "nhead_kv": 1},
+        ),
         _mla_limits,
-        {"page_size": 1, "nhead_kv": 1},
         _complete_mla,
     ),
     Kernel(
+        ops.experts,
+        Published(
+            ("aiter.fused_moe",),
+            "fused_moe",
+            ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "expert_mask", "activation",
+             "quant_type", "doweight_stage1"),
+            {"activation": "Silu", "quant_type": "No", "doweight_stage1": False},
+        ),
+        _experts_limits,
+        _complete_experts,
+        EXPERT_WEIGHTS,
+    ),
+    Kernel(
         ops.rms_norm,
-        ("aiter.ops.rmsnorm",),
-        "rmsnorm2d_fwd",
-        ("input", "weight", "epsilon", "use_model_sensitive_rmsnorm"),
+        Published(
+            ("aiter.ops.rmsnorm",),
+            "rmsnorm2d_fwd",
+            ("input", "weight", "epsilon", "use_model_sensitive_rmsnorm"),
+        ),
         _norm_limits,
     ),
     Kernel(
         ops.add_rms_norm,
-        ("aiter.ops.rmsnorm",),
-        "rmsnorm2d_fwd_with_add",
-        ("out", "input", "residual_in", "residual_out", "weight", "epsilon",
-         "use_model_sensitive_rmsnorm"),
+        Published(
+            ("aiter.ops.rmsnorm",),
+            "rmsnorm2d_fwd_with_add",
+            ("out", "input", "residual_in", "residual_out", "weight", "epsilon",
+             "use_model_sensitive_rmsnorm"),
+        ),
         _norm_limits,
     ),
 )  # fmt: skip

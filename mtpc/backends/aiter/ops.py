@@ -117,6 +117,37 @@ def latent_attention(
     return torch.where(is_on, out, 0)
 
 
+def experts(
+    function: Function, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
+    expert_weights: Tensor, *, expert_mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """On `fused_moe`, with its defaults: SwiGLU, nothing quantised, weighted after the second
+    product. Weights are in the order of its `shuffle_weight`; choices are those of
+    the binding's `complete`.
+
+    It finds out about the order by an attribute of the tensors, which those of a compiled step
+    lack.
+    """
+    for weight in (gate_up, down):
+        weight.is_shuffled = True  # type: ignore[attr-defined]
+    result: Tensor = function(
+        hidden_states=x.contiguous(),
+        w1=gate_up,
+        w2=down,
+        topk_weight=expert_weights.contiguous(),
+        topk_ids=expert_ids.contiguous(),
+        expert_mask=expert_mask,
+    )
+    return result
+
+
+def experts_scratch(x: Tensor, down: Tensor, expert_ids: Tensor) -> int:
+    """Bytes that `fused_moe` allocates beside its result: the rows between its two products, and
+    lists of rows sorted by expert, in blocks of up to 128."""
+    rows, (count, _, inner) = expert_ids.numel(), down.shape
+    return rows * inner * x.itemsize + 3 * 4 * (rows + 128 * (count + 1))
+
+
 def rms_norm(
     function: Function, x: Tensor, weight: Tensor, epsilon: float, plus_one: bool
 ) -> Tensor:
