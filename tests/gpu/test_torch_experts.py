@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import Mixture, close, make_mixture
+from helpers.expert_steps import experts_step
 from helpers.tapes import lower_eagerly
 from helpers.triton_steps import compile_on
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtpc.api import SpecModel
@@ -29,10 +30,9 @@ from mtpc.backends.expand import trace_call
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.null import NullGraphs
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
-from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.ops import references
 from mtpc.passes.base import GETITEM
@@ -184,39 +184,6 @@ def test_inductor_compiles_it_without_copies_of_weights(monkeypatch: pytest.Monk
 # ---- limits -----------------------------------------------------------------------------------
 
 
-def bound_call(name: str = "experts", **changes: Any) -> tuple[fx.Node, StepGraph]:
-    """A step of one call."""
-    given: dict[str, Any] = dict(
-        rows=32, hidden=64, inner=48, experts=6, dtype=BF16, strided=False, offset=0
-    )
-    sizes = {**given, **changes}
-    rows, hidden, inner, experts = (sizes[n] for n in ("rows", "hidden", "inner", "experts"))
-    graph, nodes = fx.Graph(), []
-    width = inner if name == "relu2_experts" else 2 * inner
-    with FakeTensorMode():
-        values = [
-            torch.empty(rows, hidden, dtype=sizes["dtype"]),
-            torch.empty(experts, width, hidden, dtype=sizes["dtype"]),
-            torch.empty(experts, hidden, inner, dtype=sizes["dtype"]),
-            torch.empty(rows, 2, dtype=torch.int64),
-            torch.empty(rows, 2),
-        ]
-        if sizes["strided"]:
-            values[1] = torch.empty(experts, hidden, width, dtype=BF16).transpose(1, 2)
-        if sizes["offset"]:
-            flat = torch.empty(values[2].numel() + 9, dtype=BF16)
-            values[2] = flat[sizes["offset"] :][: values[2].numel()].view(values[2].shape)
-    for index, value in enumerate(values):
-        nodes.append(graph.placeholder(f"argument_{index}"))
-        nodes[-1].meta["val"] = value
-    call = graph.call_function(references()[name], tuple(nodes))
-    call.meta["val"] = values[0]
-    graph.output(())
-    module = fx.GraphModule(nn.Module(), graph)
-    step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), WeightTable({}))
-    return next(n for n in step.graph.nodes if n.op == "call_function"), step
-
-
 def racing(is_won: bool, *notes: str) -> tuple[torch_experts.Race, list[str]]:
     """A measurement with a given end, and the calls that it was asked for."""
     asked: list[str] = []
@@ -245,7 +212,7 @@ def racing(is_won: bool, *notes: str) -> tuple[torch_experts.Race, list[str]]:
 )
 def test_limits(changes: dict[str, Any], capability: tuple[int, int] | None, reason: str) -> None:
     """What cannot run is neither measured nor noted: there is another kernel."""
-    node, graph = bound_call(**changes)
+    node, graph = experts_step(**changes)
     race, asked = racing(True)
     binding, _ = torch_experts.torch_bindings(capability, race)
     assert reason in str(binding.refuses(node, graph))
@@ -256,7 +223,7 @@ def test_limits(changes: dict[str, Any], capability: tuple[int, int] | None, rea
 
 
 def test_ranks_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, graph = bound_call()
+    node, graph = experts_step()
     monkeypatch.setattr(torch_experts, "is_collective", lambda target: True)
     binding, _ = torch_experts.torch_bindings(HOPPER, racing(True)[0])
     assert "ranks agree" in str(binding.refuses(node, graph))
@@ -269,7 +236,7 @@ def test_the_winner_is_bound(name: str, capability: tuple[int, int]) -> None:
     reference = references()[name]
     other = Binding("next", reference, torch.ops.aten.add.Tensor, lambda node, graph: None)
     for is_won in (True, False):
-        node, graph = bound_call(name)
+        node, graph = experts_step(name)
         user = graph.graph.call_function(torch.ops.aten.neg.default, (node,))
         node.append(user)
         race, asked = racing(is_won, "a damaged row")
@@ -291,7 +258,7 @@ def test_the_winner_is_bound(name: str, capability: tuple[int, int]) -> None:
 
 def test_batch_invariance_refuses_it() -> None:
     """`open_cuda` does not bind it then, and the last check would find it."""
-    _, graph = bound_call()
+    _, graph = experts_step()
     BindKernels(torch_experts.torch_bindings(HOPPER, racing(True)[0])).apply(graph)
     with pytest.raises(BackendError, match=r"_grouped_mm: PyTorch's sums depend on the rows"):
         CheckInvariance().apply(graph)
