@@ -27,6 +27,7 @@ from helpers.tuned_calls import DEVICE
 from benchmarks.gpu.machine import DirectGraphs
 from mtpc.backends import torch_experts
 from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import CrossBackend
 from mtpc.backends.expand import Function
 from mtpc.backends.measured import KIND, ROW, Table
 from mtpc.backends.triton_kernels import load_kernels, trial, triton_bindings
@@ -163,6 +164,10 @@ def test_what_cannot_be_measured_stays_on_our_kernels(store: EntryStore) -> None
     assert OURS in called
     assert notes == ["mtpc::experts could not be measured, and runs by default: no memory"]
     assert not [fields for _, fields in peek(store) if "operator" in fields]
+
+
+def test_without_a_device_no_library_is_asked() -> None:
+    assert {binding.library for binding in CrossBackend()._bindings} == {"triton"}
 
 
 # ---- the timer -------------------------------------------------------------------------------

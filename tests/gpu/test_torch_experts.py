@@ -108,7 +108,8 @@ def _oracle(call: Mixture, limit: float, limit_input: bool, gelu: bool) -> Tenso
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_agrees_with_an_oracle(activation: tuple[Any, ...]) -> None:
     """As closely as the reference, which rounds more often. Each of six roundings on the way (gate,
-    up, activation, their product, the down projection, the sum) changes a number by 2^-9 at most.
+    up, activation, their product, the down projection, the sum) changes a number by 2^-8 at most,
+    up or down: together by sqrt(6 / 3) 2^-8 in the mean.
     """
     call = mixture()
     call.ids[3] = torch.tensor([1, -1, 9])
@@ -117,7 +118,7 @@ def test_it_agrees_with_an_oracle(activation: tuple[Any, ...]) -> None:
     assert found.dtype == BF16
     error, theirs = ((x - wanted).norm() for x in (found, call.run(REFERENCE, *activation)))
     assert error <= theirs
-    assert error <= 6 * 2**-9 * wanted.norm()
+    assert error <= math.sqrt(2) * 2**-8 * wanted.norm()
 
 
 def test_what_is_not_a_number_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +136,26 @@ def test_what_is_not_a_number_stays_where_it_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sum_does_not_depend_on_the_order_of_choices() -> None:
-    call = mixture(64, chosen=6, experts=8, hidden=256)
+    """Two experts that cancel, with numbers beside which the others are lost: in another order the
+    rest would differ."""
+    call = mixture(64, chosen=4, experts=4)
+    call.gate_up[3], call.down[3] = call.gate_up[0], -call.down[0]
+    call.weights[(call.ids == 0) | (call.ids == 3)] = 2.0**16
     order = torch.rand(call.ids.shape, generator=torch.Generator().manual_seed(1)).argsort(1)
     other = replace(call, ids=call.ids.gather(1, order), weights=call.weights.gather(1, order))
-    # Sums of few choices would be the same in float32 more often than not.
-    one, two = (
-        torch_experts.experts(c.x, c.gate_up, c.down, c.ids, c.weights) for c in (call, other)
-    )
-    assert torch.equal(one, two)
+    assert torch.equal(call.run(torch_experts), other.run(torch_experts))
+
+
+def test_a_sum_is_rounded_once() -> None:
+    """Of products with scales in float32."""
+    call = mixture()
+    scales = torch.rand(call.ids.shape, generator=torch.Generator().manual_seed(2))
+    ones = torch.ones(len(scales), 1)
+    total = torch.zeros(call.x.shape, dtype=torch.float64)
+    for ids, column in zip(call.ids.split(1, 1), scales.split(1, 1), strict=True):
+        total += replace(call, ids=ids, weights=ones).run(torch_experts).double() * column.double()
+    found = replace(call, weights=scales).run(torch_experts).double()
+    assert ((found - total).abs() <= 1.001 * 2**-8 * total.abs() + 1e-6).all()
 
 
 # ---- capture and Inductor ---------------------------------------------------------------------
