@@ -20,6 +20,9 @@ from torch.nn import functional as F
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.profile import fill_floor
 from benchmarks.gpu.rows import Row
+from mtpc.backends import torch_experts
+from mtpc.backends.check_device import capability_of
+from mtpc.backends.cuda import compile_call
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import FLOATS, INTS
 
@@ -47,7 +50,8 @@ class Call:
         rows: rows of the call.
         nbytes: bytes that it must read.
         make: makes new arguments on the device.
-        library: makes the same call of PyTorch's own kernels; None if PyTorch has none.
+        library: makes the same call of PyTorch's own kernels; None if PyTorch has none, or they
+            do not run on the device.
         configs: configuration of the call: the default, or `batch_invariant`.
     """
 
@@ -122,7 +126,7 @@ def _calls() -> Iterator[Call]:
             for rows in (1, 4):
                 yield _attention(batch, length, rows)
             yield _latent(batch, length)
-    for tokens in (1, 64, 256):
+    for tokens in (1, 64, 256, 512, 2048):
         yield _experts(tokens)
     for rows, sizes in ((1, (4096, 6144)), (4, (4096, 6144)), (1, (13_696, 4096))):
         yield _linear(rows, *sizes)
@@ -132,7 +136,7 @@ def _calls() -> Iterator[Call]:
     for batch, length in product(BATCHES, LENGTHS):
         yield replace(_attention(batch, length, 1), configs=INVARIANT, library=None)
     yield replace(_latent(64, LENGTHS[1]), configs=INVARIANT)
-    yield replace(_experts(64), configs=INVARIANT)
+    yield replace(_experts(64), configs=INVARIANT, library=None)
     for batch in BATCHES:
         yield _sample(batch)
 
@@ -175,6 +179,7 @@ def _latent(batch: int, length: int) -> Call:
 
 
 def _experts(tokens: int) -> Call:
+    """The library is the whole operator by PyTorch's grouped products, compiled by Inductor."""
     count, hidden, inner, chosen = 256, 7168, 2048, 8
 
     def make() -> tuple[Any, ...]:
@@ -182,9 +187,14 @@ def _experts(tokens: int) -> Call:
         weights = (_new(count, 2 * inner, hidden), _new(count, hidden, inner))
         return _new(tokens, hidden), *weights, ids, _new(tokens, chosen)
 
+    def library() -> Callable[[], Any]:
+        return compile_call(torch_experts.experts, make(), {})
+
+    may_run = torch_experts.takes(capability_of(torch.device("cuda"))) is None
+    compared = library if may_run and tokens >= torch_experts.LEAST_ROWS else None
     hit = count * (1 - (1 - chosen / count) ** tokens)
     what = f"{tokens} tokens, {chosen} of {count} experts, {hidden} by {inner}"
-    return Call("experts", what, tokens, int(2 * 3 * hit * inner * hidden), make)
+    return Call("experts", what, tokens, int(2 * 3 * hit * inner * hidden), make, compared)
 
 
 def _linear(rows: int, width: int, features: int, name: str = "skinny_linear") -> Call:

@@ -18,6 +18,8 @@ import mtpc.ops.sampling  # noqa: F401  (these register the references)
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.op_inputs import CALLS, LENGTHS, Arguments, Inputs
 from benchmarks.gpu.rows import Row
+from mtpc.backends.check_device import capability_of
+from mtpc.backends.torch_experts import FUNCTIONS, takes
 from mtpc.layout import dtype_name
 
 TOLERANCE = {
@@ -28,6 +30,9 @@ TOLERANCE = {
 }
 """Of |found - wanted| / (1 + |wanted|), by dtype: the result's, or the call's where that is looser,
 for a state in float32 comes of rows in bfloat16. Integers are equal."""
+
+_BY_TORCH = "bfloat16, PyTorch's grouped products"
+"""The engine of rows of what may replace our kernels (`torch_experts`)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ class OpSet:
         reference = getattr(torch.ops.mtpc, name).default
         return _table()[reference] if self.has_kernels else reference
 
+    def run(self, name: str, arguments: Arguments, every: bool) -> Iterator[list[Tensor]]:
+        """The results by default, or in every configuration."""
+        for configs in self.configs(name, arguments) if every else [""]:
+            yield _run(self.overload(name), arguments, configs)
+
     def configs(self, name: str, arguments: Arguments) -> list[str]:
         """By default, and in every other way to run a call, one kernel changed at a time."""
         if not self.has_kernels:
@@ -86,11 +96,15 @@ def op_rows(machine: Machine) -> Iterator[Row]:
     for name in OpSet.of(machine).names():
         for dtype in CALLS[name][1] if name in CALLS else (torch.bfloat16,):
             yield Row("ops", machine.name, name, dtype_name(dtype), 3, len(LENGTHS))
+    if machine.is_dry or takes(capability_of(torch.device(machine.device))) is None:
+        for function in FUNCTIONS:
+            yield Row("ops", machine.name, function.__name__, _BY_TORCH, 3, len(LENGTHS))
 
 
 def check_op(machine: Machine, row: Row) -> Row:
     """Fill a row: run all calls of its operator and dtype, and all configurations for one."""
-    ops, dtype = OpSet.of(machine), getattr(torch, row.engine)
+    is_torchs = row.engine == _BY_TORCH
+    ops, dtype = OpSet.of(machine), torch.bfloat16 if is_torchs else getattr(torch, row.engine)
     if row.shape not in CALLS:
         row.passed, row.note = False, "gpu/op_inputs.py has no call of this op"
         return row
@@ -99,15 +113,21 @@ def check_op(machine: Machine, row: Row) -> Row:
     for arguments in make(Inputs(dtype)):
         moved = tree_map_only(Tensor, lambda t: t.to(machine.device), arguments)
         wanted = _run(getattr(torch.ops.mtpc, row.shape).default, moved, "")
-        for configs in ops.configs(row.shape, moved) if dtype == dtypes[0] else [""]:
-            error = difference(_run(ops.overload(row.shape), moved, configs), wanted, dtype)
-            worst, count = max(worst, error), count + 1
+        by_kernels = ops.run(row.shape, moved, dtype == dtypes[0])
+        for results in _by_torch(row.shape, moved) if is_torchs else by_kernels:
+            worst, count = max(worst, difference(results, wanted, dtype)), count + 1
     row.passed = worst <= 1
     row.note = (
-        f"{ops.what}: {count} calls, the largest difference {worst:.2g} of the tolerance "
+        f"{_BY_TORCH if is_torchs else ops.what}: {count} calls, the largest difference "
+        f"{worst:.2g} of the tolerance "
         f"({', '.join(f'{dtype_name(t)} {bound:g}' for t, bound in TOLERANCE.items())})"
     )
     return row
+
+
+def _by_torch(name: str, arguments: Arguments) -> Iterator[list[Tensor]]:
+    """By grouped products, launched one by one."""
+    yield [next(function for function in FUNCTIONS if function.__name__ == name)(*arguments)]
 
 
 def _run(overload: Any, arguments: Arguments, configs: str) -> list[Tensor]:

@@ -24,6 +24,11 @@ Complete = Callable[[fx.Node, StepGraph], dict[str, Any]]
 """(call, graph) -> arguments of the kernel that the reference does not have, by name. It may emit
 calls that compute them; `BindKernels` merges equal calls."""
 
+Wins = Callable[[fx.Node, StepGraph], tuple[bool, tuple[str, ...]]]
+"""(call, graph) -> whether a measurement prefers the candidate to those after it; and notes."""
+Expand = Callable[[fx.Node, StepGraph], fx.Node]
+"""(call, graph) -> the result of calls, emitted before it, that compute what it does."""
+
 
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     """Choose the kernel's default configuration."""
@@ -33,6 +38,11 @@ def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
 def as_it_is(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
     """Give no further arguments: the kernel takes those of its reference."""
     return {}
+
+
+def always(node: fx.Node, graph: StepGraph) -> tuple[bool, tuple[str, ...]]:
+    """Prefer the candidate, which nobody measures."""
+    return True, ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,9 @@ class Binding:
         expected: whether a refusal is noted.
         configure: chooses the kernel's configuration, if it has an argument `configs`.
         complete: gives the arguments that the reference does not have; or has otherwise.
+        wins: measures, where the order of the candidates does not say which is faster. That it
+            loses is no refusal, and not noted.
+        expand: puts other calls in the place of the call; `target` is then the reference.
         order: in which it reads weights; None as they are stored. `BindKernels` arranges a weight,
             once and for all steps, when the first call of it is bound.
     """
@@ -76,6 +89,8 @@ class Binding:
     expected: bool = True
     configure: Configure = by_default
     complete: Complete = as_it_is
+    wins: Wins = always
+    expand: Expand | None = None
     order: Order | None = None
 
 
@@ -101,7 +116,7 @@ class BindKernels:
 
     def apply(self, graph: StepGraph) -> int:
         rewrites, completed, orders = 0, False, dict[fx.Node, Order]()
-        for node in graph.graph.nodes:
+        for node in list(graph.graph.nodes):
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
             chosen = self._choose(node, graph)
@@ -109,24 +124,33 @@ class BindKernels:
                 if chosen.order is not None:
                     orders[node] = chosen.order
                     _arrange(node, graph, chosen.order)
-                configs, lines = chosen.configure(node, graph)
-                with graph.graph.inserting_before(node):
-                    added = chosen.complete(node, graph)
-                if added:
-                    taken = [argument.name for argument in chosen.target._schema.arguments]
-                    given = {**arguments(node), **added}
-                    node.args, node.kwargs = tuple(given[name] for name in taken), {}
-                    completed = True
-                for line in lines:
-                    self.note(line)
-                node.target = chosen.target
-                if configs:
-                    node.kwargs = {**node.kwargs, "configs": configs}
+                completed |= self._bind(node, graph, chosen)
                 rewrites += 1
         if completed:
             HoistShared().apply(graph)
         _check_orders(graph, orders)
         return rewrites
+
+    def _bind(self, node: fx.Node, graph: StepGraph, chosen: Binding) -> bool:
+        """Put a kernel in the place of a call; returns whether it got further arguments."""
+        if chosen.expand is not None:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(chosen.expand(node, graph))
+            graph.graph.erase_node(node)
+            return False
+        configs, lines = chosen.configure(node, graph)
+        with graph.graph.inserting_before(node):
+            added = chosen.complete(node, graph)
+        if added:
+            taken = [argument.name for argument in chosen.target._schema.arguments]
+            given = {**arguments(node), **added}
+            node.args, node.kwargs = tuple(given[name] for name in taken), {}
+        for line in lines:
+            self.note(line)
+        node.target = chosen.target
+        if configs:
+            node.kwargs = {**node.kwargs, "configs": configs}
+        return bool(added)
 
     def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:
         name = str(node.target).removesuffix(".default").replace(".", "::")
@@ -140,8 +164,12 @@ class BindKernels:
                 or _refused_order(node, graph, binding.order)
             )
             if reason is None:
-                return binding
-            if binding.expected and not is_quiet:
+                is_best, lines = binding.wins(node, graph)
+                for line in lines:
+                    self.note(line)
+                if is_best:
+                    return binding
+            elif binding.expected and not is_quiet:
                 rest = [b.library for b in candidates[index + 1 :]]
                 other = rest[0] if rest else _REFERENCE
                 self.note(f"{name} does not run on {binding.library} ({reason}): {other} instead")

@@ -27,3 +27,10 @@ def check_device() -> None:
         f"backend 'cuda' needs a GPU, and this torch is built for {built} and finds none; check "
         f"that `{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
     )
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a device of NVIDIA's; None of any other."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)

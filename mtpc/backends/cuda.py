@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,18 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
-from mtpc.backends.check_device import check_device
+from mtpc.backends.check_device import capability_of, check_device
+from mtpc.backends.expand import Function, trace_call
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.kept_steps import KeptSteps, sources_digest
+from mtpc.backends.measured import Table
 from mtpc.backends.repeats import CutStep, cut_repeats
+from mtpc.backends.torch_experts import torch_bindings
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor, operators
@@ -226,14 +231,17 @@ def open_cuda(
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows
-    from mtpc.backends.triton_kernels.trial import DeviceTimer, device_name
-    from mtpc.backends.triton_kernels.tuning import Tuner
+    from mtpc.backends.triton_kernels.trial import DeviceTimer, WholeDeviceTimer, device_name
+    from mtpc.backends.triton_kernels.tuning import Contest, Tuner
 
     device, target = torch.device("cuda", torch.cuda.current_device()), device_target()
     objects = CodeObjects(store, target) if store and target else None
     configure: Configure = invariantly
     if not batch_invariant:
-        tuner = Tuner(store, device_name(device), DeviceTimer(device, objects), report)
+        table = Table(store, device_name(device), report)
+        tuner = Tuner(table, DeviceTimer(device, objects))
+        whole = WholeDeviceTimer(device, TorchGraphs(device), objects)
+        bindings += torch_bindings(capability_of(device), Contest(tuner, whole))
         configure = early_in_few_rows(tuner)
     bindings += loaded_bindings(objects, configure)
     if not batch_invariant and target and target.begins_early:
@@ -316,6 +324,23 @@ def compile_flat(
             module, [*fakes], options={**options, "post_grad_custom_pre_pass": _SourcesInKeys()}
         )
     return compiled
+
+
+def compile_call(
+    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """A call of a function as Inductor compiles it within a step.
+
+    Args:
+        function: as `trace_call` takes it.
+        args: its arguments, which each run reads.
+        kwargs: others by name.
+    """
+    mode, given = FakeTensorMode(), tree_leaves((args, dict(kwargs)))
+    tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+    fakes = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+    compiled = compile_flat(trace_call(mode, function, *fakes), tensors)
+    return partial(compiled, *tensors)
 
 
 def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

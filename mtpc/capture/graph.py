@@ -96,6 +96,7 @@ class WeightTable:
         self._made: dict[Recipe, Tensor] = {}
         self._holders: dict[Hashable, str] = {}
         self._read_as_stored: set[int] = set()
+        self._arrangements: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
@@ -227,7 +228,7 @@ class WeightTable:
         Raises:
             GraphError: it is in another order, or `arrange` gives something of another form.
         """
-        tensor = self[name]
+        tensor, self._arrangements[order] = self[name], arrange
         if order_of(tensor) == order:
             return
         stack = self._tensor(name)
@@ -240,6 +241,18 @@ class WeightTable:
                 )
             part.copy_(made)
         setattr(tensor, _ORDER, order)
+
+    def can_read_alike(self, name: str, other: str) -> bool:
+        """Whether a weight can have the order of another, which is settled."""
+        order = order_of(self[other])
+        return self.why_as_stored(name) is None if order else not order_of(self[name])
+
+    def read_alike(self, name: str, other: str) -> None:
+        """A step reads a weight as it reads another; see `can_read_alike`."""
+        order = order_of(self[other])
+        if order:
+            self.arrange(name, order, self._arrangements[order])
+        self.read(name, order)
 
     def read(self, name: str, order: str) -> str | None:
         """A step reads a weight in some order, "" as it is stored; returns the order that it is in

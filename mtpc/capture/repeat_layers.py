@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def repeat_layers(
     graph: StepGraph, pattern: LayerPattern, shared: Mapping[str, Tensor]
 ) -> StepGraph | None:
-    """The graph with all layers, or None where its calls do not repeat as its layers do.
+    """The graph with all layers, or None where its calls do not repeat as its layers do, or where
+    a kernel cannot read the weights of all of them in its order.
 
     Args:
         graph: flat, of the pattern's first layers.
@@ -38,7 +39,8 @@ def repeat_layers(
     periods = _find_periods(calls, pattern)
     if periods is None:
         return None
-    return _Writer(graph, pattern, shared, calls, periods).run()
+    writer = _Writer(graph, pattern, shared, calls, periods)
+    return writer.run() if writer.can_read_weights() else None
 
 
 def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> tuple[int, int] | None:
@@ -113,6 +115,21 @@ class _Writer:
         self.made: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
+    def can_read_weights(self) -> bool:
+        """Whether the weights of all layers can be in the orders in which calls read them."""
+        (start, size), weights, pattern = self.periods, self.old.weights, self.pattern
+        end = start + 2 * size
+        copies = [(n, self.calls[start + size : end]) for n in range(1, pattern.copies + 1)]
+        for number, calls in [*copies, (pattern.copies, self.calls[end:])]:
+            for node in (node for call in calls for node in call.all_input_nodes):
+                old = str(node.target)
+                if node.op != "get_attr" or is_buffer_name(old):
+                    continue
+                name = pattern.shifted(old, number * pattern.period)
+                if name in weights and not weights.can_read_alike(name, old):
+                    return False
+        return True
+
     def run(self) -> StepGraph:
         """Write everything; the old graph is left as it was."""
         (start, size), old = self.periods, self.old
@@ -163,4 +180,5 @@ class _Writer:
         if name not in weights:
             recipe = weights.recipes[old]
             weights.derive(name, substitute(recipe, lambda n: self.pattern.shifted(n, layers)))
+        weights.read_alike(name, old)
         return weights[name]

@@ -79,11 +79,7 @@ def relu2_experts(
     Returns:
         [T, H], dtype of x.
     """
-
-    def activate(rows: Tensor) -> Tensor:
-        return rows.relu().square()
-
-    return _weighted_sum(x, up, down, expert_ids, expert_weights, activate)
+    return _weighted_sum(x, up, down, expert_ids, expert_weights, squared_relu)
 
 
 @relu2_experts.register_fake
@@ -128,6 +124,11 @@ def swiglu(gate_up: Tensor, limit: float, limit_input: bool, gelu: bool = False)
     if limit > 0 and not limit_input:
         gate = gate.clamp(max=limit)
     return gate * up
+
+
+def squared_relu(rows: Tensor) -> Tensor:
+    """relu(rows)^2, the activation of `relu2_experts`."""
+    return rows.relu().square()
 
 
 @experts.register_fake

@@ -6,6 +6,7 @@ The fake undoes aiter's published shuffle before it computes, so it is wrong on 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from helpers.tapes import op_names
 from helpers.triton_steps import compile_on
 from torch import Tensor
 
+from mtpc.api import SpecModel
 from mtpc.backends import aiter
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
@@ -28,6 +30,8 @@ from mtpc.capture import graph as capture_graph
 from mtpc.capture.graph import StepGraph, WeightTable, order_of
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 from mtpc.weights.recipes import Join
 
 pytestmark = pytest.mark.with_triton
@@ -365,6 +369,35 @@ def test_text_is_that_of_the_eager_backend(
         assert REFERENCE not in names
     assert not [note for note in backend.notes if "mtpc::experts" in note]
     assert {rows for rows, _ in sys.modules["aiter.fused_moe"].shapes} >= {1, 3, 64}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_that_are_copied_have_their_weights_shuffled(
+    shared: bool, found: aiter.Found, tmp_path: Path
+) -> None:
+    """Where one of them keeps its weights as they are stored, every layer is traced."""
+    from helpers import tiny
+
+    tiny.make_checkpoint("glm4_moe", tmp_path, **WIDE, num_hidden_layers=7)
+    options = CompileOptions(spec_tokens=1, batch_buckets=(1, 2), max_len=64)
+    texts, graphs = [], NullGraphs()
+    backend = CudaBackend(graphs, EagerBackend().lower, found.bindings, device="cpu")
+    for each in (backend, EagerBackend()):
+        loaded = load(tmp_path, "bfloat16", True)
+        experts: Any = loaded.target.get_decoder().layers[5].mlp.experts
+        if shared:
+            experts.down_proj.data = torch.stack([experts.down_proj.data] * 2)[0]
+        compiler = StepCompiler(loaded, options, each)
+        assert compiler.pattern is not None
+        assert compiler.pattern.traced < 6, "layer 5 is a copy"
+        model = SpecModel(loaded.served(), compiler.options, compiler.compile())
+        assert (compiler.pattern is None) == (shared and each is backend)
+        texts.append(model.generate(PROMPTS, 8))
+        order = aiter.SHUFFLED if each is backend and not shared else ""
+        assert order_of(experts.gate_up_proj) == order_of(experts.down_proj) == order
+    assert texts[0] == texts[1]
+    counts = {Counter(op_names(tape))[OURS] for tape in graphs.tapes}
+    assert counts == {7 if not shared else 6}
 
 
 def test_the_plan_counts_what_fused_moe_allocates(found: aiter.Found) -> None:

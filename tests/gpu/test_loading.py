@@ -29,6 +29,7 @@ from helpers.shipped_launches import write, write_for
 from mtpc.backends.bindings import BindKernels, Configure, by_default
 from mtpc.backends.cuda import CrossBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.measured import Table
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.targets import TARGETS
 from mtpc.backends.triton_kernels import crosscompile, load_kernels, triton_bindings
@@ -241,7 +242,7 @@ def test_steps_are_bound_to_what_was_built(
     def last(call: Call, index: int, configs: Sequence[Config]) -> list[float]:
         return [float(len(configs) - place) for place in range(len(configs))]
 
-    tuner = Tuner(store, "no device", last)
+    tuner = Tuner(Table(store, "no device"), last)
     names, notes = bind(tuner)
     assert "mtpc_triton.paged_attention.default" in names, "its choice was not built"
     assert all("paged_attention_kernel was not built for cuda:90" in note for note in notes)

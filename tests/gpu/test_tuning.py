@@ -32,6 +32,7 @@ from helpers.tuned_calls import DEVICE, names_of, paged_call
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.measured import KIND, ROW, Table, fastest
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import chunks, load_kernels, triton_bindings
 from mtpc.backends.triton_kernels import launch as launching
@@ -43,7 +44,7 @@ from mtpc.backends.triton_kernels.configs import (
 )
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.backends.triton_kernels.plans import node_launches
-from mtpc.backends.triton_kernels.tuning import KIND, ROW, Call, Tuner, fastest, tuning_fields
+from mtpc.backends.triton_kernels.tuning import Call, Tuner, launch_fields
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import BackendError, CacheWriteError
@@ -184,14 +185,14 @@ def test_the_default_gives_way_to_a_clear_winner_only() -> None:
 def test_a_row_is_measured_once_and_kept(store: EntryStore) -> None:
     call, clock = paged_call(), Clock(place=1)
     names = names_of(call)
-    first = Tuner(store, DEVICE, clock)
+    first = Tuner(Table(store, DEVICE), clock)
     chosen = (f"paged_attention_kernel:{names[1]}", ())
     assert first(call.node, call.graph) == first(call.node, call.graph) == chosen
     assert [name for _, name in clock.timed] == names, "each once"
     second = Clock(place=2)
-    assert Tuner(store, DEVICE, second)(call.node, call.graph) == chosen
+    assert Tuner(Table(store, DEVICE), second)(call.node, call.graph) == chosen
     more_pages = paged_call(pages=400)
-    assert Tuner(store, DEVICE, second)(more_pages.node, more_pages.graph) == chosen
+    assert Tuner(Table(store, DEVICE), second)(more_pages.node, more_pages.graph) == chosen
     assert second.timed == []
     ((name, fields),) = peek(store)
     assert (fields["kind"], fields["device"]) == (KIND, DEVICE)
@@ -207,18 +208,20 @@ def test_another_shape_dtype_or_device_is_another_row(
     call, other, clock = paged_call(), paged_call(**changes), Clock()
     for device, tuned in ((DEVICE, call), (DEVICE, other), ("another device", call)):
         before = len(clock.timed)
-        Tuner(store, device, clock)(tuned.node, tuned.graph)
+        Tuner(Table(store, device), clock)(tuned.node, tuned.graph)
         assert len(clock.timed) == before + len(names_of(tuned))
     assert len(list(peek(store))) == 3
 
 
-def test_the_key_names_the_kernels_sources_and_this_triton() -> None:
-    launch = node_launches(paged_call().node)[0]
-    fields = tuning_fields(launch, DEVICE)
-    assert fields["triton.build"]
-    assert fields["configurations"].count(";") == len(configs_of(launch)) - 1
+def test_the_key_names_the_kernels_sources_and_this_triton(store: EntryStore) -> None:
     call, clock = paged_call(), Clock()
-    tuner = Tuner(None, DEVICE, clock)
+    tuner = Tuner(Table(store, DEVICE), clock)
+    tuner(call.node, call.graph)
+    ((_, fields),) = peek(store)
+    assert fields["triton.build"]
+    assert fields["configurations"].split("; ") == names_of(call)
+    tuner = Tuner(Table(None, DEVICE), clock)
+    clock.timed.clear()
     tuner(call.node, call.graph)
     tuner.sources = "others"
     tuner(call.node, call.graph)
@@ -253,24 +256,26 @@ def test_a_corrupted_row_is_refused_and_measured_again(
     row: bytes, sealed: bool, message: str, store: EntryStore
 ) -> None:
     call, names = paged_call(), names_of(paged_call())
-    Tuner(store, DEVICE, Clock(place=1))(call.node, call.graph)
+    Tuner(Table(store, DEVICE), Clock(place=1))(call.node, call.graph)
     _damage(store, row, sealed)
     clock = Clock(place=2)
-    tuner = Tuner(store, DEVICE, clock)
+    tuner = Tuner(Table(store, DEVICE), clock)
     configs, (note,) = tuner(call.node, call.graph)
     assert configs == f"paged_attention_kernel:{names[2]}"
     assert len(clock.timed) == len(names)
     assert note.startswith("the autotune row of paged_attention_kernel is refused, and measured")
     assert message in note
     assert tuner(call.node, call.graph) == (configs, (note,)), "every step that takes it says so"
-    assert Tuner(store, DEVICE, Clock())(call.node, call.graph) == (configs, ()), "it is mended"
+    assert Tuner(Table(store, DEVICE), Clock())(call.node, call.graph) == (configs, ()), (
+        "it is mended"
+    )
 
 
 def test_a_cache_that_others_could_have_written_is_not_used(store: EntryStore) -> None:
     call, clock = paged_call(), Clock(place=1)
     store.prepare()
     store.root.chmod(0o777)
-    configs, (note,) = Tuner(store, DEVICE, clock)(call.node, call.graph)
+    configs, (note,) = Tuner(Table(store, DEVICE), clock)(call.node, call.graph)
     assert configs == f"paged_attention_kernel:{names_of(call)[1]}"
     assert "is not kept" in note
     assert "go-w" in note
@@ -286,7 +291,7 @@ def test_what_cannot_be_written_is_measured_once_and_used(
         raise CacheWriteError("no space left on device")
 
     monkeypatch.setattr(store, "write", full)
-    configs, notes = Tuner(store, DEVICE, clock)(call.node, call.graph)
+    configs, notes = Tuner(Table(store, DEVICE), clock)(call.node, call.graph)
     assert configs == f"paged_attention_kernel:{names_of(call)[1]}"
     assert notes == (
         "the autotune row of paged_attention_kernel is not kept: no space left on device",
@@ -300,7 +305,7 @@ def test_what_cannot_be_measured_runs_by_default(store: EntryStore) -> None:
     def timer(call: Call, index: int, configs: Sequence[Config]) -> list[float]:
         raise BackendError("no memory")
 
-    assert Tuner(store, DEVICE, timer)(call.node, call.graph) == (
+    assert Tuner(Table(store, DEVICE), timer)(call.node, call.graph) == (
         "",
         ("paged_attention_kernel could not be measured, and runs by default: no memory",),
     )
@@ -366,7 +371,7 @@ def test_tuned_steps_emit_the_same_tokens(
 ) -> None:
     """All is measured while steps are bound; their graphs hold the choice, and replay it."""
     clock = Clock()
-    watched, tuner = _Watched(clock), Tuner(store, DEVICE, clock)
+    watched, tuner = _Watched(clock), Tuner(Table(store, DEVICE), clock)
 
     def lower(graph: StepGraph) -> Any:
         return EagerBackend().lower(graph)
@@ -390,7 +395,9 @@ def test_tuned_steps_emit_the_same_tokens(
     kernels = {part.partition(":")[0] for word in held for part in word.split(";")}
     assert kernels == {name for name, _ in clock.timed}
     again = Clock()
-    backend = CudaBackend(NullGraphs(), lower, triton_bindings(Tuner(store, DEVICE, again)), "cpu")
+    backend = CudaBackend(
+        NullGraphs(), lower, triton_bindings(Tuner(Table(store, DEVICE), again)), "cpu"
+    )
     StepCompiler(load(checkpoint(family), "float32", True), OPTIONS, backend).compile()
     assert again.timed == [], "a second start measures nothing"
 
@@ -399,5 +406,5 @@ def test_a_binding_without_tuner_takes_the_default() -> None:
     call, notes = paged_call(), list[str]()
     assert BindKernels(triton_bindings(), notes.append).apply(call.graph) == 1
     assert "configs" not in call.node.kwargs
-    assert digest(tuning_fields(node_launches(call.node)[0], DEVICE))
+    assert digest(launch_fields(node_launches(call.node)[0]))
     assert not notes

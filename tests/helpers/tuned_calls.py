@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mtpc.ops  # noqa: F401  (registers the references)
+from mtpc.backends.measured import Table
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.plans import node_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
@@ -69,7 +70,7 @@ def main(root: str, preferred: str) -> None:
 
     print("ready", flush=True)
     sys.stdin.readline()
-    configs, notes = Tuner(EntryStore(Path(root)), DEVICE, timer)(call.node, call.graph)
+    configs, notes = Tuner(Table(EntryStore(Path(root)), DEVICE), timer)(call.node, call.graph)
     print(json.dumps({"timed": len(timed), "configs": configs, "notes": notes}))
 
 

@@ -1,4 +1,5 @@
-"""Timing one launch on a device, with arguments like those of a step in the middle of a text.
+"""Timing on a device, with arguments like those of a step in the middle of a text: one launch, or a
+whole operator beside a library's.
 
 Weights are the model's own. All else is made anew, so that nothing of a request is read or written.
 Tests check the arguments in Triton's interpreter.
@@ -7,20 +8,26 @@ Tests check the arguments in Triton's interpreter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor, fx
 
+from mtpc.backends.base import Run
+from mtpc.backends.cuda import compile_call
+from mtpc.backends.expand import Function
+from mtpc.backends.graphs import Graphs
 from mtpc.backends.triton_kernels.configs import Config, configured
 from mtpc.backends.triton_kernels.launch import Launch, run
 from mtpc.backends.triton_kernels.loading import CodeObjects
 from mtpc.backends.triton_kernels.plans import operator_of
 from mtpc.backends.triton_kernels.tuning import Call
-from mtpc.errors import BackendError
+from mtpc.errors import BackendError, CaptureError
 from mtpc.ops.signatures import given_to
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
@@ -57,31 +64,94 @@ class DeviceTimer:
         Raises:
             BackendError: the device lacks the memory for arguments, or does not run the default.
         """
-        try:
+        with _measuring():
             args, kwargs = trial_arguments(call, self.device)
             launches, _ = operator_of(call.node).plan(*args, **kwargs)
             run(launches)  # Each reads what others before it wrote.
             return [self._seconds(configured(launches[index], config)) for config in configs]
-        except torch.OutOfMemoryError as error:
-            raise BackendError(f"no memory for arguments to time it on: {error}") from error
-        except (RuntimeError, triton.TritonError) as error:
-            raise BackendError(f"the device does not run it: {error}") from error
 
     def _seconds(self, launch: Launch) -> float:
         if self.objects is not None:
             self.objects.seed([launch])  # Triton compiles what is missing.
-        try:
-            run([launch])
-        except torch.OutOfMemoryError:
+        return _seconds(partial(run, [launch]))
+
+
+@dataclass(frozen=True)
+class WholeDeviceTimer:
+    """A `tuning.WholeTimer` on a device. Both are timed as a step runs them: in a captured graph,
+    the function compiled by Inductor.
+
+    Attributes:
+        device: the device.
+        graphs: capture there.
+        objects: as in `DeviceTimer`.
+    """
+
+    device: torch.device
+    graphs: Graphs
+    objects: CodeObjects | None = None
+
+    @torch.no_grad()
+    def __call__(self, call: Call, configs: str, function: Function) -> list[float]:
+        """Median seconds, the device's caches emptied before each run.
+
+        Raises:
+            BackendError: the device lacks the memory for arguments, or does not run our kernels.
+        """
+        with _measuring():
+            args, kwargs = trial_arguments(call, self.device)
+            launches, _ = operator_of(call.node).plan(*args, **kwargs, configs=configs)
+            if self.objects is not None:
+                self.objects.seed(launches)
+            ours = _seconds(self._replay(partial(run, launches)))
+            try:
+                work = compile_call(function, args, kwargs)
+                return [ours, _seconds(self._replay(work))]
+            except _REFUSED as error:
+                if _is_no_memory(error):
+                    raise
+                return [ours, math.inf]
+
+    def _replay(self, work: Run) -> Run:
+        self.graphs.warm_up(work)
+        return self.graphs.record(work)
+
+
+_REFUSED = (RuntimeError, triton.TritonError, CaptureError, torch._dynamo.exc.TorchDynamoException)
+"""What compilers, launchers and captures raise: too many registers, threads or bytes of shared
+memory, a call that a graph cannot hold."""
+
+
+def _is_no_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it comes from, is a lack of memory, which says nothing of
+    what was timed."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        error is not None and _is_no_memory(error.__cause__)
+    )
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """Turns what the device raises into BackendError."""
+    try:
+        yield
+    except _REFUSED as error:
+        if _is_no_memory(error):
+            raise BackendError(f"no memory for arguments to time it on: {error}") from error
+        raise BackendError(f"the device does not run it: {error}") from error
+
+
+def _seconds(work: Run) -> float:
+    try:
+        work()
+    except _REFUSED as error:
+        if _is_no_memory(error):
             raise  # It does not depend on the configuration.
-        except (RuntimeError, triton.TritonError):
-            # The configuration takes too many registers, threads or bytes of shared memory.
-            # Triton's compiler and launcher raise either error.
-            return math.inf
-        milliseconds = triton.testing.do_bench(
-            lambda: run([launch]), warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
-        )
-        return float(milliseconds) / 1000
+        return math.inf
+    milliseconds = triton.testing.do_bench(
+        work, warmup=_WARM_UP_MS, rep=_REPEAT_MS, return_mode="median"
+    )
+    return float(milliseconds) / 1000
 
 
 def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

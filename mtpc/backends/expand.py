@@ -1,0 +1,67 @@
+"""A function in the place of a call: its ATen calls, which Inductor sees and fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mtpc.capture.graph import StepGraph
+from mtpc.capture.inline import fake_mode_of
+from mtpc.ops.signatures import arguments_of, given_to
+from mtpc.passes.base import emit
+
+Function = Callable[..., Tensor]
+"""Takes a reference operator's arguments by its names, and computes the same."""
+
+
+def expand(node: fx.Node, graph: StepGraph, function: Function) -> fx.Node:
+    """Emit, at the insertion point, the calls that a function makes of a call's arguments.
+
+    Returns:
+        The node of its result.
+    """
+    module = trace_call(fake_mode_of(graph.graph), function, (), arguments_of(node))
+    given = (argument for argument in given_to(node).values() if isinstance(argument, fx.Node))
+    held: dict[fx.Node, Any] = {}
+    for inner in module.graph.nodes:
+        if inner.op == "placeholder":
+            held[inner] = next(given)
+        elif inner.op == "output":
+            break
+        else:
+            args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), held.__getitem__)
+            held[inner] = emit(graph.graph, inner.target, args, node, **kwargs)
+    result: fx.Node = held[inner.args[0][0]]
+    return result
+
+
+def trace_call(
+    mode: FakeTensorMode, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.GraphModule:
+    """The ATen calls of a function: a module of the tensors among its arguments, in order, which
+    returns the result in a tuple.
+
+    Args:
+        mode: of the tensors.
+        function: makes no tensor out of Python's numbers, and reads no tensor's values.
+        args: its arguments, tensors fake.
+        kwargs: others by name.
+    """
+    leaves, tree = tree_flatten((args, dict(kwargs)))
+
+    def call(*tensors: Tensor) -> tuple[Tensor]:
+        given = iter(tensors)
+        filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(filled, tree)
+        return (function(*args, **kwargs),)
+
+    with mode:
+        traced: fx.GraphModule = make_fx(call, pre_dispatch=True)(
+            *(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        )
+    return traced
