@@ -235,6 +235,43 @@ def test_how_many_splits_a_context_has(programs: int, blocks: int, splits: int) 
     assert splits_for(programs, blocks, waves=4).count == splits
 
 
+@pytest.mark.parametrize(("window", "splits"), [(0, 64), (128, 1), (186, 1), (187, 5)])
+def test_a_window_has_few_splits(window: int, splits: int) -> None:
+    """Whatever max_len is: as many blocks of 64 positions as two rows may attend to."""
+    batch = make_batch([(1000, 2), (130, 2)], heads=(2, 1), dtype=torch.float16, spare_pages=1900)
+    given = (batch.q, batch.k, batch.v, batch.table, batch.seq_lens, batch.starts, batch.scale)
+    (attend, *rest), _ = plan("paged_attention", *given, window, 0.0, None)
+    assert attend.constants["BLOCK_N"] == 64
+    assert attend.constants["TILE_ROWS"] == 8
+    assert attend.grid[2] == splits
+    assert len(rest) == (splits > 1)
+    batch.window = window
+    close(batch.paged(OURS), batch.paged(REFERENCE))
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "latent_attention"])
+@pytest.mark.parametrize("requests", [[(20, 3), (0, 2), (31, 1)], [(0, 1)], [(9, 1)] * 16])
+def test_programs_without_splits_write_every_row(
+    name: str, requests: list[tuple[int, int]]
+) -> None:
+    """Rows of requests that are off, and behind the last request, are zeros; nothing fills them
+    before."""
+    batch = make_batch(requests, dtype=torch.float16, spare_pages=0)
+    batch.q = torch.cat([batch.q, batch.q.new_full((70, *batch.q.shape[1:]), float("nan"))])
+    indices = (batch.table, batch.seq_lens, batch.starts, batch.scale)
+    call = {
+        "paged_attention": (batch.q, batch.k, batch.v, *indices, 0, 0.0, None),
+        "latent_attention": (batch.q, batch.k[:, :, 0], *indices, 8),
+    }[name]
+    launches, out = plan(name, *call)
+    assert len(launches) == 1
+    assert isinstance(out, torch.Tensor)
+    out.fill_(float("nan"))
+    run(launches)
+    close(out, getattr(REFERENCE, name)(*call))
+    assert not out[-70:].any()
+
+
 def test_a_row_does_not_depend_on_how_many_rows_its_request_has() -> None:
     """Speculation and plain decoding add up the same numbers in the same order."""
     compare = torch.equal if numpy_adds_rows_alike() else torch.allclose

@@ -55,15 +55,16 @@ class Splits:
 
     def tensors(self, query: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sums [splits, T, N, width], stats [splits, T, N, 2] and results [T, N, width] of rows
-        like query [T, N, _]. Where programs write results, these are zeros, because such programs
-        leave out rows of no request; sums and stats are not used, and query stands for them."""
+        like query [T, N, _]. Where programs write results, sums and stats are not used, and query
+        stands for them."""
         tokens, heads = query.shape[:2]
+        out = query.new_empty((tokens, heads, width))
         if self.is_direct:
-            return query, query, query.new_zeros((tokens, heads, width))
+            return query, query, out
         sums, stats = (
             query.new_empty((self.count, tokens, heads, n), dtype=torch.float32) for n in (width, 2)
         )
-        return sums, stats, query.new_empty((tokens, heads, width))
+        return sums, stats, out
 
 
 def splits_for(

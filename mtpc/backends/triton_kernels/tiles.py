@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_FEW = 4
 
 
 def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
@@ -21,6 +22,26 @@ def num_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
 def busy_tiles(num_tokens: int, num_reqs: int, tile_rows: int) -> int:
     """Of `num_tiles`, those that have rows, if all requests have the same number of rows."""
     return num_reqs * -(-num_tokens // (num_reqs * tile_rows))
+
+
+def split_blocks(context: int, window: int, tile_rows: int, block: int) -> int:
+    """The most blocks of positions that the rows of a tile attend to, for splits to take.
+
+    A window of up to `_FEW` blocks is one: to join splits would take as long as to go through its
+    blocks one after the other (by computation, never measured).
+
+    Args:
+        context: positions of the longest context.
+        window: positions that a row attends to; 0 or less: all.
+        tile_rows: rows of a tile.
+        block: positions of a block.
+    """
+    blocks = -(-context // block)
+    if window <= 0:
+        return blocks
+    # The first position of the window may be the last one of a block.
+    seen = min(blocks, -(-(window + tile_rows - 2) // block) + 1)
+    return seen if seen > _FEW else 1
 
 
 @triton.jit

@@ -65,14 +65,15 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROPE: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
-    of them), and writes out."""
+    of them), and writes out, zeros where a request is off."""
     await_launches(EARLY)
     split, reqs = tl.program_id(2), tl.arange(0, R_PAD)
-    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
-    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    # Rows of no request are those of one more, which is off.
+    begins = tl.load(starts_ptr + reqs, mask=reqs <= num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=num_tokens)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS)
-    if (first >= rows) | (length <= 0):
+    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs + 1, TILE_ROWS)
+    if (first >= rows) | ((length <= 0) & (not DIRECT)):
         return
     lane = tl.arange(0, TILE_ROWS * TILE_HEADS)
     row, head = first + lane // TILE_HEADS, tl.program_id(1) * TILE_HEADS + lane % TILE_HEADS
@@ -131,7 +132,7 @@ def latent_attention(
         tile_rows = min(power_of_two(-(-num_tokens // num_reqs)), tile_rows)
     tile_heads = _TILE // tile_rows
     block_n = 32 if q.dtype.itemsize == 2 else 16
-    tiles, head_blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-heads // tile_heads)
+    tiles, head_blocks = num_tiles(num_tokens, num_reqs + 1, tile_rows), -(-heads // tile_heads)
     alone = head_blocks if batch_invariant else 0
     most, nbytes = -(-blocks * page_size // block_n), 4 * num_tokens * heads * rank
     busy = busy_tiles(num_tokens, num_reqs, tile_rows) * head_blocks
@@ -148,7 +149,7 @@ def latent_attention(
         SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
         TILE_ROWS=tile_rows, TILE_HEADS=tile_heads,
         BLOCK_N=block_n, BLOCK_RANK=power_of_two(rank, 16),
-        BLOCK_ROPE=power_of_two(width - rank, 16), R_PAD=power_of_two(num_reqs, 16),
+        BLOCK_ROPE=power_of_two(width - rank, 16), R_PAD=power_of_two(num_reqs + 1, 16),
         WIDEN=widen(latent_attention_kernel, q, cache),
     )  # fmt: skip
     grid = (tiles, head_blocks, splits.programs)

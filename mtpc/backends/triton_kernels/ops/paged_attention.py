@@ -36,6 +36,7 @@ from mtpc.backends.triton_kernels.tiles import (
     locate,
     nothing,
     num_tiles,
+    split_blocks,
     tile_range,
 )
 
@@ -81,14 +82,15 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
-    of them), and writes out."""
+    of them), and writes out, zeros where a request is off."""
     await_launches(EARLY)
     kv_head, split, reqs = tl.program_id(1), tl.program_id(2), tl.arange(0, R_PAD)
-    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
-    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    # Rows of no request are those of one more, which is off.
+    begins = tl.load(starts_ptr + reqs, mask=reqs <= num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=num_tokens)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS)
-    if (first >= rows) | (length <= 0):
+    request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs + 1, TILE_ROWS)
+    if (first >= rows) | ((length <= 0) & (not DIRECT)):
         return
     lane = tl.arange(0, BLOCK_M)
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
@@ -153,7 +155,8 @@ def paged_attention(
     held = limit if batch_invariant else min(rows_hint * group, limit)
     block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
-    tiles, blocks = num_tiles(num_tokens, num_reqs, tile_rows), -(-width * page_size // block_n)
+    tiles = num_tiles(num_tokens, num_reqs + 1, tile_rows)
+    blocks = split_blocks(width * page_size, sliding_window, tile_rows, block_n)
     busy = busy_tiles(num_tokens, num_reqs, tile_rows) * kv_heads
     alone, nbytes = kv_heads if batch_invariant else 0, 4 * num_tokens * heads * value_dim
     splits = splits_for(busy, blocks, alone, nbytes, _WAVES)
@@ -172,7 +175,7 @@ def paged_attention(
         SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
         TILE_ROWS=tile_rows, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
-        R_PAD=power_of_two(num_reqs, 16), WIDEN=widen(paged_attention_kernel, q, v),
+        R_PAD=power_of_two(num_reqs + 1, 16), WIDEN=widen(paged_attention_kernel, q, v),
     )  # fmt: skip
     grid = (tiles, kv_heads, splits.programs)
     threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256
