@@ -64,7 +64,10 @@ class TorchGraphs:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> None:
@@ -78,9 +81,10 @@ class TorchGraphs:
         """Capture one run as a graph; work of other threads does not disturb the capture.
 
         Raises:
-            CaptureError: the device refuses.
+            CaptureError: the device refuses. torch then leaves the capture's stream current, and
+                its pool in use, so the next capture gets others.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         options: dict[str, Any] = dict(pool=self._pool, stream=self._stream)
         first: Exception | None = None
         try:
@@ -91,6 +95,8 @@ class TorchGraphs:
                     first = error  # The end of the broken capture raises another error.
                     raise
         except Exception as error:
+            torch.cuda.set_stream(current)
+            self._begin()
             cause = first or error
             if not isinstance(cause, RuntimeError):
                 raise cause from None

@@ -6,6 +6,7 @@ and is not tested; docs/gpu.md says so.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -125,15 +126,22 @@ class _Cuda:
     Attributes:
         cached: what warm-ups left, given back by `empty_cache`, which a capture calls.
         pool: what graphs hold.
+        current: the current stream.
+        captures: pool and stream of each capture.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.cached = self.pool = 0
+        self.current: Any = "the caller's stream"
+        self.captures: list[tuple[int, Any]] = []
+        self._handles = itertools.count()
         cuda = dict(
-            Stream=lambda device: self, graph_pool_handle=lambda: 7, CUDAGraph=lambda: self,
-            current_stream=lambda device: self, stream=lambda stream: nullcontext(),
+            Stream=lambda device: _Stream(self), graph_pool_handle=self._handles.__next__,
+            CUDAGraph=lambda: self, stream=lambda stream: nullcontext(),
+            current_stream=lambda device: self.current,
+            set_stream=lambda stream: setattr(self, "current", stream),
             memory_reserved=lambda device: self.cached + self.pool, empty_cache=self.empty,
-            graph=lambda graph, **options: self,
+            graph=self._graph,
         )  # fmt: skip
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
@@ -141,11 +149,9 @@ class _Cuda:
     def empty(self) -> None:
         self.cached = 0
 
-    def wait_stream(self, stream: Any) -> None:
-        assert stream is self
-
-    def synchronize(self) -> None:
-        self.cached += 1000  # Of a warm-up.
+    def _graph(self, graph: Any, pool: int, stream: Any, capture_error_mode: str) -> _Cuda:
+        self.captures.append((pool, stream))
+        return self
 
     def replay(self) -> None:
         raise AssertionError("nothing is replayed here")
@@ -153,10 +159,25 @@ class _Cuda:
     def __enter__(self) -> None:
         self.empty()
         self.pool += 64
+        self._before, self.current = self.current, self.captures[-1][1]
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is not None:
+        if kind is not None:  # As torch, which leaves the stream by its next line.
             raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = self._before
+
+
+class _Stream:
+    """A stream of `_Cuda`."""
+
+    def __init__(self, cuda: _Cuda):
+        self._cuda = cuda
+
+    def wait_stream(self, stream: Any) -> None:
+        assert stream == self._cuda.current
+
+    def synchronize(self) -> None:
+        self._cuda.cached += 1000  # Of a warm-up.
 
 
 def test_a_graphs_bytes_are_those_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +197,24 @@ def test_a_graphs_bytes_are_those_of_its_pool(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_error_of_a_capture_is_told(
     error: Exception, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ending a capture that has failed raises another one, which says nothing."""
-    _Cuda(monkeypatch)
+    """Ending a capture that has failed raises another one, which says nothing. Later captures get
+    a pool and a stream of their own."""
+    cuda = _Cuda(monkeypatch)
+    graphs = TorchGraphs(torch.device("cpu"))
 
     def run() -> None:
         raise error
 
+    graphs.record(lambda: None)
+    graphs.record(lambda: None)
     with pytest.raises(seen, match=str(error)):
-        TorchGraphs(torch.device("cpu")).record(run)
+        graphs.record(run)
+    assert cuda.current == "the caller's stream"
+    graphs.record(lambda: None)
+    first, second, failed, last = cuda.captures
+    assert first == second == failed
+    assert last[0] != failed[0]
+    assert last[1] is not failed[1]
 
 
 def test_a_model_on_another_device_of_the_kind_is_not_taken() -> None:
