@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     tell(f"on {machine.name}")
     with command.working_directory(args.workdir) as workdir:
-        plan = Plan(args.prompt_tokens, args.new_tokens, args.layers, workdir)
+        plan = Plan(args.prompt_tokens, args.new_tokens, args.max_len, args.layers, workdir)
         session = Session(machine, schedule, RowFile(args.csv, args.resume), tell, plan)
         _check(session, args, CHECKS_SHARE if TIMED & set(args.parts) else 1.0)
         _measure(session, args)
@@ -230,12 +230,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cache-dir", type=Path, metavar="DIR", help="keep what is compiled: a later call is warm")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--families", nargs="+", choices=("all", *FAMILIES), default=TELLING, help="of the gate")
-    add("--shapes", nargs="+", choices=tuple(SHAPES), help="default: the two large ones")
+    add("--shapes", nargs="+", choices=tuple(SHAPES), help="default: " + ", ".join(MEASURED))
     add("--spec-tokens", nargs="+", type=int, default=(0, 1, 2, 3, 4), metavar="K")
     add("--batches", nargs="+", type=positive, metavar="N", help="default: 1 4 16 64")
     add("--layers", type=positive, metavar="N", help="decoder layers instead of the shape's")
     add("--prompt-tokens", type=positive, default=64, metavar="N")
     add("--new-tokens", type=positive, metavar="N", help="decoded per request; default: 128")
+    add("--max-len", type=positive, metavar="N", help="of the steps; default: 4096")
     add("--workdir", type=Path, help="for checkpoints; kept; default: a temporary one")
     args = parser.parse_args(argv)
     args.families = FAMILIES if "all" in args.families else args.families
@@ -243,6 +244,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.shapes = args.shapes or (tiny if args.dry_run else MEASURED)
     args.batches = args.batches or ((1, 2) if args.dry_run else (1, 4, 16, 64))
     args.new_tokens = args.new_tokens or (12 if args.dry_run else 128)
+    decoded = args.prompt_tokens + 2 * args.new_tokens + 32
+    args.max_len = args.max_len or (decoded if args.dry_run else 4096)
+    if args.max_len < decoded:
+        parser.error(f"--max-len {args.max_len}: prompts and new tokens take up to {decoded}")
     return args
 
 

@@ -105,7 +105,7 @@ SHAPES = {
 }  # fmt: skip
 """An 8B dense GLM-4, and a mixture with latent attention of DeepSeek-V2-Lite's sizes; a small GLM-4
 and two released shapes, for benchmarks.gpu_model; tiny ones, for dry runs."""
-MEASURED = ("glm4-8b", "mla-moe-16b")
+MEASURED = ("glm4-0.5b", "glm4-8b", "mla-moe-16b")
 """Those that benchmarks.gpu measures, unless it is told which."""
 
 

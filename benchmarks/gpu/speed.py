@@ -45,12 +45,14 @@ class Plan:
     Attributes:
         prompt_tokens: of each request.
         new_tokens: of each request, after a warm-up of as many.
+        max_len: of the compiled steps.
         layers: decoder layers, instead of the shape's.
         workdir: for the checkpoint that `use_mtp` reads.
     """
 
     prompt_tokens: int
     new_tokens: int
+    max_len: int
     layers: int | None
     workdir: Path
 
@@ -124,11 +126,11 @@ class Bench:
         return Bytes(products, (row.step_bytes or 0) - products)
 
     def _options(self, case: Case) -> CompileOptions:
-        length = self.plan.prompt_tokens + 2 * self.plan.new_tokens + 32
         # One by one, the first prompts of many would be done before the last one began.
         together = min(case.batch, PROMPTS_AT_ONCE)
         return CompileOptions(
-            spec_tokens=case.spec_tokens, batch_buckets=(case.batch,), max_len=length,
+            spec_tokens=case.spec_tokens, batch_buckets=(case.batch,),
+            max_len=self.plan.max_len,
             page_size=PAGE, prefill_chunk=together * self.plan.prompt_tokens,
             prefill_rows=together, prefix_caching=False, sampling=False,
         )  # fmt: skip

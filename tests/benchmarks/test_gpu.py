@@ -169,7 +169,7 @@ def test_nothing_is_begun_that_would_end_late() -> None:
 
 def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    plan = Plan(4, 4, None, tmp_path)
+    plan = Plan(4, 4, 64, None, tmp_path)
     session = gpu.Session(NullMachine(), Schedule(1e9), RowFile(path), lambda line: None, plan)
     rows = [Row("gate", "d", name, "x", 3, 2) for name in ("a", "b")]
 
