@@ -101,7 +101,8 @@ class CompileOptions:
         kv_offload_bytes: the most bytes of files in `kv_offload_dir`.
         async_scheduling: launch a step before the results of the step before it are read, so that a
             GPU does not wait for the host. The text is the same and arrives one step later. It
-            gains nothing on a cpu, where the launch does the work itself.
+            gains nothing on a cpu, where the launch does the work itself. None is True on one GPU
+            without `kv_offload_dir`, if the model keeps all of its past in pages, else False.
         batch_invariant: on GPUs, text that does not depend on K, batch or chunk; see docs/gpu.md.
         backend: "cpu", "cuda" (NVIDIA and AMD GPUs), "eager", "null" or "auto". "auto" is cuda for
             a model object on a GPU, else cpu. If no C++ compiler works, it falls back from cpu to
@@ -171,7 +172,7 @@ class CompileOptions:
     snapshot_distance: int = 1024
     kv_offload_dir: Path | None = None
     kv_offload_bytes: int = DEFAULT_OFFLOAD_BYTES
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
     batch_invariant: bool = False
     backend: str = "auto"
     dtype: str | None = None
@@ -240,10 +241,13 @@ class CompileOptions:
 
     def _check_switches(self) -> None:
         """Refuse other values than True and False, because a string such as "no" is truthy."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise OptionError(f"{field.name} is {value!r}; expected True or False")
+        switches = [field.name for field in fields(self) if isinstance(field.default, bool)]
+        if self.async_scheduling is not None:
+            switches.append("async_scheduling")
+        for name in switches:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(f"{name} is {value!r}; expected True or False")
 
     def _settle_tiers(self) -> None:
         """Set `spec_tokens` to a number, which is the largest tier with "auto"."""

@@ -90,7 +90,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 _SWITCHES = (
     ("--images", "compile for prompts with images, of models with a vision tower"),
     ("--batch-invariant", "on a GPU, text does not depend on K, batch or chunk; slower"),
-    ("--async-scheduling", "on a GPU, launch a step before the previous one is read"),
     (
         "--build-in-background",
         "start without drafts, and use each K once another process has built its steps",
@@ -152,6 +151,9 @@ def add_compile_options(
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     add_switches(group, *_SWITCHES, default=None)
+    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
+    shown = f"{text} (default: on GPUs, where that loses nothing)"
+    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
     _add_steps(group)
 
 

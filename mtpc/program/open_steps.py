@@ -309,7 +309,7 @@ class _Opener(Generic[T]):
         else:
             made = self.assembler.compile(compiler)
         compiler.tell("done", None)
-        served, settled = loaded.served(), compiler.options
+        served, settled = loaded.served(), settle_scheduling(compiler, self.ranks)
         identity = self._identity(settled, backend.name)
         check = loaded.elsewhere.check if loaded.elsewhere else lambda: None
         return Opened(
@@ -364,3 +364,20 @@ class _Opener(Generic[T]):
         new_buffer = Layout.allocate if own else Layout.reserve
         listener = self.interrupts.tell
         return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks)
+
+
+def settle_scheduling(compiler: StepCompiler, ranks: Ranks | None) -> CompileOptions:
+    """The compiler's options with `async_scheduling`: by default on a GPU, where nothing is lost.
+
+    With it, decoding requests leave no snapshots, and `kv_offload_dir` gets no pages. Ranks have
+    never run with it.
+    """
+    from mtpc.layout.slot_state import snapshot_count
+
+    options = compiler.options
+    if options.async_scheduling is not None:
+        return options
+    keeps = snapshot_count(compiler.layout(compiler.keys[0]), options) > 0
+    loses = keeps or options.kv_offload_dir is not None or ranks is not None
+    is_gpu = compiler.backend.device.startswith("cuda")
+    return replace(options, async_scheduling=is_gpu and not loses)

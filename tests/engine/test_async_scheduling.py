@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,16 @@ from helpers.schedules import (
 from torch import Tensor
 
 import mtpc
+from mtpc.backends.eager import EagerBackend
+from mtpc.config import CompileOptions
 from mtpc.engine import engine as engine_module
 from mtpc.engine.readout import DeviceMoment, Moment, Readout
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Layout, StepKey
 from mtpc.layout.buffers import batch_specs
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+from mtpc.program.open_steps import settle_scheduling
 from mtpc.program.program import Program
 
 
@@ -321,3 +327,33 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorded == ["stream of cuda:1"] * 3
     assert isinstance(readout.begin, DeviceMoment)
     assert readout.read().keys() == set(layout.results)
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "ranks", "more", "found"),
+    [
+        ("mimo", "cuda:0", None, {}, True),
+        ("mimo", "cpu", None, {}, False),
+        ("mimo", "cuda:0", None, {"async_scheduling": False}, False),
+        ("mimo", "cpu", None, {"async_scheduling": True}, True),
+        ("mimo", "cuda:0", None, {"kv_offload_dir": "."}, False),
+        ("mimo", "cuda:0", "two ranks", {}, False),
+        ("qwen3_next", "cuda:0", None, {}, False),
+        ("qwen3_next", "cuda:0", None, {"snapshot_bytes": 0}, True),
+        ("qwen3_next", "cuda:0", None, {"prefix_caching": False}, True),
+    ],
+)
+def test_it_is_the_default_on_a_gpu_where_nothing_is_lost(
+    family: str,
+    device: str,
+    ranks: Any,
+    more: dict[str, Any],
+    found: bool,
+    checkpoint: Callable[..., Path],
+) -> None:
+    """A recurrent state is reused by snapshots, which requests that decode would leave no more."""
+    loaded, backend = load(checkpoint(family), "float32", True), EagerBackend()
+    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **more)
+    compiler = StepCompiler(loaded, options, backend)
+    backend.device = device
+    assert settle_scheduling(compiler, ranks).async_scheduling is found

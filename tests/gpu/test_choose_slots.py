@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 from mtpc.backends.triton_kernels import load_kernels
+from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.plans import plan
 
 pytestmark = pytest.mark.triton
 
@@ -79,6 +82,38 @@ def test_scores_of_all_signs_and_sizes() -> None:
             for ops in (OURS, REFERENCE)
         )
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", [1, 9, 10, 11, 12, 21, 22, 23, 32])
+def test_the_last_bits_of_a_score_decide(bits: int) -> None:
+    """Scores that differ in their last bits alone, where digits of 11 bits meet."""
+    of = make_batch([(700, 1)], heads=(2, 1), dims=(4, 1))
+    given = (of.q, torch.ones(1, 2), of.k[:, :, 0], of.table, of.seq_lens, of.starts)
+    generator = torch.Generator().manual_seed(bits)
+    scores = torch.randint(2**bits, (700,), generator=generator)
+    for count in (1, 350, 699):
+        (_, choice), out = plan("choose_slots", *given, count)
+        choice.arguments["scores_ptr"][0, :700] = (scores + 5 * 2**bits * (bits < 29)).int()
+        run([choice])
+        best = scores.sort(descending=True, stable=True).indices[:count].sort().values
+        slots = of.table[0][best // 16] * 16 + best % 16
+        assert torch.equal(out[0, :count].long(), slots.long())
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7])
+def test_few_programs_score_all_positions(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And write every entry of every row: nothing fills the results before."""
+    module = sys.modules["mtpc.backends.triton_kernels.ops.choose_slots"]
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    of = make_batch([(1000, 1), (0, 1), (64, 1)], heads=(32, 1), dims=(12, 1), spare_rows=2)
+    given = (of.q, torch.ones(5, 32), of.k[:, :, 0], of.table, of.seq_lens, of.starts, 100)
+    launches, out = plan("choose_slots", *given)
+    assert launches[0].grid[1] == -(-programs // 5)
+    out.fill_(7)
+    run(launches)
+    assert torch.equal(out, REFERENCE.choose_slots(*given))
+    assert out[1].eq(-1).all()
+    assert out[3:].eq(-1).all()
 
 
 def test_of_equal_scores_the_earlier_positions_are_chosen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
+SLOW = pytest.mark.slow
 OPTIONS = CompileOptions(
     spec_tokens=1,
-    batch_buckets=(1,),
+    batch_buckets=(1, 64),  # Slots for so many that caches by slot are larger than other values.
     max_len=64,
     page_size=16,
     prefill_chunk=8,
@@ -29,9 +31,9 @@ OPTIONS = CompileOptions(
 )
 
 
-def _compiler(checkpoint: Path) -> StepCompiler:
-    loaded = load(checkpoint, "bfloat16", True)
-    return StepCompiler(loaded, OPTIONS, NullMachine().backend(), new_buffer=Layout.reserve)
+def _compiler(checkpoint: Path, **more: Any) -> StepCompiler:
+    loaded, options = load(checkpoint, "bfloat16", True), replace(OPTIONS, **more)
+    return StepCompiler(loaded, options, NullMachine().backend(), new_buffer=Layout.reserve)
 
 
 def _pool_bytes(compiler: StepCompiler) -> int:
@@ -41,19 +43,22 @@ def _pool_bytes(compiler: StepCompiler) -> int:
     return min(paged) if paged else max(t.nbytes for t in caches)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "glm4_moe",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in EVERY_FAMILY if f != "glm4_moe"),
-    ],
-)
+GREEDY, SAMPLED = (StepKey.decode(1, 1), {}), (StepKey.decode(1, 1), {"sampling": True})
+PROMPT = (StepKey.prefill(1, 8, 1), {"sampling": True})
+STEPS = [
+    pytest.param(family, *step, marks=() if family == "glm4_moe" and step is not SAMPLED else SLOW)
+    for family in EVERY_FAMILY
+    for step in (GREEDY, SAMPLED, PROMPT)
+]
+
+
+@pytest.mark.parametrize(("family", "key", "more"), STEPS)
 def test_no_buffer_is_copied_before_it_is_written(
-    family: str, checkpoint: Callable[..., Path]
+    family: str, key: StepKey, more: dict[str, Any], checkpoint: Callable[..., Path]
 ) -> None:
     """A clone of the KV pool in each step would cost more than all else."""
-    compiler = _compiler(checkpoint(family, "random"))
-    found = lowered(compiler.rewritten(StepKey.decode(1, 1)))
+    compiler = _compiler(checkpoint(family, "random"), **more)
+    found = lowered(compiler.rewritten(key))
     assert found.missed == {
         "possibly_missed_reinplacing_bytes": 0,
         "possibly_missed_reinplacing_opportunities": 0,

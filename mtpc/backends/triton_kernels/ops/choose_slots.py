@@ -1,11 +1,11 @@
 """The indexer of sparse attention: scores of all positions that a row sees, then the best ones.
 
-In the first kernel, a program scores one row against one block of positions, all heads at once.
-Scores go to memory as integers of the same order. In the second kernel, a program has one row. It
-finds the score of the last position to choose, digit by digit, by counting (radix selection). Then
-it passes over the positions again, and writes those with a greater score; of equal ones it writes
-the earlier, as many as there is room for. A row that sees no more positions than it may choose gets
-all of them, without scores.
+In the first kernel, a program scores one row against a block of positions, and further blocks if
+there are more than programs. Scores go to memory as integers of the same order. In the second
+kernel, a program has one row. It finds the score of the last position to choose, digit by digit, by
+counting (radix selection). Then it passes over the positions again, and writes those with a greater
+score; of equal ones it writes the earlier, as many as there is room for. A row that sees no more
+positions than it may choose gets all of them, without scores.
 """
 
 from __future__ import annotations
@@ -18,18 +18,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch, adjacent, power_of_two, widen
+from mtpc.backends.triton_kernels.launch import (
+    NO_CHOICE,
+    Change,
+    Choice,
+    Launch,
+    adjacent,
+    power_of_two,
+    widen,
+)
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot, locate, num_tiles
 
 _POSITIONS = 64
-"""Positions that a program scores."""
+"""Positions of a block."""
+_PROGRAMS = 2048
+"""The most programs that score, if there are fewer rows."""
 _HEADS = 16
 """Heads that a program takes at a time."""
-_BLOCK = 1024
-"""Scores that a pass takes together."""
-_BITS = 8
-"""Bits of a digit."""
+_BLOCK, _MOST, _EACH = 1024, 8192, 8
+"""Scores that a pass takes together: at least, at most, and of each thread. More are taken where
+contexts may be long, because each of a row's turns waits for memory (never measured)."""
+_BITS = 11
+"""Bits of a digit: three passes find the edge. The last digit has a bit of the one before."""
+_SCORE_CHOICE = Choice((Change(factors={"BLOCK_H": 4}), Change(threads=128)))
+"""64 heads fill one instruction of Hopper."""
+_EDGE_CHOICE = Choice((Change(factors={"BLOCK": 0.5}), Change(factors={"BLOCK": 2})))
 _MAX_QUERY = 64 * 128
 """The most elements of a row's query, all of which a program loads."""
 
@@ -59,27 +73,27 @@ def score_positions_kernel(  # type: ignore[no-untyped-def]
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
     request, start, rows, length, row = locate(reqs, begins, ends, lens, num_reqs, 1)
     visible = tl.minimum(length - rows + row + 1, context)
-    first = tl.program_id(1) * BLOCK_N
-    if (row >= rows) | (length <= 0) | (visible <= COUNT) | (first >= visible):
+    if (row >= rows) | (length <= 0) | (visible <= COUNT):
         return
-    d, key = tl.arange(0, BLOCK_D), first + tl.arange(0, BLOCK_N)
-    token = (start + row).to(tl.int64)
-    inside = key < visible
-    page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-    at = cache_ptr + page * cache_page + (key % PAGE).to(tl.int64) * cache_row
-    keys = tl.load(at[:, None] + d[None], mask=inside[:, None] & (d < D)[None], other=0.0)
-    keys = tl.trans(keys.to(q_ptr.dtype.element_ty))
-    scores = tl.zeros([BLOCK_N], tl.float32)
-    for block in range(0, HEADS, BLOCK_H):
-        h = block + tl.arange(0, BLOCK_H)
-        q_at = q_ptr + token * q_token + h[:, None] * q_head + d[None]
-        q = tl.load(q_at, mask=(h < HEADS)[:, None] & (d < D)[None], other=0.0)
-        factors = tl.load(weights_ptr + token * weights_token + h, mask=h < HEADS, other=0.0)
-        products = dot(q, keys, WIDEN)
-        products = tl.where(products < 0, 0.0, products)  # Not maximum, which would hide NaN.
-        scores += tl.sum(products * factors.to(tl.float32)[:, None], 0)
-    tl.store(scores_ptr + token * context + key, _as_ordered(scores), mask=inside)
+    d, token = tl.arange(0, BLOCK_D), (start + row).to(tl.int64)
+    for first in range(tl.program_id(1) * BLOCK_N, visible, tl.num_programs(1) * BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        inside = key < visible
+        page = tl.load(table_ptr + request * table_width + key // PAGE, mask=inside, other=0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+        at = cache_ptr + page * cache_page + (key % PAGE).to(tl.int64) * cache_row
+        keys = tl.load(at[:, None] + d[None], mask=inside[:, None] & (d < D)[None], other=0.0)
+        keys = tl.trans(keys.to(q_ptr.dtype.element_ty))
+        scores = tl.zeros([BLOCK_N], tl.float32)
+        for block in range(0, HEADS, BLOCK_H):
+            h = block + tl.arange(0, BLOCK_H)
+            q_at = q_ptr + token * q_token + h[:, None] * q_head + d[None]
+            q = tl.load(q_at, mask=(h < HEADS)[:, None] & (d < D)[None], other=0.0)
+            factors = tl.load(weights_ptr + token * weights_token + h, mask=h < HEADS, other=0.0)
+            products = dot(q, keys, WIDEN)
+            products = tl.where(products < 0, 0.0, products)  # Not maximum, which would hide NaN.
+            scores += tl.sum(products * factors.to(tl.float32)[:, None], 0)
+        tl.store(scores_ptr + token * context + key, _as_ordered(scores), mask=inside)
 
 
 @triton.jit
@@ -95,19 +109,21 @@ def _edge_of(held, digits, room, edge, SHIFT: tl.constexpr):  # type: ignore[no-
 @triton.jit(do_not_specialize=["num_pages"])
 def choose_slots_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, table_ptr, lens_ptr, starts_ptr, out_ptr,
-    num_reqs, table_width, num_pages, context,
+    num_reqs, table_width, num_pages, context, num_tokens,
     PAGE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, R_PAD: tl.constexpr,
     BITS: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """out int32 [T, COUNT], full of -1: the slots chosen, positions ascending."""
+    """out int32 [T, COUNT]: the slots chosen, positions ascending, then -1."""
     reqs = tl.arange(0, R_PAD)
-    begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0)
-    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=0)
+    # Rows of no request are those of one more, which is off.
+    begins = tl.load(starts_ptr + reqs, mask=reqs <= num_reqs, other=0)
+    ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=num_tokens)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
-    request, start, rows, length, row = locate(reqs, begins, ends, lens, num_reqs, 1)
+    request, start, rows, length, row = locate(reqs, begins, ends, lens, num_reqs + 1, 1)
     visible = tl.minimum(length - rows + row + 1, context)
-    if (row >= rows) | (length <= 0) | (visible <= 0):
+    if row >= rows:
         return
+    visible = tl.where(length > 0, tl.maximum(visible, 0), 0)
     token = (start + row).to(tl.int64)
     scores_ptr += token * context
     lane, digits = tl.arange(0, BLOCK), tl.arange(0, DIGITS)
@@ -124,9 +140,9 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
                 score = score.to(tl.uint32, bitcast=True)
                 if done > 0:
                     inside = inside & ((score >> (32 - done)) == (edge >> (32 - done)))
-                digit = (score >> (32 - BITS - done)) & (DIGITS - 1)
+                digit = (score >> max(32 - BITS - done, 0)) & (DIGITS - 1)
                 held += tl.histogram(digit.to(tl.int32), DIGITS, mask=inside)
-            edge, room = _edge_of(held, digits, room, edge, 32 - BITS - done)
+            edge, room = _edge_of(held, digits, room, edge, max(32 - BITS - done, 0))
     written, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for first in range(0, visible, BLOCK):
         position = first + lane
@@ -144,6 +160,9 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
         page = tl.load(table_ptr + request * table_width + position // PAGE, mask=chosen, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int32)
         tl.store(out_ptr + token * COUNT + place, page * PAGE + position % PAGE, mask=chosen)
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    for place in range(written, COUNT, BLOCK):
+        tl.store(out_ptr + token * COUNT + place + lane, nothing, mask=place + lane < COUNT)
 
 
 def _limit(call: Mapping[str, Any]) -> str | None:
@@ -164,7 +183,7 @@ def choose_slots(
         BackendError: elements of a cache's row are not adjacent in memory.
     """
     most = min(count, block_table.shape[1] * index_cache.shape[1])
-    out = query.new_full((query.shape[0], most), -1, dtype=torch.int32)
+    out = query.new_empty((query.shape[0], most), dtype=torch.int32)
     query = query if query.stride(-1) == 1 else query.contiguous()
     weights = weights if weights.stride(-1) == 1 else weights.contiguous()
     cache = adjacent(index_cache, "index_cache")
@@ -172,7 +191,7 @@ def choose_slots(
     starts = query_start_loc.contiguous()
     (num_tokens, heads, dim), (num_reqs, blocks) = query.shape, table.shape
     num_pages, page_size = cache.shape[:2]
-    context, tiles = blocks * page_size, num_tiles(num_tokens, num_reqs, 1)
+    context, tiles = blocks * page_size, num_tiles(num_tokens, num_reqs + 1, 1)
     scores = query.new_empty((num_tokens, context), dtype=torch.int32)
     shared = dict(
         table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts, scores_ptr=scores,
@@ -183,16 +202,19 @@ def choose_slots(
         q_head=query.stride(1), weights_token=weights.stride(0), cache_page=cache.stride(0),
         cache_row=cache.stride(1),
     )  # fmt: skip
-    sizes = dict(PAGE=page_size, COUNT=out.shape[1], R_PAD=power_of_two(num_reqs, 16))
+    sizes = dict(PAGE=page_size, COUNT=out.shape[1], R_PAD=power_of_two(num_reqs + 1, 16))
     products = dict(
         HEADS=heads, D=dim, BLOCK_H=_HEADS, BLOCK_D=power_of_two(dim, 16),
         BLOCK_N=_POSITIONS, WIDEN=widen(score_positions_kernel, query, cache),
     )  # fmt: skip
-    grid = (tiles, -(-context // _POSITIONS), 1)
-    choice = dict(out_ptr=out, **shared)
-    radix = dict(BLOCK=_BLOCK, BITS=_BITS, DIGITS=1 << _BITS)
+    each = min(-(-context // _POSITIONS), -(-_PROGRAMS // num_tokens))
+    choice = dict(out_ptr=out, num_tokens=num_tokens, **shared)
+    block = min(max(power_of_two(context) // 8, _BLOCK), _MOST)
+    radix = dict(BLOCK=block, BITS=_BITS, DIGITS=1 << _BITS)
     launches = [
-        Launch(score_positions_kernel, grid, shared | scored, sizes | products),
-        Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix),
-    ]
+        Launch(score_positions_kernel, (tiles, each, 1), shared | scored, sizes | products,
+               choice=_SCORE_CHOICE if heads >= 4 * _HEADS else NO_CHOICE),
+        Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix,
+               threads=max(256, block // _EACH), choice=_EDGE_CHOICE),
+    ]  # fmt: skip
     return launches, out
