@@ -113,9 +113,9 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, R_PAD: tl.constexpr,
     BITS: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """out int32 [T, COUNT]: the slots chosen, positions ascending, then -1."""
+    """out int32 [T, COUNT]: the slots chosen, positions ascending, then -1. Rows of no request are
+    those of one more, which is off."""
     reqs = tl.arange(0, R_PAD)
-    # Rows of no request are those of one more, which is off.
     begins = tl.load(starts_ptr + reqs, mask=reqs <= num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=num_tokens)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
@@ -123,13 +123,10 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
     visible = tl.minimum(length - rows + row + 1, context)
     if row >= rows:
         return
-    visible = tl.where(length > 0, tl.maximum(visible, 0), 0)
     token = (start + row).to(tl.int64)
     scores_ptr += token * context
     lane, digits = tl.arange(0, BLOCK), tl.arange(0, DIGITS)
-    edge = tl.full([], 0, tl.uint32)
-    # How many scores that equal the edge are chosen: all where nothing was scored.
-    room = visible
+    edge, room = tl.full([], 0, tl.uint32), visible  # Room for scores that equal the edge.
     if visible > COUNT:
         room = tl.full([], COUNT, tl.int32)
         for done in tl.static_range(0, 32, BITS):
@@ -160,9 +157,9 @@ def choose_slots_kernel(  # type: ignore[no-untyped-def]
         page = tl.load(table_ptr + request * table_width + position // PAGE, mask=chosen, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int32)
         tl.store(out_ptr + token * COUNT + place, page * PAGE + position % PAGE, mask=chosen)
-    nothing = tl.full([BLOCK], -1, tl.int32)
     for place in range(written, COUNT, BLOCK):
-        tl.store(out_ptr + token * COUNT + place + lane, nothing, mask=place + lane < COUNT)
+        rest = out_ptr + token * COUNT + place + lane
+        tl.store(rest, tl.full([BLOCK], -1, tl.int32), mask=place + lane < COUNT)
 
 
 def _limit(call: Mapping[str, Any]) -> str | None:

@@ -65,10 +65,9 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROPE: tl.constexpr, R_PAD: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
-    of them), and writes out, zeros where a request is off."""
+    of them), and writes out. Rows of no request are those of one more, which is off: zeros."""
     await_launches(EARLY)
     split, reqs = tl.program_id(2), tl.arange(0, R_PAD)
-    # Rows of no request are those of one more, which is off.
     begins = tl.load(starts_ptr + reqs, mask=reqs <= num_reqs, other=0)
     ends = tl.load(starts_ptr + 1 + reqs, mask=reqs < num_reqs, other=num_tokens)
     lens = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
