@@ -158,7 +158,12 @@ def _check(session: Session, args: argparse.Namespace, share: float) -> None:
     def attempt(kind: str, row: Row, check: Callable[[Row], Row]) -> None:
         session.attempt(kind, [row], lambda rows: map(check, rows), share)
 
-    for row in op_rows(machine) if "ops" in args.parts else ():
+    rows = list(op_rows(machine)) if "ops" in args.parts else []
+    unknown = {*(args.operators or ())} - {row.shape for row in rows}
+    if unknown:
+        names = ", ".join(sorted({row.shape for row in rows}))
+        sys.exit(f"--operators {' '.join(sorted(unknown))}: not of the part ops; it has {names}")
+    for row in (row for row in rows if row.shape in (args.operators or (row.shape,))):
         attempt("ops", row, lambda row: check_op(machine, row))
     for name in args.families if "gate" in args.parts else ():
         row = Row("gate", machine.name, name, COMPARED, 3, 2)
@@ -229,6 +234,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--deadline", type=positive, default=400, metavar="S", help="to end by, as far as known")
     add("--cache-dir", type=Path, metavar="DIR", help="keep what is compiled: a later call is warm")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--operators", nargs="+", metavar="NAME", help="of the part ops; default: all")
     add("--families", nargs="+", choices=("all", *FAMILIES), default=TELLING, help="of the gate")
     add("--shapes", nargs="+", choices=tuple(SHAPES), help="default: " + ", ".join(MEASURED))
     add("--spec-tokens", nargs="+", type=int, default=(0, 1, 2, 3, 4), metavar="K")
