@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,9 @@ from helpers.small_graphs import small_graph
 from helpers.tapes import op_names
 from helpers.triton_steps import compile_on
 from torch import Tensor, fx
+from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
@@ -29,7 +32,6 @@ from mtpc.backends.aiter.around import rows_off, token_lists
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.backends.eager import EagerBackend
-from mtpc.backends.expand import trace_call
 from mtpc.backends.memory import GRANULE, live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
@@ -209,21 +211,19 @@ def test_rows_off() -> None:
 
 
 @pytest.mark.slow
-def test_lists_are_two_kernels() -> None:
-    """Starts and lists; with the constant, which layers share, three."""
+def test_lists_are_few_kernels() -> None:
+    """Starts, lists, the constant that layers share; and the search, which is apart on the CPU."""
     table = torch.randint(0, 99, (6, 40), dtype=torch.int32)
     lens = torch.tensor([5, 0, 40, 17, 0, 2], dtype=torch.int32)
-    torch._inductor.metrics.reset()
     mode = FakeTensorMode()
-    fakes = (mode.from_tensor(table), mode.from_tensor(lens))
-
-    def listed(table: Tensor, lens: Tensor) -> Tensor:
-        return torch.cat(token_lists(table, lens, 1))
-
-    made = compile_flat(trace_call(mode, listed, fakes, {}), (table, lens))
-    assert torch.equal(made(table, lens)[0], listed(table, lens))
-    # The concatenation here adds no kernel: each part is written into its place.
-    assert torch._inductor.metrics.generated_kernel_count <= 3
+    with mode:
+        fakes = mode.from_tensor(table), mode.from_tensor(lens)
+        module = make_fx(partial(token_lists, page_size=1), pre_dispatch=True)(*fakes)
+    metrics.reset()
+    made = compile_flat(module, (table, lens))(table, lens)
+    for ours, eager in zip(made, token_lists(table, lens, 1), strict=True):
+        assert torch.equal(ours, eager)
+    assert metrics.generated_kernel_count == 4
 
 
 def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
@@ -274,10 +274,19 @@ def _names(graph: StepGraph) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wide_mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     from helpers import tiny
 
-    return tiny.make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("wide"), **LARGE)
+    def make(family: str) -> Path:
+        more = {"index_head_dim": 128} if family == "deepseek_v32" else {}
+        return tiny.make_checkpoint(family, tmp_path_factory.mktemp(family), **LARGE, **more)
+
+    return cache(make)
+
+
+@pytest.fixture
+def wide_mla(wide: Callable[[str], Path]) -> Path:
+    return wide("deepseek_v3")
 
 
 def test_three_drafts_are_within_the_limits_and_four_are_not(
@@ -484,16 +493,19 @@ def test_layers_share_what_is_computed_for_them(
     assert names.count("aten.ones.default") == 1, "the same for all"
 
 
-@pytest.mark.parametrize("family", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["mimo", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v3", "deepseek_v32"))],
+)
 def test_text_is_that_of_the_references(
     family: str,
     checkpoint: Callable[..., Path],
-    wide_mla: Path,
+    wide: Callable[[str], Path],
     install: Callable[..., None],
 ) -> None:
     """Ragged prefill of several prompts, decode, and drafts, on the null device."""
     install(ALL)
-    directory = wide_mla if family == "deepseek_v3" else checkpoint(family)
+    directory = checkpoint(family) if family == "mimo" else wide(family)
     options = CompileOptions(spec_tokens=2, batch_buckets=(1, 3), max_len=64, prefill_rows=4)
     prompts = [[5, 9, 2], [7] * 19, [3, 1, 4, 1, 5]]
     texts, graphs = [], NullGraphs()

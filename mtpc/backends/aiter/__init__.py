@@ -66,7 +66,7 @@ from torch import fx
 
 from mtpc.backends.aiter import around, ops, sizes
 from mtpc.backends.bindings import Binding, Limits, Order
-from mtpc.backends.expand import expand
+from mtpc.backends.expand import Traced, expand
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
 from mtpc.ops import references
@@ -211,8 +211,12 @@ def _bind(kernel: Kernel) -> Binding:
     def refuses(node: fx.Node, graph: StepGraph) -> str | None:
         return _refused_device(node) or kernel.limits(node, graph)
 
+    traced: dict[str, Traced] = {}
+
     def put(node: fx.Node, graph: StepGraph) -> fx.Node:
-        return expand(node, graph, partial(kernel.around, target, graph.key.phase))
+        phase = graph.key.phase
+        function = partial(kernel.around, target, phase)
+        return expand(node, graph, function, traced.setdefault(phase, {}))
 
     return Binding("aiter", reference, target, refuses, expand=put, order=order)
 
@@ -345,14 +349,9 @@ SHUFFLE = Published(
     ("aiter.ops.shuffle",),
     "shuffle_weight",
     ("x", "layout", "use_int4", "is_guinterleave", "gate_up", "pad_k_to"),
-    {
-        "layout": (16, 16),
-        "use_int4": False,
-        "is_guinterleave": False,
-        "gate_up": False,
-        "pad_k_to": 0,
-    },
-)
+    {"layout": (16, 16), "use_int4": False, "is_guinterleave": False, "gate_up": False,
+     "pad_k_to": 0},
+)  # fmt: skip
 KERNELS = (
     Kernel(
         ops.paged_attention,

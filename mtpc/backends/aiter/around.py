@@ -63,7 +63,7 @@ def token_lists(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cache rows of all requests' tokens, one request behind the other: pages of one token.
 
-    Inductor makes two kernels of it: the starts, and the lists.
+    Inductor makes a kernel of the starts, and one of the lists; the ones are the same for all.
 
     Args:
         block_table: int32 [R, M].

@@ -1,23 +1,22 @@
 """Our ops on aiter's functions, with sizes of the bucket only.
 
-Each takes a function of aiter, then the arguments of the `mtpc::` operator of its name, and by name
-what that operator does not have. `define` makes an operator of it that is opaque to Inductor and
-writes none of its arguments. (aiter's own registration can declare that every tensor is written.)
-So what PyTorch computes for it is not here, but in `mtpc.backends.aiter.around`.
+Each takes a function of aiter, the arguments of the `mtpc::` operator of its name, by their names,
+and what that operator does not have. `define` makes an operator of it that is opaque to Inductor
+and writes none of its arguments. (aiter's own registration can declare that every tensor is
+written.) So what PyTorch computes for it is not here, but in `mtpc.backends.aiter.around`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtpc.ops import references
-from mtpc.ops.signatures import signature_of, with_signature
+from mtpc.ops.signatures import with_signature
 
 Function = Callable[..., Any]
 _FUNCTIONS: dict[str, Function] = {}
@@ -40,36 +39,23 @@ def define(ours: Function, function: Function) -> Any:
 
 
 def _define(name: str, ours: Function) -> None:
-    reference = references()[name]
-    parameters = list(inspect.signature(ours, eval_str=True).parameters.values())[1:]
-    added = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
-    taken = signature_of(reference, [each.name for each in parameters if each not in added])
-    # Positional, and without defaults: an operator's tensors cannot be given by name alone.
-    own = [each.replace(default=Parameter.empty) for each in taken.parameters.values()]
-    more = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in added]
-    signature = taken.replace(parameters=[*own, *more]) if added else taken
+    reference, signature = references()[name], inspect.signature(ours, eval_str=True)
+    parameters = list(signature.parameters.values())[1:]
+    known = {argument.name for argument in reference._schema.arguments}
+    count = sum(parameter.name in known for parameter in parameters)
 
-    def bind(args: Any, kwargs: Any) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+    def call(*args: Any) -> Any:
+        return ours(_FUNCTIONS[name], *args)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return ours(_FUNCTIONS[name], **bind(args, kwargs))
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        given = bind(args, kwargs)
-        return reference(*(given[each.name] for each in own))
-
-    call = with_signature(call, signature)
+    call = with_signature(call, signature.replace(parameters=parameters))
     operator = torch.library.custom_op(f"mtpc_aiter::{name}", call, mutates_args=())
-    operator.register_fake(fake)
+    operator.register_fake(lambda *args: reference(*args[:count]))
 
 
 def paged_attention(
     function: Function, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, sliding_window: int, softcap: float,
-    sinks: Tensor | None, *, max_query_len: int,
+    sinks: Tensor | None, max_query_len: int,
 ) -> Tensor:  # fmt: skip
     """On `unified_attention`. Rows of requests that are off are left open.
 
@@ -102,7 +88,7 @@ def paged_attention(
 
 def latent_attention(
     function: Function, q: Tensor, latent_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, scale: float, latent_rank: int, *, kv_indptr: Tensor,
+    query_start_loc: Tensor, scale: float, latent_rank: int, kv_indptr: Tensor,
     kv_indices: Tensor, kv_last_page_lens: Tensor, num_kv_splits: int, num_kv_splits_indptr: Tensor,
 ) -> Tensor:  # fmt: skip
     """On `mla_decode_fwd`, as a cache whose pages have one token, whatever they have in ours.
@@ -128,7 +114,7 @@ def latent_attention(
 
 def experts(
     function: Function, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
-    expert_weights: Tensor, *, expert_mask: Tensor,
+    expert_weights: Tensor, expert_mask: Tensor,
 ) -> Tensor:  # fmt: skip
     """On `fused_moe`, with its defaults: SwiGLU, nothing quantised, weighted after the second
     product. Weights are in the order of its `shuffle_weight`; choices are those of
