@@ -452,24 +452,42 @@ def test_the_plan_counts_splits(wide_mla: Path, install: Callable[..., None]) ->
     assert set(found.values()) == {four, one}
 
 
-def test_the_plan_counts_segments(install: Callable[..., None]) -> None:
-    """64 of 16 tokens each."""
-    install(ALL)
+def _paged_step(num_reqs: int = 1) -> StepGraph:
+    """Attention of four rows to pages of 1,024 tokens a request."""
 
     def body(q: Tensor, table: Tensor, lens: Tensor, starts: Tensor, out: Tensor,
              k: Tensor, v: Tensor) -> Tensor:  # fmt: skip
         return out.copy_(REFERENCE.paged_attention(q, k, v, table, lens, starts, 1.0))
 
     pages = {name: torch.zeros(9, 16, 2, 32).bfloat16() for name in ("kv_k", "kv_v")}
-    graph = small_graph(
+    return small_graph(
         body,
         batch_q=torch.zeros(4, 4, 32).bfloat16(),
-        batch_table=torch.zeros(1, 64).int(),
-        batch_lens=torch.zeros(1).int(),
-        batch_starts=torch.tensor([0, 4]).int(),
+        batch_table=torch.zeros(num_reqs, 64).int(),
+        batch_lens=torch.zeros(num_reqs).int(),
+        batch_starts=torch.zeros(num_reqs + 1).int(),
         batch_out=torch.zeros(4, 4, 32).bfloat16(),
         **pages,
     )
+
+
+def test_steps_of_equal_sizes_and_other_phases(install: Callable[..., None]) -> None:
+    """A decode step's requests have equally many rows; one of a prompt may have all of them."""
+    install(ALL)
+    found, longest = aiter.aiter_bindings(), []
+    for key in (StepKey.decode(2, 1), StepKey.prefill(2, 4, 1)):
+        graph = _paged_step(num_reqs=2)
+        graph.key = key
+        BindKernels(found.bindings).apply(graph)
+        (call,) = (n for n in graph.graph.nodes if str(n.target).startswith("mtpc_aiter."))
+        longest.append(call.args[-1])
+    assert longest == [2, 4]
+
+
+def test_the_plan_counts_segments(install: Callable[..., None]) -> None:
+    """64 of 16 tokens each."""
+    install(ALL)
+    graph = _paged_step()
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
     assert list(_scratch(graph).values()) == [4 * 4 * 64 * 4 * (32 + 2)]
 
@@ -488,7 +506,10 @@ def test_layers_share_what_is_computed_for_them(
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
     names = _names(graph)
-    assert names.count("mtpc_aiter.latent_attention.default") > 3 + 1
+    calls = [n for n in graph.graph.nodes if str(n.target) == "mtpc_aiter.latent_attention.default"]
+    assert len(calls) > 3 + 1
+    users = {str(user.target) for call in calls for user in call.users}
+    assert users == {"aten.masked_fill.Scalar"}, "in the graph, where Inductor fuses it"
     assert names.count("aten.searchsorted.Tensor") == 2 * 3, "of lists, and of rows that are off"
     assert names.count("aten.ones.default") == 1, "the same for all"
 
