@@ -20,24 +20,16 @@ Limits = Callable[[fx.Node, StepGraph], str | None]
 """(call, graph) -> why a kernel cannot take the call, by shapes and dtypes; None if it can."""
 Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
 """(call, graph) -> the kernel's argument `configs` ("" for its default), and notes on it."""
-Complete = Callable[[fx.Node, StepGraph], dict[str, Any]]
-"""(call, graph) -> arguments of the kernel that the reference does not have, by name. It may emit
-calls that compute them; `BindKernels` merges equal calls."""
-
 Wins = Callable[[fx.Node, StepGraph], tuple[bool, tuple[str, ...]]]
 """(call, graph) -> whether a measurement prefers the candidate to those after it; and notes."""
 Expand = Callable[[fx.Node, StepGraph], fx.Node]
-"""(call, graph) -> the result of calls, emitted before it, that compute what it does."""
+"""(call, graph) -> the result of calls, emitted before it, that compute what it does. `BindKernels`
+merges equal calls."""
 
 
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     """Choose the kernel's default configuration."""
     return "", ()
-
-
-def as_it_is(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
-    """Give no further arguments: the kernel takes those of its reference."""
-    return {}
 
 
 def always(node: fx.Node, graph: StepGraph) -> tuple[bool, tuple[str, ...]]:
@@ -70,14 +62,14 @@ class Binding:
     Attributes:
         library: where the kernel is from, for notes: "triton", "aiter".
         reference: the reference op, an `mtpc::` overload.
-        target: the kernel, an overload with the same arguments and meaning.
+        target: the kernel, an overload with the same arguments and meaning. With `expand` it only
+            says which optional arguments are taken, and whose weights are in the `order`.
         refuses: its limits.
         expected: whether a refusal is noted.
         configure: chooses the kernel's configuration, if it has an argument `configs`.
-        complete: gives the arguments that the reference does not have; or has otherwise.
         wins: measures, where the order of the candidates does not say which is faster. That it
             loses is no refusal, and not noted.
-        expand: puts other calls in the place of the call; `target` is then the reference.
+        expand: puts other calls in the place of the call.
         order: in which it reads weights; None as they are stored. `BindKernels` arranges a weight,
             once and for all steps, when the first call of it is bound.
     """
@@ -88,7 +80,6 @@ class Binding:
     refuses: Limits
     expected: bool = True
     configure: Configure = by_default
-    complete: Complete = as_it_is
     wins: Wins = always
     expand: Expand | None = None
     order: Order | None = None
@@ -115,42 +106,35 @@ class BindKernels:
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites, completed, orders = 0, False, dict[fx.Node, Order]()
+        rewrites, expanded, orders = 0, False, dict[Any, Order]()
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
             chosen = self._choose(node, graph)
             if chosen is not None:
                 if chosen.order is not None:
-                    orders[node] = chosen.order
+                    orders[chosen.target] = chosen.order
                     _arrange(node, graph, chosen.order)
-                completed |= self._bind(node, graph, chosen)
+                expanded |= chosen.expand is not None
+                self._bind(node, graph, chosen)
                 rewrites += 1
-        if completed:
+        if expanded:
             HoistShared().apply(graph)
         _check_orders(graph, orders)
         return rewrites
 
-    def _bind(self, node: fx.Node, graph: StepGraph, chosen: Binding) -> bool:
-        """Put a kernel in the place of a call; returns whether it got further arguments."""
+    def _bind(self, node: fx.Node, graph: StepGraph, chosen: Binding) -> None:
         if chosen.expand is not None:
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(chosen.expand(node, graph))
             graph.graph.erase_node(node)
-            return False
+            return
         configs, lines = chosen.configure(node, graph)
-        with graph.graph.inserting_before(node):
-            added = chosen.complete(node, graph)
-        if added:
-            taken = [argument.name for argument in chosen.target._schema.arguments]
-            given = {**arguments(node), **added}
-            node.args, node.kwargs = tuple(given[name] for name in taken), {}
         for line in lines:
             self.note(line)
         node.target = chosen.target
         if configs:
             node.kwargs = {**node.kwargs, "configs": configs}
-        return bool(added)
 
     def _choose(self, node: fx.Node, graph: StepGraph) -> Binding | None:
         name = str(node.target).removesuffix(".default").replace(".", "::")
@@ -212,8 +196,10 @@ def _arrange(node: fx.Node, graph: StepGraph, order: Order) -> None:
         graph.weights.arrange(str(operand.target), order.name, order.arrange)
 
 
-def _check_orders(graph: StepGraph, orders: dict[fx.Node, Order]) -> None:
+def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:
     """Check that every call reads each weight in the order that it is in, for all steps.
+
+    Operators have the `orders` in which they read weights; others read them as they are stored.
 
     Raises:
         GraphError: one reads it otherwise.
@@ -223,7 +209,7 @@ def _check_orders(graph: StepGraph, orders: dict[fx.Node, Order]) -> None:
             continue
         name = str(node.target)
         for user in node.users if name in graph.weights else ():
-            order = orders.get(user)
+            order = orders.get(user.target)
             reads = order is not None and any(
                 arguments(user)[argument] is node for argument in order.weights
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mtpc.capture.fake_calls import form_of
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.ops.signatures import arguments_of, given_to
@@ -17,15 +18,28 @@ from mtpc.passes.base import emit
 
 Function = Callable[..., Tensor]
 """Takes a reference operator's arguments by its names, and computes the same."""
+Traced = dict[Hashable, fx.GraphModule]
 
 
-def expand(node: fx.Node, graph: StepGraph, function: Function) -> fx.Node:
+def expand(
+    node: fx.Node, graph: StepGraph, function: Function, traced: Traced | None = None
+) -> fx.Node:
     """Emit, at the insertion point, the calls that a function makes of a call's arguments.
+
+    Args:
+        node: the call.
+        graph: of the step.
+        function: what takes its place.
+        traced: calls of this function by the form of its arguments; those found are added.
 
     Returns:
         The node of its result.
     """
-    module = trace_call(fake_mode_of(graph.graph), function, (), arguments_of(node))
+    values, traced = arguments_of(node), {} if traced is None else traced
+    form = form_of(values)
+    if form not in traced:
+        traced[form] = trace_call(fake_mode_of(graph.graph), function, (), values)
+    module = traced[form]
     given = (argument for argument in given_to(node).values() if isinstance(argument, fx.Node))
     held: dict[fx.Node, Any] = {}
     for inner in module.graph.nodes:

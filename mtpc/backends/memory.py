@@ -13,14 +13,13 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
-from mtpc.backends.aiter.ops import experts_scratch
+from mtpc.backends.aiter import scratch_of
 from mtpc.backends.placing import Live
 from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.effects import Root, analyse, storages
 from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
-from mtpc.ops.signatures import value_of
 
 GRANULE = 512
 """torch's allocator rounds sizes up to a multiple of this many bytes."""
@@ -30,7 +29,7 @@ def live_memory(graph: StepGraph) -> list[Live]:
     """Memory that a flat step allocates, in order of execution.
 
     A value is live from the node that computes it to the last node that reads it or a view of it.
-    Scratch memory of mtpc's kernels is live during its node. A compiler that fuses nodes allocates
+    Scratch memory of kernels is live during its node. A compiler that fuses nodes allocates
     less.
     """
     effects, nodes = analyse(graph.graph), [n for n in graph.graph.nodes if n.op != "output"]
@@ -67,14 +66,18 @@ def peak_bytes(live: Iterable[Live]) -> int:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Rounded bytes of the storages of tensors, each storage counted once."""
     sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    return sum(math.ceil(size / GRANULE) * GRANULE for size in sizes.values())
+    return sum(map(_rounded, sizes.values()))
+
+
+def _rounded(size: int) -> int:
+    return math.ceil(size / GRANULE) * GRANULE
 
 
 def _scratch(node: fx.Node) -> int:
-    """Bytes that one of mtpc's GPU operators allocates for use between its launches."""
-    if str(node.target) == "mtpc_aiter.experts.default":
-        x, _, down, ids, *_ = (value_of(arg) for arg in node.args)
-        return experts_scratch(x, down, ids)
+    """Bytes that a GPU operator, mtpc's or aiter's, allocates for use between its launches."""
+    theirs = scratch_of(node)
+    if theirs:
+        return sum(map(_rounded, theirs))
     if str(node.target).partition(".")[0] not in NAMESPACES:
         return 0
     from mtpc.backends.triton_kernels.plans import node_launches

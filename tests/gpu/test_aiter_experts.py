@@ -291,7 +291,7 @@ def test_computed_weights_are_refused(found: aiter.Found) -> None:
 def test_other_devices_are_refused(found: aiter.Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx1250")
     (note,) = _bind(_step(_tensors()), found)
-    assert "(gfx1250; it takes such weights on gfx942 and gfx950)" in note
+    assert "(gfx1250; it is bound on gfx942 and gfx950)" in note
     monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx942")
     assert _bind(_step(_tensors()), found) == []
 

@@ -47,7 +47,7 @@ def experts_step(name: str = "experts", **changes: Any) -> tuple[fx.Node, StepGr
         nodes[-1].meta["val"] = value
     call = graph.call_function(references()[name], tuple(nodes))
     call.meta["val"] = values[0]
-    graph.output(())
+    graph.output((call,))
     module = fx.GraphModule(nn.Module(), graph)
     step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), WeightTable({}))
     return next(n for n in step.graph.nodes if n.op == "call_function"), step

@@ -1,7 +1,7 @@
 """A fake distribution `amd-aiter`: packages whose functions have the published signatures.
 
 They compute with mtpc's references what aiter's sources (commit e404860) say that aiter computes,
-and refuse what aiter would read wrongly.
+and refuse what aiter would read wrongly. None of the published functions has a decorator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def unified_attention(
     q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None,
     shuffled_kv_cache=False, skip_reduce=False,
 ):
-    assert causal and q.is_contiguous()
+    assert causal and q.stride(2) == 1
+    page = k.shape[1]
+    tile = min(64, 1 << (page - 1).bit_length())
+    assert tile <= page or tile % page == 0, "TILE_SIZE needs to be divisible by block_size"
     assert (q_descale, k_descale, v_descale) == (None, None, None)
     assert max_seqlen_k == block_table.shape[1] * k.shape[1]
     left, right = window_size
@@ -43,6 +46,8 @@ def unified_attention(
 MLA = """
 import torch
 
+splits = []
+
 def mla_decode_fwd(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
     page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None,
@@ -54,6 +59,10 @@ def mla_decode_fwd(
     assert kv_buffer.shape[1:] == (page_size, 1, 576) and nhead_kv == 1
     assert q.is_contiguous() and max_seqlen_q <= 4
     assert kv_indices.dtype == kv_indptr.dtype == kv_last_page_lens.dtype == torch.int32
+    assert None not in (num_kv_splits, num_kv_splits_indptr), "aiter holds a tensor, for a while"
+    assert num_kv_splits_indptr.dtype == torch.int32
+    assert num_kv_splits_indptr.tolist() == [num_kv_splits * r for r in range(len(qo_indptr))]
+    splits.append(num_kv_splits)
     for r in range(len(kv_last_page_lens)):
         rows = slice(int(qo_indptr[r]), int(qo_indptr[r + 1]))
         pages = kv_indices[kv_indptr[r]:kv_indptr[r + 1]]
@@ -63,28 +72,6 @@ def mla_decode_fwd(
         o[rows] = torch.ops.mtpc.latent_attention(
             q[rows], kv_buffer[:, :, 0], pages[None], length[None], starts, sm_scale, 512
         )
-"""
-
-NORMS = """
-import torch
-
-def _check(*tensors):
-    assert all(t.dim() == 2 and t.is_contiguous() for t in tensors)
-
-def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0):
-    _check(input)
-    if use_model_sensitive_rmsnorm == 1:
-        return torch.ops.mtpc.rms_norm(input, weight, epsilon)
-    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), epsilon)
-    return normed.to(input.dtype)
-
-def rmsnorm2d_fwd_with_add(
-    out, input, residual_in, residual_out, weight, epsilon,
-    gemma_norm=False, use_model_sensitive_rmsnorm=0,
-):
-    _check(out, input, residual_in, residual_out)
-    residual_out.copy_(input + residual_in)
-    out.copy_(rmsnorm2d_fwd(residual_out, weight, epsilon, use_model_sensitive_rmsnorm))
 """
 
 ENUMS = """
@@ -163,7 +150,6 @@ def fused_moe(
 ALL = {
     "aiter/ops/triton/unified_attention.py": UNIFIED,
     "aiter/mla.py": MLA,
-    "aiter/ops/rmsnorm.py": NORMS,
     "aiter/__init__.py": ENUMS,
     "aiter/ops/shuffle.py": SHUFFLE,
     "aiter/fused_moe.py": FUSED_MOE,

@@ -2,11 +2,22 @@
 
 Two of its kernels read the caches in mtpc's layout: `unified_attention` (Triton, any number of
 query rows) and `mla_decode_fwd` (assembly, at most 4 rows), which gets mtpc's pages as lists of
-tokens. Where fuse-elementwise is enabled, `rmsnorm2d_fwd` and `rmsnorm2d_fwd_with_add` are bound,
-too. Experts are bound to `fused_moe`, whose weights are shuffled by aiter's own `shuffle_weight`,
-in place, when the first step is bound (`bindings.Order`). The others are not bound: `pa_fwd_asm`
-and `pa_persistent_fwd` want another order of the cache; mtpc's own kernel does rotary embeddings
-together with the cache writes.
+tokens. Experts are bound to `fused_moe`, whose weights are shuffled by aiter's own
+`shuffle_weight`, in place, when the first step is bound (`bindings.Order`). The others are not
+bound: `pa_fwd_asm` and `pa_persistent_fwd` want another order of the cache; mtpc's own kernels do
+rotary embeddings together with the cache writes, and norms. (`rmsnorm2d_fwd` and its like have no
+signature that can be compared: aiter/jit/utils/torch_guard.py, 210.)
+
+What aiter's sources say of attention (commit e404860):
+
+- Where a step has few programs, `unified_attention` cuts contexts into segments, and then asserts
+  that a tile, of up to 64 keys, is whole pages (aiter/ops/triton/attention/unified_attention.py,
+  218 and 254). Larger pages are looked up key by key, whatever their size.
+- It takes queries of any strides but the last, which is 1.
+- `mla_decode_fwd` keeps the number of splits in an `lru_cache`, with a tensor of them on the
+  device, which it frees after 128 kinds of calls (aiter/mla.py, 281): so we give both. Its kernels
+  for bfloat16 are those of gfx942 and gfx950 (hsa/*/mla/mla_asm.csv; csrc/py_itfs_cu/asm_mla.cu,
+  313, refuses gfx1250), and read contiguous queries (806).
 
 What aiter's sources say of `fused_moe` on weights that are not quantised (commit e404860; line
 numbers are those of aiter/fused_moe.py, if no other file is named):
@@ -32,7 +43,7 @@ numbers are those of aiter/fused_moe.py, if no other file is named):
   ids of a row one is lost: mtpc cannot give such a choice weight 0 and the id of some expert. What
   `expert_mask` leaves out is not computed. aiter's own convention (op_tests/test_moe_ep.py, 122) is
   an expert more, which the mask leaves out, and a last choice of it in each row, which the lookup
-  of tuned kernels expects (2230). `_complete_experts` follows it.
+  of tuned kernels expects (2230). `around.experts` follows it.
 - Nothing waits for the host. Modules are compiled in the first call, which is mtpc's warm-up.
 - The sum over experts is made by atomic additions of 16 bits into a zeroed result (217), in any
   order. So equal steps may differ in their last bits; `batch_invariant` binds nothing of aiter.
@@ -53,26 +64,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtpc.backends.aiter import ops
-from mtpc.backends.bindings import Binding, Complete, Limits, Order, as_it_is
-from mtpc.capture.graph import StepGraph, arguments
+from mtpc.backends.aiter import around, ops, sizes
+from mtpc.backends.bindings import Binding, Limits, Order
+from mtpc.backends.expand import Traced, expand
+from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
 from mtpc.ops import references
-from mtpc.ops.signatures import arguments_of, value_of
-from mtpc.passes.base import GETITEM, emit
+from mtpc.ops.signatures import arguments_of
 from mtpc.passes.linears import EXPERT_WEIGHTS
-
-aten = torch.ops.aten
 
 DISTRIBUTION, MODULE = "amd-aiter", "aiter"
 MAX_MLA_ROWS = 4
 """Query rows per request of aiter's assembly MLA kernels; K = 3 drafts and the last token."""
 _HALF = (torch.bfloat16, torch.float16)
-_MAX_NORM, _NORM_STEP = 8192, 8
 _MLA_WIDTHS, _MLA_HEADS = (576, 512), (16, 128)
 _EXPERT_STEP = 128
 """The largest tile of features or inputs of `fused_moe`'s kernels."""
-_EXPERT_DEVICES = ("gfx942", "gfx950")
+_DEVICES = ("gfx942", "gfx950")
+"""Where all of the bound kernels are; `sizes` has the formulas of these."""
+_LEAST_PAGE, _TILE = 16, 64
 SHUFFLED = "aiter's shuffle_weight"
 """The order of `fused_moe`'s weights."""
 
@@ -112,18 +122,20 @@ class Kernel:
     """A function of aiter and how we call it.
 
     Attributes:
-        operator: mtpc's operator around it, which has the name of the `mtpc::` op.
+        operator: mtpc's operator on it, which has the name of the `mtpc::` op.
+        around: computes the `mtpc::` op by our operator; see `mtpc.backends.aiter.around`.
         published: the function.
         limits: what it cannot take.
-        complete: gives what our operator takes beside the arguments of the `mtpc::` op, or has
-            otherwise.
+        scratch: arguments of our operator, by name -> bytes of each of aiter's allocations beside
+            the result.
         shuffled: arguments that are weights in the order of `shuffle_weight`.
     """
 
     operator: ops.Function
+    around: Callable[..., Any]
     published: Published
     limits: Limits
-    complete: Complete = as_it_is
+    scratch: Callable[[Mapping[str, Any]], tuple[int, ...]]
     shuffled: tuple[str, ...] = ()
 
 
@@ -195,9 +207,26 @@ def _bind(kernel: Kernel) -> Binding:
         order = Order(SHUFFLED, kernel.shuffled, partial(SHUFFLE.load(), layout=(16, 16)))
     target = ops.define(kernel.operator, kernel.published.load())
     reference = references()[kernel.operator.__name__]
-    return Binding(
-        "aiter", reference, target, kernel.limits, complete=kernel.complete, order=order
-    )  # fmt: skip
+
+    def refuses(node: fx.Node, graph: StepGraph) -> str | None:
+        return _refused_device(node) or kernel.limits(node, graph)
+
+    traced: dict[str, Traced] = {}
+
+    def put(node: fx.Node, graph: StepGraph) -> fx.Node:
+        phase = graph.key.phase
+        function = partial(kernel.around, target, phase)
+        return expand(node, graph, function, traced.setdefault(phase, {}))
+
+    return Binding("aiter", reference, target, refuses, expand=put, order=order)
+
+
+def scratch_of(node: fx.Node) -> tuple[int, ...]:
+    """Bytes of what aiter allocates in a call beside its result; of no call of aiter, nothing."""
+    for kernel in KERNELS:
+        if str(node.target) == f"mtpc_aiter.{kernel.operator.__name__}.default":
+            return kernel.scratch(arguments_of(node))
+    return ()
 
 
 def _find(published: Published) -> Callable[..., Any]:
@@ -261,8 +290,9 @@ def _gqa_limits(node: fx.Node, graph: StepGraph) -> str | None:
         return f"{dtype_name(q.dtype)} queries on a {dtype_name(k.dtype)} cache"
     if k.shape[3] != v.shape[3]:
         return f"heads of {k.shape[3]} and {v.shape[3]}; it takes equal ones"
-    if k.shape[1] < 16:
-        return f"pages of {k.shape[1]} tokens; it takes at least 16"
+    page = k.shape[1]
+    if page < _LEAST_PAGE or (page < _TILE and _TILE % page):
+        return f"pages of {page} tokens; it takes {_LEAST_PAGE}, 32, and {_TILE} or more"
     return None
 
 
@@ -288,18 +318,6 @@ def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
     return None
 
 
-def _norm_limits(node: fx.Node, graph: StepGraph) -> str | None:
-    call = arguments_of(node)
-    x, weight = call["x"], call["weight"]
-    if x.dtype not in _HALF or weight.dtype != x.dtype:
-        return f"{dtype_name(x.dtype)} rows with {dtype_name(weight.dtype)} weights"
-    if call.get("plus_one", False):
-        return "1 + weight; it scales by the weight"
-    if x.shape[-1] > _MAX_NORM or x.shape[-1] % _NORM_STEP:
-        return f"rows of {x.shape[-1]}; it takes multiples of {_NORM_STEP} up to {_MAX_NORM}"
-    return None
-
-
 def _experts_limits(node: fx.Node, graph: StepGraph) -> str | None:
     """By what all steps have in common, so that they agree on the order of the weights."""
     call = arguments_of(node)
@@ -309,9 +327,14 @@ def _experts_limits(node: fx.Node, graph: StepGraph) -> str | None:
     _, hidden, inner = down.shape
     if hidden % _EXPERT_STEP or inner % _EXPERT_STEP:
         return f"experts of {inner} features of {hidden}; it takes multiples of {_EXPERT_STEP}"
-    device = _architecture(gate_up.device)
-    if device not in (*_EXPERT_DEVICES, None):
-        return f"{device}; it takes such weights on {' and '.join(_EXPERT_DEVICES)}"
+    return None
+
+
+def _refused_device(node: fx.Node) -> str | None:
+    first = next(iter(arguments_of(node).values()))
+    found = _architecture(first.device)
+    if found not in (*_DEVICES, None):
+        return f"{found}; it is bound on {' and '.join(_DEVICES)}"
     return None
 
 
@@ -322,74 +345,17 @@ def _architecture(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
 
 
-def _complete_gqa(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
-    """Which rows are on, and the most rows of a request: a prompt may have all of them."""
-    call = arguments(node)
-    rows, num_reqs = (value_of(call[name]).shape[0] for name in ("q", "block_table"))
-    longest = rows // num_reqs if graph.key.phase == "decode" else rows
-    return {"is_on": _rows_on(node, graph), "max_query_len": longest}
-
-
-def _complete_mla(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
-    """Which rows are on, and each request's tokens."""
-    call, lists = arguments(node), torch.ops.mtpc_aiter.token_lists.default
-    page_size = value_of(call["latent_cache"]).shape[1]
-    made = emit(graph.graph, lists, (call["block_table"], call["seq_lens"], page_size), node)
-    parts = [emit(graph.graph, GETITEM, (made, index), node) for index in range(3)]
-    names = ("kv_indptr", "kv_indices", "kv_last_page_lens")
-    return {"is_on": _rows_on(node, graph), **dict(zip(names, parts, strict=True))}
-
-
-def _complete_experts(node: fx.Node, graph: StepGraph) -> dict[str, Any]:
-    """Choices as aiter sorts them: one of nothing becomes one of an expert more than there are,
-    which `expert_mask` leaves out, and each row has one such choice more.
-
-    They are ATen calls, which Inductor makes a kernel of.
-    """
-    call, fx_graph = arguments(node), graph.graph
-    ids, weights, count = (
-        call["expert_ids"],
-        call["expert_weights"],
-        value_of(call["down"]).shape[0],
-    )
-
-    def run(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return emit(fx_graph, target, args, node, **kwargs)
-
-    inside = run(
-        aten.logical_and.default, run(aten.ge.Scalar, ids, 0), run(aten.lt.Scalar, ids, count)
-    )
-    ids = run(aten.to.dtype, run(aten.where.ScalarOther, inside, ids, count), torch.int32)
-    weights = run(aten.where.ScalarOther, inside, run(aten.to.dtype, weights, torch.float32), 0.0)
-    mask = run(aten.ones.default, [count], dtype=torch.int32, device=value_of(ids).device)
-    return {
-        "expert_ids": run(aten.constant_pad_nd.default, ids, [0, 1], count),
-        "expert_weights": run(aten.constant_pad_nd.default, weights, [0, 1], 0.0),
-        "expert_mask": run(aten.constant_pad_nd.default, mask, [0, 1], 0),
-    }
-
-
-def _rows_on(node: fx.Node, graph: StepGraph) -> fx.Node:
-    call = arguments(node)
-    args = (call["seq_lens"], call["query_start_loc"], value_of(call["q"]).shape[0])
-    return emit(graph.graph, torch.ops.mtpc_aiter.rows_on.default, args, node)
-
-
 SHUFFLE = Published(
     ("aiter.ops.shuffle",),
     "shuffle_weight",
     ("x", "layout", "use_int4", "is_guinterleave", "gate_up", "pad_k_to"),
-    {
-        "layout": (16, 16),
-        "use_int4": False,
-        "is_guinterleave": False,
-        "gate_up": False,
-        "pad_k_to": 0,
-    },
-)
+    {"layout": (16, 16), "use_int4": False, "is_guinterleave": False, "gate_up": False,
+     "pad_k_to": 0},
+)  # fmt: skip
 KERNELS = (
     Kernel(
         ops.paged_attention,
+        around.paged_attention,
         Published(
             ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention"),
             "unified_attention",
@@ -398,22 +364,25 @@ KERNELS = (
              "q_descale", "k_descale", "v_descale", "sinks"),
         ),
         _gqa_limits,
-        _complete_gqa,
+        sizes.paged_scratch,
     ),
     Kernel(
         ops.latent_attention,
+        around.latent_attention,
         Published(
             ("aiter.mla",),
             "mla_decode_fwd",
             ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens",
-             "max_seqlen_q", "page_size", "nhead_kv", "sm_scale"),
+             "max_seqlen_q", "page_size", "nhead_kv", "sm_scale", "num_kv_splits",
+             "num_kv_splits_indptr"),
             {"page_size": 1, "nhead_kv": 1},
         ),
         _mla_limits,
-        _complete_mla,
+        sizes.latent_scratch,
     ),
     Kernel(
         ops.experts,
+        around.experts,
         Published(
             ("aiter.fused_moe",),
             "fused_moe",
@@ -422,27 +391,8 @@ KERNELS = (
             {"activation": "Silu", "quant_type": "No", "doweight_stage1": False},
         ),
         _experts_limits,
-        _complete_experts,
+        sizes.experts_scratch,
         EXPERT_WEIGHTS,
-    ),
-    Kernel(
-        ops.rms_norm,
-        Published(
-            ("aiter.ops.rmsnorm",),
-            "rmsnorm2d_fwd",
-            ("input", "weight", "epsilon", "use_model_sensitive_rmsnorm"),
-        ),
-        _norm_limits,
-    ),
-    Kernel(
-        ops.add_rms_norm,
-        Published(
-            ("aiter.ops.rmsnorm",),
-            "rmsnorm2d_fwd_with_add",
-            ("out", "input", "residual_in", "residual_out", "weight", "epsilon",
-             "use_model_sensitive_rmsnorm"),
-        ),
-        _norm_limits,
     ),
 )  # fmt: skip
 """aiter's table. Signatures as published in August 2026 (commit e404860); never run by us."""

@@ -1,0 +1,110 @@
+"""What PyTorch computes around our ops on aiter's functions, in the place of an `mtpc::` operator.
+
+Each takes our operator, the phase of the step, and the arguments of the `mtpc::` operator of its
+name. Its calls are put into the step's graph: Inductor fuses them with what is before and behind,
+and equal ones are made once for all layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mtpc.backends.aiter.sizes import latent_splits, units
+
+
+def paged_attention(
+    call: Any, phase: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor, scale: float, sliding_window: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A request of a prompt may have all rows of the step."""
+    rows, given = q.shape[0], (block_table, seq_lens, query_start_loc)
+    longest = rows // block_table.shape[0] if phase == "decode" else rows
+    dense = q if q.stride(2) == 1 else q.contiguous()
+    out = call(dense, k_cache, v_cache, *given, scale, sliding_window, softcap, sinks, longest)
+    return _zero_off(out, seq_lens, query_start_loc)
+
+
+def latent_attention(
+    call: Any, phase: str, q: Tensor, latent_cache: Tensor, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor, scale: float, latent_rank: int,
+) -> Tensor:  # fmt: skip
+    """With each request's tokens as pages of one, and as many splits as aiter would choose."""
+    (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
+    lists = token_lists(block_table, seq_lens, page_size)
+    splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
+    given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank)
+    out = call(q.contiguous(), *given, *lists, splits, starts)
+    return _zero_off(out, seq_lens, query_start_loc)
+
+
+def experts(
+    call: Any, phase: str, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
+    expert_weights: Tensor,
+) -> Tensor:  # fmt: skip
+    """Choices as aiter sorts them: one of nothing becomes one of an expert more than there are,
+    which `expert_mask` leaves out, and each row has one such choice more."""
+    count = down.shape[0]
+    outside = (expert_ids < 0) | (expert_ids >= count)
+    ids = pad(expert_ids.masked_fill(outside, count).int(), (0, 1), value=count)
+    weights = pad(expert_weights.float().masked_fill(outside, 0), (0, 1))
+    mask = (torch.arange(count + 1, device=x.device) < count).int()
+    result: Tensor = call(x.contiguous(), gate_up, down, ids, weights, mask)
+    return result
+
+
+def token_lists(
+    block_table: Tensor, seq_lens: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache rows of all requests' tokens, one request behind the other: pages of one token.
+
+    Inductor makes a kernel of the starts, and one of the lists; the ones are the same for all.
+
+    Args:
+        block_table: int32 [R, M].
+        seq_lens: int32 [R]; a request that is off (0) is given the null page's first row, so that
+            no list is empty.
+        page_size: tokens per page, P.
+
+    Returns:
+        Where each request's list begins, int32 [R + 1]; the lists, int32 [R * M * P] (0 behind the
+        last); and tokens in each request's last page, int32 [R], all 1.
+    """
+    (num_reqs, blocks), device = block_table.shape, block_table.device
+    longest, each = blocks * page_size, torch.arange(num_reqs + 1, device=device)
+    before = each[:, None] > each[None, :-1]
+    lens = seq_lens.clamp(1, longest)
+    starts = torch.where(before, lens, 0).sum(1, dtype=torch.int32)
+    place = torch.arange(num_reqs * longest, dtype=torch.int32, device=device)
+    request = (torch.searchsorted(starts, place, right=True) - 1).clamp(max=num_reqs - 1)
+    position = (place - starts[request]).clamp(0, longest - 1)
+    row = block_table[request, position // page_size] * page_size + position % page_size
+    is_listed = (place < starts[request + 1]) & (seq_lens[request] > 0)
+    last = torch.ones(num_reqs, dtype=torch.int32, device=device)
+    return starts, torch.where(is_listed, row, 0).int(), last
+
+
+def rows_off(seq_lens: Tensor, query_start_loc: Tensor, num_rows: int) -> Tensor:
+    """Which rows are of no request that is on: aiter leaves open what it writes to them.
+
+    Args:
+        seq_lens: int32 [R]; 0 is off.
+        query_start_loc: int32 [R + 1], from 0 on.
+        num_rows: T.
+
+    Returns:
+        bool [T].
+    """
+    num_reqs = seq_lens.shape[0]
+    row = torch.arange(num_rows, dtype=torch.int32, device=seq_lens.device)
+    request = torch.searchsorted(query_start_loc, row, right=True) - 1
+    return (request >= num_reqs) | (seq_lens[request.clamp(max=num_reqs - 1)] <= 0)
+
+
+def _zero_off(out: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
+    return out.masked_fill(rows_off(seq_lens, query_start_loc, out.shape[0])[:, None, None], 0)
