@@ -44,36 +44,37 @@ def codes_of(x, scales, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
     x = tl.div_rn(tl.where(is_finite[:, None], x.to(tl.float32), 0.0), divisor)
     x = tl.minimum(tl.maximum(x, -most), most)  # Subnormal scales are imprecise.
     if tl.int8 == CODE:
-        return ((x + _ROUNDING) - _ROUNDING).to(tl.int8)
-    bits, size = x.to(tl.int32, bitcast=True), tl.abs(x)
-    magnitude = bits & 0x7FFFFFFF
-    # Of the mantissa three bits stay. Below 2^-6 there are multiples of 2^-9.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = ((size * 512.0 + _ROUNDING) - _ROUNDING).to(tl.int32)
-    code = tl.where(size < 0.015625, subnormal, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        codes = ((x + _ROUNDING) - _ROUNDING).to(tl.int8)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Of the mantissa three bits stay. Below 2^-6 there are multiples of 2^-9.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        subnormal = ((tl.abs(x) * 512.0 + _ROUNDING) - _ROUNDING).to(tl.int32)
+        code = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
 
 
 @triton.jit
 def read_codes(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes, divided by the factor of `read_scales`, in a dtype of queries, which holds each of
-    them exactly; other numbers as they are. `quantise_rows` makes no code of NaN."""
-    if codes.dtype == tl.uint8:
+    them exactly. `quantise_rows` makes no code of NaN."""
+    if codes.dtype == tl.int8:
+        numbers = codes.to(tl.float32)
+    else:
         # As float16, whose exponents are 8 larger; so are those of subnormal numbers.
         signed = codes.to(tl.int8, bitcast=True).to(tl.int16)
-        small = ((signed << 7) & -0x4080).to(tl.float16, bitcast=True)
-    elif codes.dtype == tl.int8:
-        # 16 + (code + 128) / 64: conversions of integers are slow on NVIDIA.
-        small = (((codes.to(tl.int16) & 0xFF) ^ 0x4C80).to(tl.float16, bitcast=True)) - 18.0
-    else:
-        return codes
-    return small if dtype == tl.float16 else small.to(tl.float32).to(dtype)
+        numbers = ((signed << 7) & -0x4080).to(tl.float16, bitcast=True)
+        if dtype != tl.float16:
+            numbers = numbers.to(tl.float32)
+    return numbers.to(dtype)
 
 
 @triton.jit
 def read_scales(scales, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales of what `read_codes` gives."""
-    return scales * (64.0 if tl.int8 == CODE else 256.0)
+    return scales if tl.int8 == CODE else scales * 256.0
 
 
 @triton.jit
@@ -81,12 +82,13 @@ def weigh(weights, scales, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights [rows, positions] times scales in a dtype of queries, divided by a power of two for
     each row; and these powers. float16 would not hold products with small scales otherwise."""
     weights *= scales[None]
-    if dtype != tl.float16:
-        return weights.to(dtype), tl.full([weights.shape[0]], 1.0, tl.float32)
-    power = tl.max(weights, 1).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.where((power > 0) & (power < (254 << 23)), power, 127 << 23)
-    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
-    return (weights * inverse[:, None]).to(dtype), power.to(tl.float32, bitcast=True)
+    powers = tl.full([weights.shape[0]], 1.0, tl.float32)
+    if dtype == tl.float16:
+        bits = tl.max(weights, 1).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.where((bits > 0) & (bits < (254 << 23)), bits, 127 << 23)
+        powers = bits.to(tl.float32, bitcast=True)
+        weights *= ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
+    return weights.to(dtype), powers
 
 
 def as_codes(cache: Tensor, scales: Tensor | None, name: str) -> Tensor:

@@ -63,17 +63,20 @@ def _attend(  # type: ignore[no-untyped-def]
     d, dv = tl.arange(0, q.shape[1]), tl.arange(0, acc.shape[1])
     k_mask, v_mask = inside[None] & (d < D)[:, None], inside[:, None] & (dv < DV)[None]
     k = tl.load(k_at[None] + d[:, None], mask=k_mask, other=0.0)
-    scores = dot(q, read_codes(k, q.dtype).to(q.dtype), WIDEN) * SCALE
     if CODED:
-        scores *= read_scales(tl.load(k_scale_at, mask=inside, other=0.0), k.dtype)[None]
+        scales = read_scales(tl.load(k_scale_at, mask=inside, other=0.0), k.dtype)
+        scores = dot(q, read_codes(k, q.dtype), WIDEN) * (SCALE * scales)[None]
+    else:
+        scores = dot(q, k.to(q.dtype), WIDEN) * SCALE
     weights, fade, peak, total = fade_in(scores, visible, peak, total, SOFTCAP)
     v = tl.load(v_at[:, None] + dv[None], mask=v_mask, other=0.0)
     if CODED:
         scales = read_scales(tl.load(v_scale_at, mask=inside, other=0.0), v.dtype)
         weights, powers = weigh(weights, scales, q.dtype)
         sums = dot(weights, read_codes(v, q.dtype), WIDEN) * powers[:, None]
-        return peak, total, acc * fade[:, None] + sums
-    return peak, total, acc * fade[:, None] + dot(weights.to(v.dtype), v, WIDEN)
+    else:
+        sums = dot(weights.to(v.dtype), v, WIDEN)
+    return peak, total, acc * fade[:, None] + sums
 
 
 @triton.jit
@@ -124,11 +127,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             page, offset = page.to(tl.int64), (key % PAGE).to(tl.int64)
             k_at = k_ptr + page * k_page + offset * k_row + kv_head * k_head
             v_at = v_ptr + page * v_page + offset * v_row + kv_head * v_head
-            place = (page * PAGE + offset) * tl.num_programs(1) + kv_head
+            scale = (page * PAGE + offset) * tl.num_programs(1) + kv_head
             visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
             visible = visible & ((WINDOW <= 0) | (key[None] > position[:, None] - WINDOW))
             peak_b, total_b, acc_b = _attend(
-                q, k_at, v_at, k_scale_ptr + place, v_scale_ptr + place, inside, visible,
+                q, k_at, v_at, k_scale_ptr + scale, v_scale_ptr + scale, inside, visible,
                 peak_b, total_b, acc_b, D, DV, SCALE, SOFTCAP, CODED, WIDEN)  # fmt: skip
         peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b, EACH)
     place = own.to(tl.int64) * DV
@@ -140,7 +143,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         leave_split(stats_ptr + 2 * own, acc_ptr + place, peak, total, acc, live, DV)
 
 
-@operator(limit=attention_limit)
+@operator(limit=attention_limit, codes=True)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     query_start_loc: Tensor, scale: float, sliding_window: int, softcap: float,

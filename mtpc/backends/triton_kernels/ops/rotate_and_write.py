@@ -100,11 +100,11 @@ def rotate_and_write_kernel(  # type: ignore[no-untyped-def]
             j = tl.arange(0, DV_PAD)[None]
             held = (head < H) & (j < DV)
             value = tl.load(v_ptr + token * v_token + head * v_head + j, mask=held, other=0.0)
-            to = v_cache_ptr + (slot * H + head) * DV + j
-            _write_values(to, v_scale_ptr + slot * H + head, value, held, head, H, CODED)
+            v_to = v_cache_ptr + (slot * H + head) * DV + j
+            _write_values(v_to, v_scale_ptr + slot * H + head, value, held, head, H, CODED)
 
 
-@operator()
+@operator(codes=True)
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,

@@ -76,7 +76,7 @@ def _limit(call: Mapping[str, Any]) -> str | None:
     return None if call["scales"] is None else attention_limit({"rows": call["rows"]})
 
 
-@operator(limit=_limit)
+@operator(limit=_limit, codes=True)
 def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tensor | None) -> Plan:
     """One launch.
 
