@@ -44,6 +44,9 @@ _TILES = {2: {128: (64, 64), 1024: (32, 32)}, 4: {64: (64, 32), 1024: (16, 16)}}
 """Query rows times heads that a program holds, unless one group alone is larger, and positions at a
 time; by bytes of an element and the largest head dim. With more, wide heads and float32 spill on
 NVIDIA."""
+_MOST_CODES = 32
+"""The most positions at a time where caches hold codes, which are widened in registers. More spill
+on AMD."""
 _WAVES = 4
 """See `splits_for`."""
 
@@ -167,6 +170,7 @@ def paged_attention(
     rows_hint = -(-num_tokens // num_reqs)
     by_width = _TILES[q.dtype.itemsize].items()
     limit, block_n = next(tile for widest, tile in by_width if max(dim, value_dim) <= widest)
+    block_n = block_n if k_scale is None else min(block_n, _MOST_CODES)
     held = limit if batch_invariant else min(rows_hint * group, limit)
     block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
