@@ -228,7 +228,8 @@ LINES = {
     # What Inductor makes of a GPU's step, kept in the graph cache (`kept_steps.py`).
     # Experts on aiter's kernel, and the orders in which kernels read weights (`bindings.py`).
     # Experts by grouped products of PyTorch's, where a trial prefers them (`torch_experts.py`).
-    "backends": 12050,
+    # Codes of keys and values on GPUs (`triton_kernels/codes.py`).
+    "backends": 12300,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a

@@ -56,6 +56,11 @@ _CHOICE = Choice((Change(threads=256), Change(factors={"BLOCK_N": 0.5}), Change(
 
 
 @triton.jit
+def _sees(position, key, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (key <= position) & ((WINDOW <= 0) | (key > position - WINDOW))
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, k_at, v_at, k_scale_at, v_scale_at, inside, visible, peak, total, acc,
     D: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -105,7 +110,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs, TILE_ROWS)
     if (first >= rows) | (length <= 0):
         return
-    lane = tl.arange(0, BLOCK_M)
+    lane, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
     live, position = (row < rows) & (lane < TILE_ROWS * GROUP), length - rows + row
     own = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
@@ -116,7 +121,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         if begin >= hi:
             leave_split(stats_ptr + 2 * own, acc_ptr + own, peak, total, acc, live, 0)
             return
-    d = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (start + row).to(tl.int64) * q_token + head * q_head
     q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
     for part in range(0, EACH):
@@ -131,8 +135,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             k_at = k_ptr + page * k_page + offset * k_row + kv_head * k_head
             v_at = v_ptr + page * v_page + offset * v_row + kv_head * v_head
             scale = (page * PAGE + offset) * tl.num_programs(1) + kv_head
-            visible = live[:, None] & inside[None] & (key[None] <= position[:, None])
-            visible = visible & ((WINDOW <= 0) | (key[None] > position[:, None] - WINDOW))
+            visible = live[:, None] & inside[None] & _sees(position[:, None], key[None], WINDOW)
             peak_b, total_b, acc_b = _attend(
                 q, k_at, v_at, k_scale_ptr + scale, v_scale_ptr + scale, inside, visible,
                 peak_b, total_b, acc_b, D, DV, SCALE, SOFTCAP, CODED, WIDEN)  # fmt: skip
