@@ -229,7 +229,8 @@ LINES = {
     # Experts on aiter's kernel, and the orders in which kernels read weights (`bindings.py`).
     # Experts by grouped products of PyTorch's, where a trial prefers them (`torch_experts.py`).
     # How aiter cuts contexts, and what it allocates (`aiter/sizes.py`); its norms are gone.
-    "backends": 12150,
+    # Codes of keys and values on GPUs (`triton_kernels/codes.py`).
+    "backends": 12400,
     # Copies of layers that repeat (`repeat_layers.py`); weights made from codes (`WeightTable`),
     # and made late where every step is cached.
     # Sizes of state as symbols while a step is inlined (`step_mode.py`). What acts outside of a

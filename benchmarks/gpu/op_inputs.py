@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
+from mtpc.ops.attention import quantise_rows
 from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.grouped import GroupForm, Kind, pack_scales, raw_codes
 from mtpc.weights.packing import pack
@@ -23,6 +24,7 @@ from mtpc.weights.packing import pack
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
 """Of each request: positions with its rows, and rows; without positions it is off."""
 PAGE, SPARE_ROWS, WILD = 16, 2, 2**30
+_CODES = (torch.int8, torch.float8_e4m3fn)
 HALVES, ALL = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -80,6 +82,12 @@ class Inputs:
         """A pool of pages, NaN where no request has a position."""
         return _poison(self.normal(*self._used.shape, *shape), self._used)
 
+    def coded(self, codes: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+        """A pool of codes, and their scales, NaN where no request has a position."""
+        rows = self.normal(*self._used.shape, *shape)
+        made, scales = quantise_rows(rows.flatten(0, 1), codes)
+        return made.view(rows.shape), _poison(scales.view(rows.shape[:-1]), self._used)
+
     def distinct(self, count: int, high: int, rows: int) -> Tensor:
         """`count` different numbers below `high` in each row."""
         return torch.rand(rows, high, generator=self.generator).argsort(1)[:, :count]
@@ -100,6 +108,11 @@ def _paged_attention(new: Inputs) -> Iterator[Arguments]:
     yield new.rows(8, 128), cache, new.cache(2, 128), *new.indices, 0.09
     uneven = new.rows(6, 96), new.cache(3, 96), new.cache(3, 64)
     yield *uneven, *new.indices, 0.1, 20, 30.0, new.normal(6)
+    for codes in _CODES:
+        pools = [new.coded(codes, 3, width) for width in (96, 64)]
+        (keys, k_scale), (values, v_scale) = pools
+        rows = (new.rows(6, 96), keys, values, *new.indices)
+        yield *rows, 0.1, 0, 0.0, None, k_scale, v_scale
 
 
 def _latent_attention(new: Inputs) -> Iterator[Arguments]:
@@ -118,8 +131,18 @@ def _slots(new: Inputs, pages: int) -> Tensor:
     return slots
 
 
+def _no_codes(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A pool of pages of zeros."""
+    return torch.zeros(4, PAGE, *shape, dtype=dtype)
+
+
 def _write_cache(new: Inputs) -> Iterator[Arguments]:
+    """Then codes of rows of many sizes, one of zeros, one of what is no number."""
     yield new.normal(4, PAGE, 2, 64), new.normal(7, 2, 64), _slots(new, 4), None
+    rows = new.normal(7, 11, 80) * torch.logspace(-3, 3, 7).to(new.dtype)[:, None, None]
+    rows[0, 1], rows[1, 2, 3] = 0, torch.nan
+    for codes in _CODES:
+        yield _no_codes(codes, 11, 80), rows, _slots(new, 4), torch.zeros(4, PAGE, 11)
 
 
 def _rotate_and_write(new: Inputs) -> Iterator[Arguments]:
@@ -128,6 +151,10 @@ def _rotate_and_write(new: Inputs) -> Iterator[Arguments]:
     angles = (new.normal(7, 32).cos(), new.normal(7, 32).sin())
     caches = (new.normal(4, PAGE, 2, 64), new.normal(4, PAGE, 2, 48))
     yield *rows, *angles, *caches, _slots(new, 4), None, None
+    for codes in _CODES:
+        coded = (_no_codes(codes, 2, 64), _no_codes(codes, 2, 48))
+        scales = (torch.zeros(4, PAGE, 2), torch.zeros(4, PAGE, 2))
+        yield *rows, *angles, *coded, _slots(new, 4), *scales
 
 
 def _rotate(new: Inputs) -> Iterator[Arguments]:

@@ -19,7 +19,7 @@ from mtpc.backends.triton_kernels.plans import node_launches, op_name
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 
-_CACHES = ("k_ptr", "v_ptr", "cache_ptr")
+_CACHES = ("k_ptr", "v_ptr", "cache_ptr", "k_scale_ptr", "v_scale_ptr")
 _BY_SLOT = ("floats_ptr", "ints_ptr", "bias_ids_ptr", "bias_values_ptr", "allowed_ptr",
             "prompt_ptr", "stops_ptr", "remaining_ptr")  # fmt: skip
 """Parameters of kernels that hold a row for each request slot."""
@@ -205,7 +205,7 @@ def _live(launch: Launch, name: str, work: Work) -> float:
         return work.requests * seen * row / sizes["PAGE"]
     if name == "table_ptr" and "PAGE" in sizes:
         return work.requests * -(-work.context // sizes["PAGE"]) * tensor.itemsize
-    if name.endswith("cache_ptr"):
+    if name.endswith(("cache_ptr", "scale_ptr")):
         return launch.arguments["slots_ptr"].shape[0] * row / tensor.shape[1]
     if name == "weight_ptr" and "CHOICES" in sizes:
         return row * _hit(launch, _tokens(launch))

@@ -22,7 +22,7 @@ def _accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a code, by the dtype of a cache that holds codes."""
 
 
@@ -41,7 +41,7 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         row's largest magnitude divided by the largest code. A row with NaN or infinity gets a scale
         of NaN or infinity and codes 0, so that its values read as NaN.
     """
-    wide, largest = rows.float(), _LARGEST_CODE[dtype]
+    wide, largest = rows.float(), LARGEST_CODE[dtype]
     scales = wide.abs().amax(-1) / largest
     is_finite = scales.isfinite()
     divisor = torch.where(is_finite & (scales > 0), scales, 1)

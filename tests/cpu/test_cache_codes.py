@@ -9,32 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import Batch, close, make_batch
+from helpers.coded import CODES, bits, coded, paged, rows_of_all_kinds
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.models.caches import CODE_DTYPES
 from mtpc.ops.attention import quantise_rows
 
 load_kernels()
 OURS = torch.ops.mtpc_cpu
 REFERENCE = torch.ops.mtpc
-CODES = [dtype for dtype in CODE_DTYPES.values() if dtype is not None]
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
-
-
-def rows_of_all_kinds(dtype: torch.dtype, width: int) -> Tensor:
-    """[8, 3, width]: small and large ones, zeros, NaN, infinities, and ties of codes."""
-    generator = torch.Generator().manual_seed(width)
-    rows = torch.randn(8, 3, width, generator=generator)
-    rows *= torch.logspace(-12, 12, 8)[:, None, None]
-    rows[1, 0], rows[2, 1, -1], rows[3, 2, 0] = 0, torch.nan, -torch.inf
-    rows[4, 0] = torch.arange(width) % 2 + 0.5
-    rows[4, 0, 0] = 127
-    return rows.to(dtype)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
 
 
 @pytest.mark.parametrize("width", [64, 5, 40])
@@ -44,7 +28,7 @@ def test_codes_and_scales_have_the_bits_of_the_reference(
     codes: torch.dtype, dtype: torch.dtype, width: int
 ) -> None:
     rows = rows_of_all_kinds(dtype, width)
-    slots = torch.tensor([4, 9, 6, 11, 5, 7, 8, -1])
+    slots = torch.tensor([4, 9, 6, 11, 5, 7, 8, -1, 10])
     found, wanted = (
         (torch.zeros(3, 4, 3, width, dtype=codes), torch.full((3, 4, 3), -1.0)) for _ in range(2)
     )
@@ -71,28 +55,6 @@ def test_a_number_is_at_most_half_a_step_from_its_code(codes: torch.dtype) -> No
     assert ((read - rows).abs() <= 0.5001 * step).all()
     assert (read.abs().amax(-1, keepdim=True) / largest - 1).abs().max() < 1e-6
     assert found.double().abs().max() == LARGEST[codes]
-
-
-def coded(batch: Batch, codes: torch.dtype) -> tuple[Batch, dict[str, Tensor]]:
-    """A batch whose caches hold codes, and the scales; what is in no slot is NaN."""
-    found: dict[str, Tensor] = {}
-    made: dict[str, Tensor] = {}
-    for name in ("k", "v"):
-        rows = getattr(batch, name).float()
-        is_held = rows.isfinite().all(-1)
-        read, scales = quantise_rows(rows.flatten(0, 1), codes)
-        wild = torch.full((), 0x7F, dtype=torch.uint8)
-        read = torch.where(is_held[..., None], bits(read).view(rows.shape), wild).view(codes)
-        made[name] = read
-        found[f"{name}_scale"] = torch.where(is_held, scales.view(is_held.shape), torch.nan)
-    return replace(batch, **made), found
-
-
-def paged(ops: Any, batch: Batch, scales: dict[str, Tensor]) -> Tensor:
-    indices = (batch.table, batch.seq_lens, batch.starts)
-    options = (batch.scale, batch.window, batch.softcap, batch.sinks)
-    out: Tensor = ops.paged_attention(batch.q, batch.k, batch.v, *indices, *options, **scales)
-    return out
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (16, 16), (24, 40), (5, 3)])

@@ -265,6 +265,21 @@ def test_build_for_a_target_reads_codes(
     assert "instead" not in out, "nothing is left to a reference"
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_build_for_a_target_has_pages_of_codes(
+    kind: str, checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model in bfloat16, so that angles and writes are one launch."""
+    tmp_path.chmod(0o755)
+    words = ["--batch-buckets", "2", "--max-len", "64", "--spec-tokens", "1", "--no-sampling"]
+    words += ["--dtype", "bfloat16", "--kv-cache-dtype", kind, "--out", str(tmp_path / "cache")]
+    assert main(["build", str(checkpoint("mimo")), *words, "--target", "cuda:80"]) == 0
+    out = capsys.readouterr().out
+    for name in ("rotate_and_write", "paged_attention", "combine"):
+        assert re.search(rf"{name}_kernel +cuda:80", out)
+    assert "instead" not in out, "nothing is left to a reference"
+
+
 def _printed_by(program: str) -> Any:
     """What a program among the helpers prints last, as JSON."""
     command = [sys.executable, "-m", f"helpers.{program}"]
@@ -273,10 +288,15 @@ def _printed_by(program: str) -> Any:
 
 
 def test_inductor_copies_no_cache_before_a_launch() -> None:
-    """Of a step that writes its caches, reads them, and writes them again, thrice."""
-    before, copied = _printed_by("reinplacing")
+    """Of a step that writes its caches, reads them, and writes them again, thrice; and of such
+    steps on int8 and on float8."""
+    before, copied, *coded = _printed_by("reinplacing")
     assert all(before), "unless somebody looks, all that is written is copied"
     assert copied == [[]] * (3 * 3 + 3), "3 layers of 3 launches, and 3 of the delta rule"
+    assert len(coded) == 4
+    assert all(coded[0])
+    assert all(coded[2])
+    assert coded[1] == coded[3] == [[]] * (3 * 4), "attention has two launches"
 
 
 def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
@@ -358,4 +378,8 @@ def test_inductor_sees_what_our_kernels_write_and_nothing_else() -> None:
         ["hidden_ptr"],
         ["part_ptr"],
         ["out_ptr"],
+        ["k_cache_ptr", "k_scale_ptr", "out_ptr", "v_cache_ptr", "v_scale_ptr"],
+        ["acc_ptr", "stats_ptr"],
+        ["out_ptr"],
+        ["cache_ptr", "scale_ptr"],
     ]

@@ -35,7 +35,7 @@ from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import chunks, refuses, triton_bindings
+from mtpc.backends.triton_kernels import NAMESPACES, chunks, refuses, triton_bindings
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
@@ -126,6 +126,54 @@ def test_steps_on_codes_emit_the_same_tokens(
     _compare(checkpoint(family), options, {*called, *of_layers}, prompts=PROMPTS[:2], new=3)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "spec_tokens"),
+    [
+        ("mimo", "int8", 2),
+        *(
+            pytest.param(family, kind, k, marks=pytest.mark.slow)
+            for family in ("mimo", "glm4_moe", "mimo_v2", "qwen4_exp")
+            for kind in ("int8", "fp8")
+            for k in (0, 2)
+            if (family, kind, k) != ("mimo", "int8", 2)
+        ),
+    ],
+)
+def test_steps_on_pages_of_codes_emit_the_same_tokens(
+    family: str, kind: str, spec_tokens: int, checkpoint: Callable[..., Path]
+) -> None:
+    """Nothing is left to a reference, and codes and scales in the pages are alike."""
+    options = replace(OPTIONS, kv_cache_dtype=kind, spec_tokens=spec_tokens)
+    expected = FAMILIES.get(family, {"paged_attention"})
+    ours, theirs = _compare(checkpoint(family), options, expected)
+    held = {n: t for n, t in theirs.program.shared.items() if n.endswith("_scale")}
+    assert held
+    for name, wanted in held.items():
+        found = ours.program.shared[name]
+        torch.testing.assert_close(found[1:], wanted[1:], rtol=1e-3, atol=1e-5)
+        codes = (p.program.shared[name.removesuffix("_scale")][1:].float() for p in (ours, theirs))
+        assert (next(codes) - next(codes)).abs().max() <= (1 if kind == "int8" else 32)
+        assert wanted[1:].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_layer_on_codes_has_one_launch_before_attention(
+    kind: str, checkpoint: Callable[..., Path]
+) -> None:
+    """Triton launches what writes float8, which Inductor would copy."""
+    loaded = load(checkpoint("glm4_moe"), "bfloat16", True)
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
+    compiler = StepCompiler(loaded, replace(OPTIONS, kv_cache_dtype=kind), backend)
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    called = Counter(str(n.target) for n in graph.graph.nodes)
+    library = "mtpc_loaded" if kind == "fp8" else "mtpc_triton"
+    writes = called[f"{library}.rotate_and_write.default"]
+    assert writes == called["mtpc_triton.paged_attention.default"] > 0
+    assert not any("write_cache" in name or name.startswith("mtpc.") for name in called)
+    assert not backend.notes
+
+
 def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
     """Filters, penalties and log-probabilities, a request's own each, in verify and in drafts."""
     options = replace(OPTIONS, sampling=True)
@@ -190,7 +238,7 @@ def _compare(
     assert ours.stats.drafted == theirs.stats.drafted
     assert ours.stats.joined.steps > 0
     called = {name.split(".")[1] for tape in graphs.tapes for name in op_names(tape)
-              if name.startswith("mtpc_triton.")}  # fmt: skip
+              if name.startswith(NAMESPACES)}  # fmt: skip
     assert "accept" in called
     assert called - EACH_STEP == expected
     assert not any(n.startswith("mtpc.") for tape in graphs.tapes for n in op_names(tape))
@@ -294,4 +342,4 @@ def test_float64_stays_with_the_reference_and_is_noted(checkpoint: Callable[...,
         graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
     assert BindKernels(triton_bindings(), notes.append).apply(graph) == 1, "of integers: accept"
     assert any("mtpc::paged_attention does not run on triton (float64; it" in n for n in notes)
-    assert len(OPERATORS) == len(triton_bindings())
+    assert len(OPERATORS) == len({binding.reference for binding in triton_bindings()})

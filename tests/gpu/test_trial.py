@@ -19,7 +19,7 @@ if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 import triton
-from helpers.triton_steps import EACH_FAMILY, EACH_STEP, FAMILIES, OPTIONS
+from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS, SLOW
 from helpers.tuned_calls import paged_call
 
 from mtpc.backends.eager import EagerBackend
@@ -108,14 +108,23 @@ def test_what_cannot_be_timed_is_no_crash(
 # ---- arguments of a step ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "codes"),
+    [
+        *(pytest.param(name, "auto", marks=[SLOW] * (name != "deepseek_v32")) for name in FAMILIES),
+        ("glm4_moe", "int8"),
+        pytest.param("glm4_moe", "fp8", marks=SLOW),
+    ],
+)
+def test_trial_arguments_are_those_of_a_step(
+    family: str, codes: str, checkpoint: Callable[..., Path]
+) -> None:
     """Nothing wild, nothing of a request's, weights not copied; kernel and reference agree.
 
     Layers repeat calls of the same sizes: kernels run once for each.
     """
     loaded = load(checkpoint(family), "float32", True)
-    options = replace(OPTIONS, enabled_passes=("lower-choices",))
+    options = replace(OPTIONS, enabled_passes=("lower-choices",), kv_cache_dtype=codes)
     compiler = StepCompiler(loaded, options, EagerBackend())
     seen, sizes = set[str](), set[Any]()
     for key in (StepKey.decode(2, 2), compiler.keys[-1]):
@@ -138,6 +147,26 @@ def test_trial_arguments_are_those_of_a_step(family: str, checkpoint: Callable[.
     assert seen - EACH_STEP == FAMILIES[family]
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_pools_of_codes_have_scales_for_every_page(codes: torch.dtype) -> None:
+    """However large the pools are: scales of keys and values are far smaller than these."""
+    fakes = {
+        "k_cache": torch.empty(9999, 16, 8, 128, dtype=codes, device="meta"),
+        "v_cache": torch.empty(9999, 16, 8, 64, dtype=codes, device="meta"),
+        "k_scale": torch.empty(9999, 16, 8, device="meta"),
+        "v_scale": torch.empty(9999, 16, 8, device="meta"),
+        "block_table": torch.empty(4, 8192, dtype=torch.int32, device="meta"),
+    }
+    made = {name: trial._make(name, fakes, torch.device("cpu")) for name in fakes}
+    for pool, scales in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
+        assert made[scales].shape == made[pool].shape[:3]
+        assert made[scales].min() > 0
+        numbers = made[pool][:9].float() * made[scales][:9, ..., None]
+        assert 0.5 < numbers.abs().max() < 2
+        assert numbers.std() > 0.2
+    assert made["block_table"].max() < len(made["k_cache"])
+
+
 def _size(argument: Any) -> Any:
     is_tensor = isinstance(argument, torch.Tensor)
     return (argument.dtype, argument.shape, argument.stride()) if is_tensor else argument
@@ -154,6 +183,8 @@ def _agree(name: str, found: list[Any], node: Any) -> None:
     pairs = [*zip(ours, wanted, strict=True)]
     pairs += [(b, a) for a, b in zip(args, more, strict=True) if isinstance(a, torch.Tensor)]
     for mine, theirs in pairs:
+        if mine.dtype == torch.float8_e4m3fn:
+            mine, theirs = mine.float(), theirs.float()
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
         assert torch.isfinite(theirs).all()
     if wanted:

@@ -32,7 +32,7 @@ class Step(nn.Module):
         self, rows, kv, latent, mixture, indices, keys, delta, prompt, logits, turned,
         index, sampled, counted, reported, normed, added, entered, gated, accepted, grouped,
         grouped_mixture, slotted, skinny, halved, routed, limited, headed,
-        scanned, scanned_prompt, ungated,
+        scanned, scanned_prompt, ungated, coded, scales,
     ):  # fmt: skip
         ops = torch.ops.mtpc_triton
         ops.write_cache(kv, *keys, None)
@@ -74,6 +74,9 @@ class Step(nn.Module):
             ops.mamba2_scan(*scanned, 2),
             ops.mamba2_scan(*scanned_prompt, 2),
             ops.relu2_experts(*ungated),
+            ops.rotate_and_write(*turned[:5], *coded, turned[-1], *scales),
+            ops.paged_attention(rows, *coded, *indices, 0.1, 0, 0.0, None, *scales),
+            ops.write_cache(coded[0], *keys, scales[0]),
         )
 
 
@@ -170,6 +173,8 @@ def main() -> None:
                 *(new(8, 64), new(6, 32, 64), new(6, 64, 32)),
                 *(new(8, 2, dtype=torch.int64), new(8, 2)),
             ),
+            [new(10, 16, 2, width, dtype=torch.int8) for width in (64, 32)],
+            [new(10, 16, 2, dtype=torch.float32) for _ in range(2)],
         )
         graph, _ = aot_export_module(Step(), arguments, trace_joint=False)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]

@@ -36,6 +36,29 @@ class Step(nn.Module):
         return out, ops.gated_delta_rule(*delta)
 
 
+class CodedStep(nn.Module):
+    """Likewise caches of codes. Triton launches writes of float8, and Inductor all else."""
+
+    def __init__(self, codes: torch.dtype):
+        super().__init__()
+        ops = torch.ops.mtpc_triton if codes == torch.int8 else torch.ops.mtpc_loaded
+        self.codes, self.writes = codes, ops
+
+    def forward(self, q, keys, angles, pools, slots, indices, scales):  # type: ignore[no-untyped-def]
+        out = q
+        for _ in range(3):
+            turned = self.writes.rotate_and_write(out, *keys, *angles, *pools, slots, *scales)
+            attend = torch.ops.mtpc_triton.paged_attention
+            out = attend(turned, *pools, *indices, 0.1, k_scale=scales[0], v_scale=scales[1])
+            self.writes.write_cache(pools[0], keys[0], slots, scales[0])
+        return (out,)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As `arguments`."""
+        rows, pools = arguments(), [torch.empty(10, 16, 2, 64, dtype=self.codes) for _ in range(2)]
+        return (*rows[:3], pools, *rows[4:6], [torch.empty(10, 16, 2) for _ in range(2)])
+
+
 def arguments() -> tuple[Any, ...]:
     """Arguments for eight rows of two requests."""
 
@@ -62,9 +85,31 @@ def arguments() -> tuple[Any, ...]:
 
 
 def copies(graph: torch.fx.Graph) -> list[list[str]]:
-    """The buffers that are copied before each launch."""
-    nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
-    return [list(n.kwargs["tensors_to_clone"]) for n in nodes]
+    """The buffers that are copied before each launch, or before each operator that writes; all that
+    it writes before Inductor has looked."""
+    found = []
+    for node in graph.nodes:
+        if "triton_kernel_wrapper" in str(node.target):
+            found.append(list(node.kwargs["tensors_to_clone"]))
+        elif "auto_functionalized" in str(node.target):
+            found.append(node.meta.get("only_clone_these_tensors", ["all"]))
+    return found
+
+
+@torch.no_grad()
+def _trace(step: nn.Module, given: tuple[Any, ...], compile_graph: Any) -> None:
+    with FakeTensorMode() as mode:
+        flat, spec = pytree.tree_flatten(given)
+        flat = [mode.from_tensor(value) for value in flat]
+
+        class Flat(nn.Module):
+            def forward(self, *values: Any) -> Any:
+                return step(*pytree.tree_unflatten(list(values), spec))
+
+        aot_module_simplified(
+            Flat(), flat, fw_compiler=compile_graph, inference_compiler=compile_graph,
+            keep_inference_input_mutations=True,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -84,17 +129,10 @@ def main() -> None:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    with torch.no_grad(), FakeTensorMode():
-        flat, spec = pytree.tree_flatten(arguments())
-
-        class Flat(nn.Module):
-            def forward(self, *values: Any) -> Any:
-                return Step()(*pytree.tree_unflatten(list(values), spec))
-
-        aot_module_simplified(
-            Flat(), flat, fw_compiler=compile_graph, inference_compiler=compile_graph,
-            keep_inference_input_mutations=True,
-        )  # fmt: skip
+    _trace(Step(), arguments(), compile_graph)
+    for codes in (torch.int8, torch.float8_e4m3fn):
+        step = CodedStep(codes)
+        _trace(step, step.arguments(), compile_graph)
     print(json.dumps(copied))
 
 

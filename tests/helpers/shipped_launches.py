@@ -17,6 +17,7 @@ from mtpc.backends.triton_kernels.plans import plan
 from mtpc.weights.grouped import PACKED_INPUTS, Kind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
 def _fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -38,10 +39,14 @@ def gqa(
     dims: tuple[int, int],
     dtype: torch.dtype = BF16,
     configs: str = "",
+    codes: torch.dtype | None = None,
 ) -> list[Launch]:
     q = _fake(reqs * rows, heads[0], dims[0], dtype=dtype)
-    k, v = (_fake(4096, 16, heads[1], dim, dtype=dtype) for dim in dims)
-    return plan("paged_attention", q, k, v, *_indices(reqs, 2048), 0.09, configs=configs)[0]
+    k, v = (_fake(4096, 16, heads[1], dim, dtype=codes or dtype) for dim in dims)
+    names = ("k_scale", "v_scale") if codes else ()
+    scales = {name: _fake(4096, 16, heads[1], dtype=FP32) for name in names}
+    given = (q, k, v, *_indices(reqs, 2048), 0.09)
+    return plan("paged_attention", *given, **scales, configs=configs)[0]
 
 
 def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
@@ -115,16 +120,28 @@ def write_for(target: Target) -> Specialisation:
         return Specialisation.of(write(16)[0], target)
 
 
+def _write_codes(tokens: int, codes: torch.dtype, dtype: torch.dtype = BF16) -> list[Launch]:
+    cache, rows = _fake(4096, 16, 8, 128, dtype=codes), _fake(tokens, 8, 128, dtype=dtype)
+    slots, scales = _fake(tokens, dtype=torch.int64), _fake(4096, 16, 8, dtype=FP32)
+    return plan("write_cache", cache, rows, slots, scales)[0]
+
+
 def _rotate(
-    tokens: int, heads: tuple[int, int], dims: tuple[int, int, int], dtype: torch.dtype = BF16
+    tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int, int],
+    dtype: torch.dtype = BF16,
+    codes: torch.dtype | None = None,
 ) -> list[Launch]:
     """dims: of a key, of the angles, of a value."""
     (count, kv_count), (width, turned, v_width) = heads, dims
     shapes = [(tokens, count, width), (tokens, kv_count, width), (tokens, kv_count, v_width)]
     shapes += [(tokens, turned)] * 2
-    shapes += [(4096, 16, kv_count, dim) for dim in (width, v_width)]
-    slots = _fake(tokens, dtype=torch.int64)
-    return plan("rotate_and_write", *(_fake(*x, dtype=dtype) for x in shapes), slots, None, None)[0]
+    rows = [_fake(*shape, dtype=dtype) for shape in shapes]
+    pool, slots = (4096, 16, kv_count), _fake(tokens, dtype=torch.int64)
+    caches = [_fake(*pool, dim, dtype=codes or dtype) for dim in (width, v_width)]
+    scales = [_fake(*pool, dtype=FP32) if codes else None for _ in range(2)]
+    return plan("rotate_and_write", *rows, *caches, slots, *scales)[0]
 
 
 def _norms(tokens: int, width: int, plus_one: bool = False, dtype=BF16) -> list[Launch]:  # type: ignore[no-untyped-def]
@@ -341,6 +358,21 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
     "MiMo-V2 (64/4 heads of 192, 128), 4 x 5 rows": lambda: gqa(4, 5, (64, 4), (192, 128)),
     "window, cap and sinks, 4 x 5 rows, float16": lambda: _gqa_with_all(4, 5),
+    "int8 keys and values of GLM-4.5, 1 x 5 rows": lambda: gqa(
+        1, 5, (96, 8), (128, 128), codes=INT8
+    ),
+    "fp8 keys and values of GLM-4.5, prompt of 512, float16": lambda: gqa(
+        1, 512, (96, 8), (128, 128), FP16, codes=FP8
+    ),
+    "fp8 keys and values of MiMo-7B, 64 x 1 rows": lambda: gqa(
+        64, 1, (32, 8), (128, 128), codes=FP8
+    ),
+    "int8 keys and values of MiMo-V2, 4 x 5 rows, float16": lambda: gqa(
+        4, 5, (64, 4), (192, 128), FP16, codes=INT8
+    ),
+    "batch-invariant attention to fp8 of GLM-4.5, prompt of 512": lambda: gqa(
+        1, 512, (96, 8), (128, 128), configs=BATCH_INVARIANT, codes=FP8
+    ),
     "DeepSeek-V3, 1 x 5 rows, float16": lambda: mla(1, 5, FP16),
     "DeepSeek-V3, 64 x 1 rows": lambda: mla(64, 1),
     "DeepSeek-V3 experts, 5 rows": lambda: _experts(5, (256, 7168, 2048)),
@@ -472,6 +504,14 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     ),
     "cache write, 16 rows": lambda: write(16),
     "cache write, 5 rows, float16": lambda: write(5, FP16),
+    "write of int8, 16 rows": lambda: _write_codes(16, INT8),
+    "write of fp8, 5 rows, float32": lambda: _write_codes(5, FP8, FP32),
+    "GLM-4.5's rotary of half a head into fp8, 5 rows": lambda: _rotate(
+        5, (96, 8), (128, 64, 128), codes=FP8
+    ),
+    "MiMo-V2's rotary of a third into int8, prompt of 512, float16": lambda: _rotate(
+        512, (64, 4), (192, 64, 128), FP16, INT8
+    ),
     "GLM-4.5's rotary of half a head, 5 rows, float16": lambda: _rotate(
         5, (96, 8), (128, 64, 128), FP16
     ),

@@ -33,6 +33,7 @@ from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.ops import references
+from mtpc.ops.signatures import arguments_of, written_by
 
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of elements that the kernels take."""
@@ -117,7 +118,10 @@ def early_bindings(configure: Configure) -> tuple[Binding, ...]:
 
 
 def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
-    """A candidate for each operator that has kernels.
+    """A candidate for each operator that has kernels, and others for writes of float8.
+
+    Kernels see float8 as bytes. Inductor copies a whole pool before a launch of its own writes such
+    a view of it, so Triton launches these.
 
     Args:
         configure: chooses how each is run.
@@ -125,7 +129,17 @@ def triton_bindings(configure: Configure = by_default) -> tuple[Binding, ...]:
     Raises:
         BackendError: there is no Triton.
     """
-    return kernel_bindings("mtpc_triton", refuses, configure)
+    writes = kernel_bindings(
+        "mtpc_loaded", _refuse_all_but_float8_writes, configure, expected=False
+    )
+    return writes + kernel_bindings("mtpc_triton", refuses, configure)
+
+
+def _refuse_all_but_float8_writes(node: fx.Node, graph: StepGraph) -> str | None:
+    call = arguments_of(node)
+    written = [call.get(name) for name in written_by(node.target)]
+    is_float8 = any(t is not None and t.dtype == torch.float8_e4m3fn for t in written)
+    return refuses(node, graph) if is_float8 else "it writes no float8"
 
 
 def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT, apply_configs
 from mtpc.backends.triton_kernels.launch import NO_CHOICE, Launch
 from mtpc.layout import dtype_name
 from mtpc.ops import references
+from mtpc.ops.attention import LARGEST_CODE
 from mtpc.ops.signatures import arguments_of, signature_of
 
 Plan = tuple[list[Launch], Tensor | tuple[Tensor, ...] | None]
@@ -47,11 +48,13 @@ class Operator:
             there are has one more argument, `batch_invariant`, which forbids that.
         limit: why it cannot take a call.
         any_element: whether it takes any floating-point dtype, and not only `ELEMENTS`.
+        codes: whether caches may hold codes, which may be float8.
     """
 
     function: Callable[..., Plan]
     limit: Limit
     any_element: bool
+    codes: bool
 
     @property
     def name(self) -> str:
@@ -103,7 +106,8 @@ class Operator:
             if parameter.annotation == "None" and call.get(name) is not None:
                 return f"it takes no {name}"
         for tensor in () if self.any_element else tensors:
-            if tensor.is_floating_point() and tensor.dtype not in ELEMENTS:
+            is_code = self.codes and tensor.dtype in LARGEST_CODE
+            if tensor.is_floating_point() and tensor.dtype not in ELEMENTS and not is_code:
                 return (
                     f"{dtype_name(tensor.dtype)}; it takes {', '.join(map(dtype_name, ELEMENTS))}"
                 )
@@ -111,7 +115,7 @@ class Operator:
 
 
 def operator(
-    limit: Limit = lambda call: None, any_element: bool = False
+    limit: Limit = lambda call: None, any_element: bool = False, codes: bool = False
 ) -> Callable[[Callable[..., Plan]], Operator]:
     """Make an operator from its plan; see `Operator`."""
-    return lambda function: Operator(function, limit, any_element)
+    return lambda function: Operator(function, limit, any_element, codes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from inspect import Parameter
 from typing import Any
 
-from torch import Tensor
 from torch.library import custom_op, triton_op
 
 from mtpc.backends.triton_kernels.launch import run
@@ -36,10 +35,7 @@ def _register(operator: Operator) -> None:
     taken = operator.signature.parameters
     parameters = [*taken.values(), _CONFIGS]
     function = with_signature(launch, operator.signature.replace(parameters=parameters))
-    # No operator with kernels writes a tensor that may be None.
-    written = tuple(
-        name for name in written_by(operator.reference) if taken[name].annotation is Tensor
-    )
+    written = tuple(name for name in written_by(operator.reference) if name in taken)
     if not is_collective(operator.reference):  # Inductor would copy the memory that ranks share.
         triton_op(f"mtpc_triton::{operator.name}", function, mutates_args=written)
     loaded = custom_op(f"mtpc_loaded::{operator.name}", function, mutates_args=written)

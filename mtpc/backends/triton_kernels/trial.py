@@ -31,6 +31,9 @@ from mtpc.errors import BackendError, CaptureError
 from mtpc.ops.signatures import given_to
 
 _POOLS = ("k_cache", "v_cache", "latent_cache", "index_cache", "cache")
+_SCALES = {"k_scale": "k_cache", "v_scale": "v_cache", "scales": "cache"}
+"""Scales of codes -> the pool that these are in."""
+_LARGEST_CODE = 100
 _POOL_BYTES = 256 << 20
 """Bytes of a page pool that is made for timing: more than any device's caches hold."""
 _WARM_UP_MS, _REPEAT_MS = 10, 40
@@ -172,9 +175,16 @@ def trial_arguments(call: Call, device: torch.device) -> tuple[tuple[Any, ...], 
 def _make(name: str, fakes: dict[str, Tensor], device: torch.device) -> Tensor:
     fake = fakes[name]
     shape, stride = [*fake.shape], fake.stride()
-    if name in _POOLS:
-        shape[0] = _pages(fakes, fake)
+    pool = _SCALES.get(name, name)
+    if pool in _POOLS:
+        shape[0] = _pages(fakes, fakes[pool])
     size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if name in _SCALES:
+        values = torch.rand(size, device=device).add_(0.5).div_(_LARGEST_CODE)
+        return values.as_strided(shape, stride)
+    if name in _POOLS and fake.dtype.itemsize == 1:
+        codes = torch.randint(-_LARGEST_CODE, _LARGEST_CODE, (size,), device=device)
+        return codes.to(fake.dtype).as_strided(shape, stride)
     if fake.dtype.is_floating_point:
         values = torch.rand(size, device=device).sub_(0.5).to(fake.dtype)
         return values.as_strided(shape, stride)
