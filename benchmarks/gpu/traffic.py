@@ -205,7 +205,7 @@ def _live(launch: Launch, name: str, work: Work) -> float:
         return work.requests * seen * row / sizes["PAGE"]
     if name == "table_ptr" and "PAGE" in sizes:
         return work.requests * -(-work.context // sizes["PAGE"]) * tensor.itemsize
-    if name.endswith(("cache_ptr", "scale_ptr")):
+    if name.endswith(("cache_ptr", "scale_ptr")) and "slots_ptr" in launch.arguments:
         return launch.arguments["slots_ptr"].shape[0] * row / tensor.shape[1]
     if name == "weight_ptr" and "CHOICES" in sizes:
         return row * _hit(launch, _tokens(launch))

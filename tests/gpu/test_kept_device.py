@@ -45,6 +45,7 @@ def test_a_device_keeps_its_steps_in_its_store(
     monkeypatch.setattr(cuda, "TorchGraphs", lambda device: NullGraphs())
     monkeypatch.setattr(cuda, "lower_by_inductor", _lower)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "device_target", lambda: None)
     monkeypatch.setattr(trial, "device_name", lambda device: f"a kind of {device.type}")
     store = EntryStore(tmp_path / "cache")

@@ -23,6 +23,7 @@ if not INTERPRETS:
 from helpers.batches import close, make_batch, make_mixture
 from helpers.deltas import DELTA, MAMBA, NARROW, Layer, make_rows
 from helpers.grouped import experts_call, random_weight
+from helpers.index_batches import choose
 from helpers.places import HELPERS
 from helpers.shipped_launches import kernel_choices
 from helpers.slot_batches import make_call
@@ -133,6 +134,8 @@ def test_every_configuration_computes_the_same(place: int, monkeypatch: pytest.M
         grouped = random_weight(kind, (70, 2 * group if kind == "int4" else group), group)
         linear = (torch.randn(5, grouped.weight.codes.shape[1]), *grouped.operands)
         close(ops.grouped_linear(*linear), REFERENCE.grouped_linear(*linear))
+    indexed = make_batch([(300, 4), (1, 1), (0, 3), (130, 3)], heads=(64, 1), dims=(12, 1))
+    assert torch.equal(choose(ops, indexed, 40), choose(REFERENCE, indexed, 40))
     slotted = make_call("chosen", torch.float16)
     close(slotted.run(ops), slotted.run(REFERENCE))
     experts = experts_call(5, ("int8", 32, ""), torch.float32)
