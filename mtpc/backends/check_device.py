@@ -1,4 +1,4 @@
-"""Whether torch can use a GPU here."""
+"""Whether torch can use a GPU here, and what kind of device a GPU is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def check_device() -> None:
         f"backend 'cuda' needs a GPU, and this torch is built for {built} and finds none; check "
         f"that `{'rocminfo' if hip else 'nvidia-smi'}` lists one and that this user may open it"
     )
+
+
+def architecture_of(device: torch.device) -> str:
+    """The architecture of a GPU: of AMD's with its modes, as gfx942:sramecc+:xnack-; or sm_90."""
+    found = torch.cuda.get_device_properties(device)
+    return getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
+
+
+def device_name(device: torch.device) -> str:
+    """A kind of device: model, architecture and number of processors."""
+    found = torch.cuda.get_device_properties(device)
+    processors = found.multi_processor_count
+    return f"{found.name} {architecture_of(device)}, {processors} processors"
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
-from mtpc.backends.check_device import capability_of, check_device
+from mtpc.backends.check_device import capability_of, check_device, device_name
 from mtpc.backends.expand import Function, trace_call
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
@@ -231,7 +231,7 @@ def open_cuda(
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows
-    from mtpc.backends.triton_kernels.trial import DeviceTimer, WholeDeviceTimer, device_name
+    from mtpc.backends.triton_kernels.trial import DeviceTimer, WholeDeviceTimer
     from mtpc.backends.triton_kernels.tuning import Contest, Tuner
 
     device, target = torch.device("cuda", torch.cuda.current_device()), device_target()

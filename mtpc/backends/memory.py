@@ -29,8 +29,7 @@ def live_memory(graph: StepGraph) -> list[Live]:
     """Memory that a flat step allocates, in order of execution.
 
     A value is live from the node that computes it to the last node that reads it or a view of it.
-    Scratch memory of kernels is live during its node. A compiler that fuses nodes allocates
-    less.
+    Scratch memory of kernels is live during its node. A compiler that fuses nodes allocates less.
     """
     effects, nodes = analyse(graph.graph), [n for n in graph.graph.nodes if n.op != "output"]
     last: dict[Root, int] = {}

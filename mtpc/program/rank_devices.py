@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from mtpc.backends.check_device import check_device
+from mtpc.backends.check_device import check_device, device_name
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
 from mtpc.errors import BackendError
 from mtpc.ops.collectives import exchange_ranks, gather_ranks, group_of
@@ -102,10 +102,8 @@ def choose_device(rank: int, seen: Sequence[Seen]) -> int:
 
 def kind_of_device() -> str:
     """What decides how kernels of the current GPU add: all ranks must have the same."""
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
-    library = torch.version.hip or torch.version.cuda
-    return f"{found.name} {arch}, {found.multi_processor_count} processors, {library}"
+    device = torch.device("cuda", torch.cuda.current_device())
+    return f"{device_name(device)}, {torch.version.hip or torch.version.cuda}"
 
 
 def make_group(ranks: Ranks, device: torch.device) -> str:

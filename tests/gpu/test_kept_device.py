@@ -23,7 +23,7 @@ from mtpc.backends import cuda
 from mtpc.backends.base import Run
 from mtpc.backends.kept_steps import KIND
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import launch, trial
+from mtpc.backends.triton_kernels import launch
 from mtpc.capture.graph import StepGraph
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import peek
@@ -47,7 +47,7 @@ def test_a_device_keeps_its_steps_in_its_store(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "device_target", lambda: None)
-    monkeypatch.setattr(trial, "device_name", lambda device: f"a kind of {device.type}")
+    monkeypatch.setattr(cuda, "device_name", lambda device: f"a kind of {device.type}")
     store = EntryStore(tmp_path / "cache")
     backend = cuda.open_cuda(store=store, batch_invariant=batch_invariant)
     backend.lower(small_step("added"))()

@@ -66,6 +66,7 @@ from torch import fx
 
 from mtpc.backends.aiter import around, ops, sizes
 from mtpc.backends.bindings import Binding, Limits, Order
+from mtpc.backends.check_device import architecture_of
 from mtpc.backends.expand import Traced, expand
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import dtype_name
@@ -342,7 +343,7 @@ def _architecture(device: torch.device) -> str | None:
     """The name of an AMD GPU's architecture, such as gfx942; None for what is no GPU."""
     if device.type != "cuda":
         return None
-    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    return architecture_of(device).partition(":")[0]
 
 
 SHUFFLE = Published(

@@ -41,13 +41,6 @@ _COMMITTED = 16
 """Positions that recurrent state has seen before a step's rows."""
 
 
-def device_name(device: torch.device) -> str:
-    """A kind of device: model, architecture and number of processors."""
-    found = torch.cuda.get_device_properties(device)
-    arch = getattr(found, "gcnArchName", "") or f"sm_{found.major}{found.minor}"
-    return f"{found.name} {arch}, {found.multi_processor_count} processors"
-
-
 @dataclass(frozen=True)
 class DeviceTimer:
     """A `tuning.Timer` on a device.
