@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpc.engine.sampling_rows import pack_bits
 from mtpc.layout import SCRATCH_SLOT
-from mtpc.ops.attention import quantise_rows
+from mtpc.ops.attention import LARGEST_CODE, quantise_rows
 from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.grouped import GroupForm, Kind, pack_scales, raw_codes
 from mtpc.weights.packing import pack
@@ -24,7 +24,7 @@ from mtpc.weights.packing import pack
 LENGTHS = ((37, 4), (1, 1), (0, 3), (130, 2))
 """Of each request: positions with its rows, and rows; without positions it is off."""
 PAGE, SPARE_ROWS, WILD = 16, 2, 2**30
-_CODES = (torch.int8, torch.float8_e4m3fn)
+_CODES = tuple(LARGEST_CODE)
 HALVES, ALL = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
 
 
