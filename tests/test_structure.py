@@ -237,7 +237,7 @@ LINES = {
     # graph stays (`effects.py`). Of calls on fake tensors that are alike, one is run
     # (`fake_calls.py`).
     # Weights whose elements are moved for a kernel, in all steps alike.
-    "capture": 1675,
+    "capture": 1680,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
