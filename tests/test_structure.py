@@ -237,7 +237,7 @@ LINES = {
     # graph stays (`effects.py`). Of calls on fake tensors that are alike, one is run
     # (`fake_calls.py`).
     # Weights whose elements are moved for a kernel, in all steps alike.
-    "capture": 1660,
+    "capture": 1680,
     # `mtpc check`, `mtpc quantize`, `mtpc graft`; options as vLLM's users type them; where kernels
     # come from; `mtpc chat`, `mtpc completion`, `mtpc bench --plot`, `mtpc plan`, `mtpc eval`.
     # `mtpc tune-head`.
@@ -317,7 +317,7 @@ LINES = {
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.
-    "step": 1320,  # Synthetic acceptance (`synthetic.py`).
+    "step": 1415,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
     "store": 945,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).

@@ -9,7 +9,7 @@ records `Step.forward` with all pieces as leaves. Its result is a StepGraph of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,14 +21,17 @@ from mtpc.capture.graph import StepGraph, WeightTable, module_of
 from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import P
+from mtpc.layout.specs import CHAIN_EMBEDS, SAMPLING_INTS, SYNTHETIC_DRAWS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
-from mtpc.step.chaining import KeepLast, MoveUp, Widen
-from mtpc.step.choose import Choose, Pick
+from mtpc.step.chaining import KeepLast, MoveUp, TrueChaining, Widen
+from mtpc.step.choose import Choice, Choose, Pick
+from mtpc.step.drafting import Drafting
 from mtpc.step.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
 from mtpc.step.model import StepModel
 from mtpc.step.records import Metadata
-from mtpc.step.sampling import Record, SampleChoice, SampleDraft
+from mtpc.step.sampling import Record, SampleChoice, SampledChoice, SampleDraft
+from mtpc.step.single_position import SinglePosition
 from mtpc.step.step import Step, StepPieces
 from mtpc.step.synthetic import Dictate
 
@@ -48,6 +51,7 @@ class ModelTraces(nn.Module):
         given = _symbolic(layout)
         self.target = export_piece(model.target, (ids, *metadata), ({0}, *given))
         features = fed = _example(self.target)
+        self.drafting = drafting_of(model, layout)
         if model.draft_entry is not None:
             self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))
             fed = _example(self.draft_entry)
@@ -72,8 +76,21 @@ class ModelTraces(nn.Module):
             self.draft_tokens = export_piece(model.draft_tokens, (torch.zeros_like(ids),))
             self.draft_logits = export_piece(model.draft_logits, (logits,))
         self.vocab_size = model.vocab_size
-        self.draft_index: Callable[[int], int] = model.draft_index
-        self.chaining = model.chaining
+
+
+def drafting_of(model: StepModel, layout: Layout) -> Drafting:
+    """How a model's drafts come about."""
+    given = (
+        len(model.drafts),
+        model.draft_entry is not None,
+        model.draft_tokens is not None,
+        model.later_draft is not None,
+    )
+    if model.chaining == "position":
+        return SinglePosition(*given)
+    if len(model.drafts) > 1:
+        return TrueChaining(*given, model.chaining == "target", CHAIN_EMBEDS in layout)
+    return Drafting(*given)
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -180,13 +197,13 @@ def trace_step(
         A StepGraph whose pieces are `call_module` nodes. With K > 0 it is not valid yet: its
         metadata buffers have one row per request until the pass `resize-metadata` has run.
     """
-    pieces = _pieces(key, traces, layout)
     buffers = nn.Module()
     buffers.add_module("state", shared.get_submodule("state"))
     buffers.add_module("batch", _allocate_batch(layout, shared))
-    passes = max(key.spec_tokens, len(traces.drafts))
-    draft_index = tuple(traces.draft_index(i) for i in range(passes))
-    step = Step(key, pieces, buffers, draft_index, traces.chaining)
+    dictates = SYNTHETIC_DRAWS in layout and key.spec_tokens > 0
+    step = Step(
+        key, _pieces(key, traces, layout), buffers, _choice(layout), traces.drafting, dictates
+    )
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
 
@@ -203,24 +220,28 @@ def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
     return batch
 
 
+def _choice(layout: Layout) -> Choice:
+    """How a step with these buffers chooses tokens."""
+    if SAMPLING_INTS not in layout:
+        return Choice()
+    return SampledChoice("batch.token_mask" in layout, "batch.draft_mask" in layout)
+
+
 def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     """The step's leaves: the model's traces, and the other pieces for this bucket."""
     page_size = layout.value(P)
     is_decode = key.phase == "decode"
     begin, accept = (BeginDecode, Accept) if is_decode else (BeginPrefill, AcceptPrefill)
     pieces = StepPieces()
-    pieces.target, pieces.target_head = traces.target, traces.target_head
-    pieces.drafts, pieces.draft_heads = traces.drafts, traces.draft_heads
-    for name in ("later_draft", "draft_entry", "draft_tokens", "draft_logits"):
-        if hasattr(traces, name):
-            setattr(pieces, name, getattr(traces, name))
+    for name, piece in traces.named_children():
+        pieces.add_module(name, piece)
     more = layout.shape(PROMPT_EMBEDS)[0] if not is_decode and PROMPT_EMBEDS in layout else 0
     pieces.begin = begin(key, page_size, traces.vocab_size + more)
     pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
     pieces.chain_metadata = ChainMetadata(key, page_size)
-    samples = "state.sampling_ints" in layout
+    samples = SAMPLING_INTS in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
-    pieces.record, pieces.advance = Record(), Advance("state.synthetic_draws" in layout)
+    pieces.record, pieces.advance = Record(), Advance(SYNTHETIC_DRAWS in layout)
     pieces.dictate = Dictate(key.max_emitted)
     window = len(traces.drafts) - 1
     if window > 0:

@@ -36,6 +36,7 @@ NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
 PROMPT_EMBEDS, ROPE_OFFSETS = "state.prompt_embeds", "state.rope_offsets"
 CHAIN_EMBEDS = "state.chain_embeds"
+SAMPLING_INTS, SYNTHETIC_DRAWS = "state.sampling_ints", "state.synthetic_draws"
 IMAGE_STATE = (PROMPT_EMBEDS, ROPE_OFFSETS, CHAIN_EMBEDS)
 """Buffers that images add."""
 MAX_STOP_IDS = 8

@@ -228,10 +228,6 @@ class SteppedModel:
         self.chaining: Chaining = "position" if parts.single_position else family.wiring.chaining
         self.vocab_size = loaded.vocab_size
 
-    def draft_index(self, step: int) -> int:
-        """MTP layer of draft step `step`, from 0; steps beyond the layers use the last one."""
-        return min(step, len(self.drafts) - 1)
-
 
 def load(
     source: Any,

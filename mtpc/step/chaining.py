@@ -8,13 +8,13 @@ L - (n-1) on. For that, a step keeps the target's last n - 1 features and their 
 request slot. From one layer to the next, the tokens move up by one row, and the row of the last
 certain token takes the draft. docs/design.md derives this.
 
-If every layer is fed the target's features (`Step.chaining` is "target"), layer i's rows depend on
+If every layer is fed the target's features (`TrueChaining.feeds_target`), layer i's rows depend on
 the same drafts through their tokens, and nothing else differs.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from mtpc.layout import StepKey
 from mtpc.ops.ragged import request_of
 from mtpc.step.accept import move_up
+from mtpc.step.drafting import Drafting, DraftInputs
 from mtpc.step.metadata import flat_metadata
 from mtpc.step.records import Widened, unpack
 
 if TYPE_CHECKING:
-    from mtpc.step.step import DraftInputs, Step
+    from mtpc.step.step import Step
 
 aten = torch.ops.aten
 
@@ -154,47 +155,56 @@ class KeepLast(nn.Module):
         last_features.index_copy_(0, state_slots, features[rows])
 
 
-def draft_rows(
-    step: Step, inputs: DraftInputs
-) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:
-    """Draft with each MTP layer in turn, all over the same widened rows.
+@dataclass(frozen=True)
+class TrueChaining(Drafting):
+    """Drafts by several MTP layers, each over the same widened rows.
 
-    Where K changes between steps, it may be less than the number of layers. All layers run
-    nevertheless, because a later step with more drafts needs their KV in every row. Dead-code
-    elimination removes what only the unused drafts need.
-
-    Returns:
-        The widened inputs, the results of the last layer [T', ...], and the drafts, [R] each.
+    Attributes:
+        feeds_target: whether each layer is fed the target's features, not those of the layer
+            before it.
+        has_images: whether ids may name rows of `state.prompt_embeds`.
     """
-    inputs = widened = _widen(step, inputs)
-    keeps_embeds = step.key.phase == "prefill" and hasattr(step.state, "chain_embeds")
-    if not keeps_embeds:
-        _keep_last(step, widened)
-    given, draft = step.draft_rows(0, inputs)
-    drafts = [draft]
-    for index in range(1, step.num_layers):
-        ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
-        inputs = replace(inputs, ids=ids)
-        if step.chaining != "target":
-            inputs = replace(inputs, features=given[0])
-        given, draft = step.draft_rows(index, inputs)
-        drafts.append(draft)
-    if keeps_embeds:  # Now every layer has read the embeddings that the step before kept.
-        _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
-    return widened, given, drafts
 
+    feeds_target: bool = False
+    has_images: bool = False
 
-def _widen(step: Step, inputs: DraftInputs) -> DraftInputs:
-    """Add the earlier rows, which depended on drafts."""
-    bucket, begun, state = step.key.bucket, inputs.begun, step.state
-    fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
-    requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
-    kept = (state.chain_ids, state.chain_features)
-    wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
-    num_tokens = bucket.num_tokens + bucket.num_reqs * (step.num_layers - 1)
-    metadata = step.publish(wide, begun, num_tokens)
-    ids, features, anchors = wide.ids, wide.features, wide.anchors
-    return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)
+    def over_rows(
+        self, step: Step, inputs: DraftInputs
+    ) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:
+        """Draft with each MTP layer in turn.
+
+        Where K changes between steps, it may be less than the number of layers. All layers run
+        nevertheless, because a later step with more drafts needs their KV in every row. Dead-code
+        elimination removes what only the unused drafts need.
+        """
+        inputs = widened = self._widen(step, inputs)
+        keeps_embeds = step.key.phase == "prefill" and self.has_images
+        if not keeps_embeds:
+            _keep_last(step, widened)
+        given, draft = self.run_layer(step, 0, inputs)
+        drafts = [draft]
+        for index in range(1, self.num_layers):
+            ids = step.pieces.move_up(inputs.ids, inputs.anchors, inputs.begun.active, drafts[-1])
+            inputs = replace(inputs, ids=ids)
+            if not self.feeds_target:
+                inputs = replace(inputs, features=given[0])
+            given, draft = self.run_layer(step, index, inputs)
+            drafts.append(draft)
+        if keeps_embeds:  # Now every layer has read the embeddings that the step before kept.
+            _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)
+        return widened, given, drafts
+
+    def _widen(self, step: Step, inputs: DraftInputs) -> DraftInputs:
+        """Add the earlier rows, which depended on drafts."""
+        bucket, begun, state = step.key.bucket, inputs.begun, step.state
+        fresh = (inputs.ids, inputs.features, inputs.anchors, begun.context_lens, begun.active)
+        requests = (begun.block_table, begun.state_slots, inputs.metadata.query_start_loc)
+        kept = (state.chain_ids, state.chain_features)
+        wide = unpack(Widened, step.pieces.widen(*fresh, *requests, *kept))
+        num_tokens = bucket.num_tokens + bucket.num_reqs * (self.num_layers - 1)
+        metadata = step.publish(wide, begun, num_tokens)
+        ids, features, anchors = wide.ids, wide.features, wide.anchors
+        return replace(inputs, metadata=metadata, ids=ids, features=features, anchors=anchors)
 
 
 def _keep_last(step: Step, inputs: DraftInputs, *embeds: Tensor) -> None:

@@ -31,7 +31,3 @@ class StepModel(Protocol):
     # features instead. With "position", `drafts` return features and the rows that the head takes.
     chaining: Chaining
     vocab_size: int
-
-    def draft_index(self, step: int) -> int:
-        """The MTP layer that draft step `step` (from 0) uses."""
-        ...

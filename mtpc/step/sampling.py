@@ -8,16 +8,19 @@ speculative decoding" (2024). The target's choice does not depend on drafts; see
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import mtpc.ops.sampling  # noqa: F401  (registers the ops)
-from mtpc.step.records import Accepted, Begun, Chosen, unpack
+from mtpc.step.choose import Choice, Verdict
+from mtpc.step.records import Accepted, Begun, Chosen, Metadata, unpack
 
 if TYPE_CHECKING:
-    from mtpc.step.step import DraftInputs, Step
+    from mtpc.step.drafting import DraftInputs
+    from mtpc.step.step import Step
 
 aten = torch.ops.aten
 
@@ -70,62 +73,66 @@ class Record(nn.Module):
         torch.ops.mtpc.write_logprobs(*reports, logits, emitted_ids, num_emitted, state_slots, ints)
 
 
-def choose(step: Step, logits: Tensor, begun: Begun) -> tuple[Chosen, Tensor]:
-    """The target's token for K + 1 rows of each request, and the logits it was chosen from.
+@dataclass(frozen=True)
+class SampledChoice(Choice):
+    """The choice by each request's parameters.
 
-    In a prefill step a prompt has one row that chooses, the first of its K + 1; no token is sampled
-    for the others.
+    Attributes:
+        masks_tokens: whether the host writes `batch.token_mask`.
+        masks_drafts: whether the host writes `batch.draft_mask`.
     """
-    if step.key.phase == "decode":
-        positions = _positions(step)
-        return _choose(step, logits, begun.ids, positions, begun.state_slots), logits
-    found = step.logits_rows()
-    for index in (found.indices, found.places):
-        logits = aten.index_select.default(logits, 0, index)
-    rows = aten.index_select.default(found.indices, 0, found.places)
-    positions = _positions(step)
-    ids = aten.index_select.default(begun.ids, 0, rows)
-    positions = aten.index_select.default(positions, 0, rows)
-    positions = aten.where.ScalarOther(found.is_first, positions, NO_POSITION)
-    return _choose(step, logits, ids, positions, begun.state_slots), logits
 
+    masks_tokens: bool = False
+    masks_drafts: bool = False
 
-def _positions(step: Step) -> Tensor:
-    """The positions of all rows of the target's forward, int64 [T]."""
-    return aten.slice.Tensor(step.batch.positions, 0, 0, step.key.bucket.num_tokens)
+    def verify(self, step: Step, logits: Tensor, begun: Begun, metadata: Metadata) -> Verdict:
+        """Sample for K + 1 rows of each request.
 
+        In a prefill step a prompt has one row that chooses, the first of its K + 1; no token is
+        sampled for the others.
+        """
+        ids, positions = begun.ids, metadata.positions
+        if step.key.phase == "prefill":
+            found = step.logits_rows()
+            for index in (found.indices, found.places):
+                logits = aten.index_select.default(logits, 0, index)
+            rows = aten.index_select.default(found.indices, 0, found.places)
+            ids = aten.index_select.default(ids, 0, rows)
+            positions = aten.index_select.default(positions, 0, rows)
+            positions = aten.where.ScalarOther(found.is_first, positions, NO_POSITION)
+        given = sampling_rows(step)
+        if self.masks_tokens:
+            given = (*given, step.batch.token_mask)
+        results = step.pieces.choose(logits, ids, positions, begun.state_slots, *given)
+        return Verdict(unpack(Chosen, results), begun.ids, logits)
 
-def _choose(step: Step, logits: Tensor, ids: Tensor, positions: Tensor, slots: Tensor) -> Chosen:
-    rows = sampling_rows(step)
-    if hasattr(step.batch, "token_mask"):
-        rows = (*rows, step.batch.token_mask)
-    return unpack(Chosen, step.pieces.choose(logits, ids, positions, slots, *rows))
+    def record(self, step: Step, verdict: Verdict, begun: Begun) -> None:
+        """Call the piece `record` on what the step emits."""
+        state, batch, key = step.state, step.batch, step.key
+        shape = [key.bucket.num_reqs, key.max_emitted]
+        emitted_ids = aten.view.default(verdict.chosen.tokens, shape)
+        reports = (batch.out_logprobs, batch.out_top_ids, batch.out_top_logprobs)
+        rows = (state.sampling_ints, state.output_counts, *reports)
+        emitted = (emitted_ids, batch.num_emitted, begun.state_slots)
+        step.pieces.record(verdict.logits, *emitted, *rows)
 
+    def draft_masks(self, step: Step, accepted: Accepted) -> Tensor | None:
+        """The masks of each request's drafts: those of its last accepted row."""
+        if not self.masks_drafts:
+            return None
+        return aten.index_select.default(step.batch.draft_mask, 0, accepted.chosen_rows)
 
-def pick(step: Step, index: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
-    """Sample draft `index` of each request. `lens` + `index` + 1 tokens precede it."""
-    lens, slots = inputs.accepted.lens, inputs.begun.state_slots
-    before = aten.add.Tensor(lens, index) if index else lens
-    rows = sampling_rows(step)
-    if inputs.masks is not None:
-        rows = (*rows, aten.select.int(inputs.masks, 1, index))
-    return step.pieces.pick(logits, before, slots, *rows)
-
-
-def draft_masks(step: Step, accepted: Accepted) -> Tensor | None:
-    """The masks of each request's drafts [R, K, W]: those of its last accepted row, or None."""
-    if not hasattr(step.batch, "draft_mask"):
-        return None
-    return aten.index_select.default(step.batch.draft_mask, 0, accepted.chosen_rows)
-
-
-def record(step: Step, logits: Tensor, chosen: Chosen, begun: Begun) -> None:
-    """Call the piece `record` on what the step emits."""
-    state, batch, key = step.state, step.batch, step.key
-    emitted_ids = aten.view.default(chosen.tokens, [key.bucket.num_reqs, key.max_emitted])
-    reports = (batch.out_logprobs, batch.out_top_ids, batch.out_top_logprobs)
-    rows = (state.sampling_ints, state.output_counts, *reports)
-    step.pieces.record(logits, emitted_ids, batch.num_emitted, begun.state_slots, *rows)
+    def pick(self, step: Step, index: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
+        """Sample draft `index`. `lens` + `index` + 1 tokens precede it."""
+        if step.drafting.has_vocabulary:
+            logits = step.pieces.draft_logits(logits)
+        lens, slots = inputs.accepted.lens, inputs.begun.state_slots
+        before = aten.add.Tensor(lens, index) if index else lens
+        rows = sampling_rows(step)
+        if inputs.masks is not None:
+            rows = (*rows, aten.select.int(inputs.masks, 1, index))
+        token: Tensor = step.pieces.pick(logits, before, slots, *rows)
+        return token
 
 
 def sampling_rows(step: Step) -> tuple[Tensor, ...]:

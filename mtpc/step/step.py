@@ -1,41 +1,34 @@
 """One MTP iteration as a program over explicit buffers: read this file first.
 
-begin -> target -> choose -> accept -> drafts[0] over all rows -> K - 1 chained steps -> advance
+begin -> target -> choose -> accept -> drafts over all rows -> single-row drafts -> advance
 
 `Step.forward` reads its inputs from buffers, calls *pieces*, and writes its results to buffers. It
 is traced symbolically with the pieces as leaves. A piece of the model (target, heads, MTP layers)
 is exported once for all buckets and all K. The other pieces are in the modules beside this one,
 each with what it computes in closed form.
 
-This file is the greedy step with one MTP layer. `sampling` has what differs when tokens are
-sampled, and `chaining` what differs with several MTP layers.
+Values make the variants of a step: `Step.choice` says how tokens are chosen (greedily, `choose`; by
+parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`,
+`single_position`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
-L' = L + a + 1, and the chained draft step i >= 1 works on the single row at position L' + i - 1.
+L' = L + a + 1, and a single-row draft step i >= 1 works on the row at position L' + i - 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mtpc.layout import StepKey
-from mtpc.step import chaining, sampling, single_position
+from mtpc.step import synthetic
 from mtpc.step.accept import AcceptInputs
-from mtpc.step.model import Chaining
-from mtpc.step.records import (
-    Accepted,
-    Begun,
-    Chained,
-    Chosen,
-    LogitsIndices,
-    Metadata,
-    Rows,
-    unpack,
-)
+from mtpc.step.choose import Choice
+from mtpc.step.drafting import Drafting, DraftInputs
+from mtpc.step.records import Accepted, Begun, LogitsIndices, Metadata, Rows, unpack
 
 aten = torch.ops.aten
 
@@ -65,29 +58,6 @@ class StepPieces(nn.Module):
     advance: nn.Module
 
 
-@dataclass(frozen=True)
-class DraftInputs:
-    """What the MTP layers draft from.
-
-    Attributes:
-        begun: the step's inputs.
-        accepted: the outcome of acceptance.
-        masks: int32 [R, K, W], the tokens that each draft may be; None: all.
-        metadata: of the rows below.
-        ids: int64 [T], the token after each row.
-        features: [T, ...], of each row.
-        anchors: int64 [R], the row of each request's last accepted token.
-    """
-
-    begun: Begun
-    accepted: Accepted
-    masks: Tensor | None
-    metadata: Metadata
-    ids: Tensor
-    features: Tensor
-    anchors: Tensor
-
-
 class Step(nn.Module):
     """The iteration of one bucket over bound buffers; `forward` takes and returns nothing.
 
@@ -95,8 +65,9 @@ class Step(nn.Module):
         key: phase, bucket and K.
         pieces: the leaf modules.
         buffers: module whose submodules `state` and `batch` hold the step's tensors.
-        draft_index: MTP layer of each draft step.
-        chaining: how one draft follows from another.
+        choice: how tokens are chosen.
+        drafting: how drafts come about.
+        dictates: whether a table says how many drafts are accepted.
     """
 
     def __init__(
@@ -104,35 +75,28 @@ class Step(nn.Module):
         key: StepKey,
         pieces: StepPieces,
         buffers: nn.Module,
-        draft_index: tuple[int, ...],
-        chaining: Chaining,
+        choice: Choice,
+        drafting: Drafting,
+        dictates: bool = False,
     ):
         super().__init__()
         self.key, self.pieces = key, pieces
-        self.draft_index, self.chaining = draft_index, chaining
+        self.choice, self.drafting, self.dictates = choice, drafting, dictates
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
-        self.samples = hasattr(self.state, "sampling_ints")
-        self.num_layers = len(pieces.drafts)
 
     def forward(self) -> None:
         begun = self._begin()
         metadata = self.publish(begun, begun, self.key.bucket.num_tokens)
-        features, fed = self._run_target(begun, metadata)
+        results = self.pieces.target(begun.ids, *metadata)
+        features, fed = self.drafting.enter(self, results)
         accepted = self._accept(features, begun, metadata)
-        masks = sampling.draft_masks(self, accepted) if self.samples else None
+        masks = self.choice.draft_masks(self, accepted)
         rows = (metadata, accepted.next_ids, fed, accepted.anchors)
-        drafts = self._propose(DraftInputs(begun, accepted, masks, *rows))
+        drafts = self.drafting.drafts(self, DraftInputs(begun, accepted, masks, *rows))
         last_token = aten.index_select.default(accepted.next_ids, 0, accepted.anchors)
         next_token_ids = aten.stack.default([last_token, *drafts], 1)
         self._advance(begun, accepted, next_token_ids)
-
-    def _run_target(self, begun: Begun, metadata: Metadata) -> tuple[Tensor, Tensor]:
-        """The target's features [T, ...], and what the first draft is fed."""
-        features = self.pieces.target(begun.ids, *metadata)
-        if not hasattr(self.pieces, "draft_entry"):
-            return features, features
-        return features[0], self.pieces.draft_entry(features[1])
 
     def _begin(self) -> Begun:
         """Gather the batch's requests, and the tokens to verify."""
@@ -170,46 +134,20 @@ class Step(nn.Module):
         """Choose the target's tokens, and accept the drafts that equal them."""
         state, batch = self.state, self.batch
         logits = self.pieces.target_head(features)
-        limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
-        if self.samples:
-            chosen, logits = sampling.choose(self, logits, begun)
-        else:
-            chosen = self._choose(logits)
+        verdict = self.choice.verify(self, logits, begun, metadata)
+        if self.dictates:
+            verdict = synthetic.dictate(self, verdict, begun, metadata)
         prompts: tuple[Tensor, ...] = ()
         if self.key.phase == "prefill":
             prompts = (batch.next_prompt_id, batch.is_decoding)
-        ids = begun.ids
-        if hasattr(state, "synthetic_draws") and self.key.spec_tokens:
-            tokens, ids = self._dictate(chosen.tokens, begun, metadata.query_start_loc)
-            chosen = Chosen(tokens, chosen.finite)
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
-        choices = (chosen.tokens, chosen.finite)
-        rows = (ids, metadata.query_start_loc, begun.context_lens, begun.active)
-        results = self.pieces.accept(*AcceptInputs(*reports, *choices, *rows, *limits), *prompts)
-        if self.samples:
-            sampling.record(self, logits, chosen, begun)
+        rows = (verdict.ids, metadata.query_start_loc, begun.context_lens, begun.active)
+        limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
+        choices = (verdict.chosen.tokens, verdict.chosen.finite)
+        given = AcceptInputs(*reports, *choices, *rows, *limits)
+        results = self.pieces.accept(*given, *prompts)
+        self.choice.record(self, verdict, begun)
         return unpack(Accepted, results)
-
-    def _dictate(self, tokens: Tensor, begun: Begun, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewrite choices and ids: acceptance then accepts as many drafts as the table says."""
-        state, batch = self.state, self.batch
-        given = (tokens, begun.ids, starts, begun.context_lens, begun.active, batch.state_indices)
-        decodes = (batch.is_decoding,) if self.key.phase == "prefill" else ()
-        results = self.pieces.dictate(*given, state.token_ids, state.synthetic_draws, *decodes)
-        return results[0], results[1]
-
-    def _choose(self, logits: Tensor) -> Chosen:
-        """The target's token for K + 1 rows of each request.
-
-        A prefill step packs the rows that get logits, so that kernels can leave out the rows after
-        the last one. It then spreads the chosen tokens to K + 1 for each request.
-        """
-        if self.key.phase == "decode":
-            return unpack(Chosen, self.pieces.choose(logits))
-        found = self.logits_rows()
-        packed = self.pieces.choose(aten.index_select.default(logits, 0, found.indices))
-        chosen = unpack(Chosen, packed)
-        return Chosen(*(aten.index_select.default(each, 0, found.places) for each in chosen))
 
     def logits_rows(self) -> LogitsIndices:
         """The rows of a prefill step that get logits; writes where each request's begin."""
@@ -218,56 +156,6 @@ class Step(nn.Module):
         found = unpack(LogitsIndices, results)
         aten.copy_.default(batch.logits_start_loc, found.start_loc)
         return found
-
-    def _propose(self, inputs: DraftInputs) -> list[Tensor]:
-        """K drafts [R]: the MTP layer over all rows, then single-row steps of the last layer."""
-        if self.num_layers == 0:
-            return []
-        if self.chaining == "position":
-            return single_position.drafts(self, inputs)
-        if self.num_layers == 1:
-            given, draft = self.draft_rows(0, inputs)
-            drafts = [draft]
-        else:
-            inputs, given, drafts = chaining.draft_rows(self, inputs)
-        metadata, lens = inputs.metadata, inputs.accepted.lens
-        features, *handed = (aten.index_select.default(x, 0, inputs.anchors) for x in given)
-        for step in range(self.num_layers, self.key.spec_tokens):
-            layer, begun = self.draft_index[step], inputs.begun
-            results = self.pieces.chain_metadata(lens, begun.active, begun.block_table)
-            chained = unpack(Chained, results)
-            metadata, lens = self.publish(chained, metadata, self.key.bucket.num_reqs), chained.lens
-            run = self.pieces.later_draft if handed else self.pieces.drafts[layer]
-            features = run(drafts[-1], features, *metadata, *handed)
-            drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))
-        return drafts[: self.key.spec_tokens]
-
-    def draft_rows(self, step: int, inputs: DraftInputs) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Draft `step` by one MTP layer over all rows, which also writes their KV.
-
-        Returns:
-            A tuple of the layer's features [T, ...] and, if the layer hands something on, that
-            value; and the draft [R]. Where K changes between steps, a step with fewer drafts than
-            layers runs this layer for its KV alone. Then the token after each anchor is returned.
-        """
-        layer = self.draft_index[step]
-        results = self.pieces.drafts[layer](inputs.ids, inputs.features, *inputs.metadata)
-        given = (results[0], results[1]) if hasattr(self.pieces, "later_draft") else (results,)
-        following = aten.index_select.default(inputs.ids, 0, inputs.anchors)
-        if step < self.key.spec_tokens:
-            logits = self.pieces.draft_heads[layer](given[0])
-            logits = aten.index_select.default(logits, 0, inputs.anchors)
-            following = self.pick(step, logits, inputs)
-        return given, following
-
-    def pick(self, step: int, logits: Tensor, inputs: DraftInputs) -> Tensor:
-        """Choose draft `step` of each request: logits [R, V] or [R, V_d] -> token ids [R]."""
-        has_own = hasattr(self.pieces, "draft_tokens")
-        if self.samples:
-            logits = self.pieces.draft_logits(logits) if has_own else logits
-            return sampling.pick(self, step, logits, inputs)
-        token = self.pieces.pick(logits)
-        return self.pieces.draft_tokens(token) if has_own else token
 
     def _advance(self, begun: Begun, accepted: Accepted, next_token_ids: Tensor) -> None:
         """Write the state that the next step starts from."""

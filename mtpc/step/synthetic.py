@@ -11,12 +11,18 @@ is to be accepted, and the draft after it becomes another token than the choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mtpc.ops.philox import uniform
 from mtpc.ops.ragged import request_of
+from mtpc.step.choose import Verdict
+from mtpc.step.records import Begun, Chosen, Metadata
+
+if TYPE_CHECKING:
+    from mtpc.step.step import Step
 
 NO_DRAFT = -1
 """Stands in `state.token_ids` where a step proposed fewer drafts than the row holds."""
@@ -96,3 +102,15 @@ class Dictate(nn.Module):
         place = place.clamp(0, self.width - 2)
         placed = torch.where(is_draft, others[request, place], ids)
         return torch.cat([rewritten, choices[:, -1:]], 1).view(-1), placed
+
+
+def dictate(step: Step, verdict: Verdict, begun: Begun, metadata: Metadata) -> Verdict:
+    """The verdict of which acceptance takes as many drafts as the table says."""
+    state, batch = step.state, step.batch
+    rows = (metadata.query_start_loc, begun.context_lens, begun.active, batch.state_indices)
+    decodes = (batch.is_decoding,) if step.key.phase == "prefill" else ()
+    drafts = (state.token_ids, state.synthetic_draws)
+    given = (verdict.chosen.tokens, verdict.ids, *rows, *drafts, *decodes)
+    results = step.pieces.dictate(*given)
+    chosen = Chosen(results[0], verdict.chosen.finite)
+    return Verdict(chosen, results[1], verdict.logits)

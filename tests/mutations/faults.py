@@ -55,6 +55,7 @@ _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 METADATA = "step/metadata.py"
 ACCEPT = "ops/accept.py"
 STEP = "step/step.py"
+DRAFTING = "step/drafting.py"
 CHAINING = "step/chaining.py"
 CACHES = "models/caches.py"
 HF = "models/hf.py"
@@ -270,18 +271,18 @@ FAULTS = (
     ),
     Fault(
         "all drafts of a chain take the first draft",
-        STEP,
+        DRAFTING,
         "features = run(drafts[-1], features, *metadata, *handed)",
         "features = run(drafts[0], features, *metadata, *handed)",
         f"{_DRAFTS}[mimo-trained]",
     ),
     Fault(
         "the chain keeps the first features",
-        STEP,
+        DRAFTING,
         """            features = run(drafts[-1], features, *metadata, *handed)
-            drafts.append(self.pick(step, self.pieces.draft_heads[layer](features), inputs))""",
+            logits = step.pieces.draft_heads[last](features)""",
         """            new = run(drafts[-1], features, *metadata, *handed)
-            drafts.append(self.pick(step, self.pieces.draft_heads[layer](new), inputs))""",
+            logits = step.pieces.draft_heads[last](new)""",
         f"{_DRAFTS}[mimo-trained]",
     ),
     Fault(
@@ -378,8 +379,8 @@ FAULTS = (
     Fault(
         "every MTP layer is fed the target's features",
         CHAINING,
-        'if step.chaining != "target":',
-        'if step.chaining == "target":',
+        "if not self.feeds_target:",
+        "if self.feeds_target:",
         _CHAINS,
     ),
     Fault(
@@ -685,7 +686,7 @@ FAULTS = (
     ),
     Fault(
         "GLM-5.2: later drafts take the choice of a request's first row",
-        STEP,
+        DRAFTING,
         "(aten.index_select.default(x, 0, inputs.anchors) for x in given)",
         "(aten.index_select.default(x, 0, i) for x, i in zip(given, (inputs.anchors, aten.slice."
         "Tensor(inputs.metadata.query_start_loc, 0, 0, -1))))",
@@ -943,9 +944,9 @@ FAULTS = (
     Fault(
         "images: a slot's rows are written before the layers read those of the round before",
         "step/chaining.py",
-        "    if not keeps_embeds:\n        _keep_last(step, widened)\n",
-        "    _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)\n"
-        "    keeps_embeds = False\n",
+        "        if not keeps_embeds:\n            _keep_last(step, widened)\n",
+        "        _keep_last(step, widened, step.state.prompt_embeds, step.state.chain_embeds)\n"
+        "        keeps_embeds = False\n",
         _STEP_IMAGES,
     ),
     Fault(

@@ -96,9 +96,6 @@ class TableModel(nn.Module):
         self.chaining = "layers"
         self.draft_entry = self.draft_tokens = self.draft_logits = self.later_draft = None
 
-    def draft_index(self, step: int) -> int:
-        return 0
-
 
 @lru_cache
 def build(spec_tokens: int, rule: type[Accept]) -> tuple[Program, CapturedStep, np.ndarray]:
