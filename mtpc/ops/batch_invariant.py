@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtpc.ops.traits import Traits, operator
 
-@torch.library.custom_op("mtpc::batch_invariant_linear", mutates_args=())
+
+@operator(Traits("row", "sums", rows="x"))
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, or several of them.
 
@@ -32,7 +34,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
 
-@torch.library.custom_op("mtpc::row_sum", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def row_sum(x: Tensor) -> Tensor:
     """The sum of each row.
 
@@ -50,7 +52,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("mtpc::float32_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, computed in float32 from operands as they are stored: routers in 16-bit models.
 

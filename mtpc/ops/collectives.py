@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtpc.ops.traits import Traits, operator
+
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
@@ -44,7 +46,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
-@torch.library.custom_op("mtpc::gather_ranks", mutates_args=())
+@operator(Traits("dims", "moves", dims="add"))
 def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
     """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
 
@@ -61,7 +63,7 @@ def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = No
     return _gathered(part, group)
 
 
-@torch.library.custom_op("mtpc::exchange_ranks", mutates_args=())
+@operator(Traits("dims", "moves", dims="along"))
 def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """What each rank has for this one.
 
@@ -78,7 +80,7 @@ def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Te
     return found
 
 
-@torch.library.custom_op("mtpc::all_reduce", mutates_args=())
+@operator(Traits("row", "elements", rows="part"))
 def all_reduce(part: Tensor, group: str) -> Tensor:
     """The sum of all ranks' tensors, in the order of the ranks.
 
@@ -103,7 +105,7 @@ def _summed(part: Tensor, group: str) -> Tensor:
     return total.to(part.dtype)
 
 
-@torch.library.custom_op("mtpc::sum_ranks", mutates_args=())
+@operator(Traits("row", "elements", rows="part"))
 def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """As `all_reduce`: a small sum as one exchange, for which GPUs that share memory have a kernel.
 
@@ -118,7 +120,7 @@ def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     return _summed(part, group)
 
 
-@torch.library.custom_op("mtpc::all_gather", mutates_args=())
+@operator(Traits("dims", "moves", dims="along"))
 def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     """All ranks' parts as one tensor.
 
@@ -137,7 +139,7 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
 
 
-@torch.library.custom_op("mtpc::rank_part", mutates_args=())
+@operator(Traits("dims", "moves", dims="along"))
 def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of a tensor that every rank has, cut into equal parts.
 
@@ -151,7 +153,7 @@ def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mtpc::vocab_embedding", mutates_args=())
+@operator(Traits("row", "moves", rows="ids", features=0))
 def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     """Rows of an embedding that is cut by its vocabulary.
 
@@ -173,7 +175,7 @@ def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     return all_reduce(summand, group)
 
 
-@torch.library.custom_op("mtpc::vocab_max", mutates_args=())
+@operator(Traits("row", "compares", rows="logits"))
 def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     """The largest logit and its id, of logits that are cut by the vocabulary.
 
@@ -197,7 +199,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     return found.to(logits.dtype), chosen.long()
 
 
-@torch.library.custom_op("mtpc::first_rank", mutates_args=())
+@operator(Traits("row", "moves", rows="value", features=0))
 def first_rank(value: Tensor, group: str) -> Tensor:
     """The first rank's tensor, on every rank: for choices on which all must agree.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpc.ops.traits import Traits, operator
+
 
 def request_of(token: Tensor, query_start_loc: Tensor) -> Tensor:
     """The request that each flat token belongs to: the number of requests that end before it.
@@ -38,7 +40,7 @@ def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return torch.where(in_use[:, None], flat, 0).view(x.shape)
 
 
-@torch.library.custom_op("mtpc::clear_idle_rows", mutates_args=("x",))
+@operator(Traits("row", "moves", rows="x"), mutates_args=("x",))
 def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
     """Write zeros to rows that are not in use.
 

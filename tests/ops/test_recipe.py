@@ -23,11 +23,12 @@ REFERENCE = '''\
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from mtpc.ops.traits import Traits, operator
 
-@torch.library.custom_op("mtpc::halve", mutates_args=("counts",))
+
+@operator(Traits("row", "elements", rows="x counts", features=0), mutates_args=("counts",))
 def halve(
     x: Tensor, counts: Tensor, times: int, plus_one: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -149,6 +149,14 @@ def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     return BATCH_INVARIANT, ()
 
 
+def row_bound(node: fx.Node) -> str | None:
+    """Why a row's sums in a call of our kernels depend on other rows, however they are configured;
+    None where they do not."""
+    from mtpc.backends.triton_kernels.plans import operator_of
+
+    return operator_of(node).row_bound
+
+
 def refuses(node: fx.Node, graph: StepGraph) -> str | None:
     """Why our kernels cannot take a call of a reference; None where they can."""
     from mtpc.backends.triton_kernels.plans import operator_of
