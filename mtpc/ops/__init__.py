@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch.library import CustomOpDef
 
+from mtpc.ops.traits import declared
+
 Kind = TypeVar("Kind")
 
 
@@ -31,8 +33,9 @@ def members(package: ModuleType, kind: type[Kind]) -> dict[str, Kind]:
 
 
 def references() -> dict[str, Any]:
-    """The overload of every operator, by the operator's name."""
-    return {name: getattr(torch.ops.mtpc, name).default for name in _DEFINITIONS}
+    """The overload of every operator by name: those here, and those of the backends' packages of
+    operators that were imported."""
+    return {name: getattr(torch.ops.mtpc, name).default for name in declared()}
 
 
 def __getattr__(name: str) -> Any:

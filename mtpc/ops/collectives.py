@@ -19,10 +19,10 @@ from mtpc.ops.traits import Traits, operator
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
-    return list(_gathered(part, group))
+    return list(gathered(part, group))
 
 
-def _gathered(part: Tensor, group: str) -> Tensor:
+def gathered(part: Tensor, group: str) -> Tensor:
     """[ranks, *part.shape], by the one call by which ranks exchange values in a step."""
     members = group_of(group)
     whole = part.new_empty(members.size() * part.numel())
@@ -32,7 +32,6 @@ def _gathered(part: Tensor, group: str) -> Tensor:
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Before torch 2.13 it has another name."""
-_exchange = dist.all_to_all_single
 
 
 def is_collective(target: Any) -> bool:
@@ -44,40 +43,6 @@ def is_collective(target: Any) -> bool:
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name that graphs hold."""
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
-
-
-@operator(Traits("dims", "moves", dims="add"))
-def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
-    """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
-
-    Args:
-        part: of one shape and dtype on all ranks.
-        ranks: how many the group has.
-        group: name of the process group.
-        after: what another collective gave, which this one must follow: a compiler may move calls
-            that do not depend on each other, and ranks must make the same calls in one order.
-
-    Returns:
-        [ranks, *part.shape].
-    """
-    return _gathered(part, group)
-
-
-@operator(Traits("dims", "moves", dims="along"))
-def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    """What each rank has for this one.
-
-    Args:
-        parts: [ranks, ...], of one shape and dtype on all ranks; rank r gets the r-th.
-        group: name of the process group.
-        after: as of `gather_ranks`.
-
-    Returns:
-        As `parts`: the tensors of all ranks for this one, in the order of the ranks.
-    """
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    _exchange(found, parts.contiguous(), group=group_of(group))
-    return found
 
 
 @operator(Traits("row", "elements", rows="part"))
@@ -93,31 +58,17 @@ def all_reduce(part: Tensor, group: str) -> Tensor:
     Returns:
         As `part`.
     """
-    return _summed(part, group)
+    return summed(part, group)
 
 
-def _summed(part: Tensor, group: str) -> Tensor:
+def summed(part: Tensor, group: str) -> Tensor:
+    """As `all_reduce`."""
     wide = torch.promote_types(part.dtype, torch.float32)
     first, *others = parts_of(part, group)
     total = first.to(wide, copy=True)
     for other in others:
         total += other
     return total.to(part.dtype)
-
-
-@operator(Traits("row", "elements", rows="part"))
-def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    """As `all_reduce`: a small sum as one exchange, for which GPUs that share memory have a kernel.
-
-    Args:
-        part: as of `all_reduce`.
-        group: name of the process group.
-        after: as of `gather_ranks`.
-
-    Returns:
-        As `part`.
-    """
-    return _summed(part, group)
 
 
 @operator(Traits("dims", "moves", dims="along"))
@@ -212,23 +163,8 @@ def first_rank(value: Tensor, group: str) -> Tensor:
     return told
 
 
-@gather_ranks.register_fake
-def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
-    return part.new_empty([ranks, *part.shape])
-
-
-@exchange_ranks.register_fake
-def _(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    return parts.new_empty(parts.shape)
-
-
 @all_reduce.register_fake
 def _(part: Tensor, group: str) -> Tensor:
-    return part.new_empty(part.shape)
-
-
-@sum_ranks.register_fake
-def _(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     return part.new_empty(part.shape)
 
 

@@ -119,26 +119,6 @@ def _(
 
 
 @operator(Traits("row", "sums", rows="x"))
-def grouped_linear_max(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    features: int,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
-    values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
-    return values, indices
-
-
-@grouped_linear_max.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
-
-
-@operator(Traits("row", "sums", rows="x"))
 def grouped_gated_linear(
     x: Tensor,
     codes: Tensor,

@@ -149,6 +149,11 @@ _ATEN_TRAITS = {
 } | dict.fromkeys(_CHOICES, Traits("dims", "compares", chooses=True))
 
 
+def declared() -> list[str]:
+    """The names of all operators that are declared so far."""
+    return sorted(_DECLARED)
+
+
 def traits_of(target: Any) -> Traits:
     """The traits of what a node calls; `UNKNOWN` where nothing declares them."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.fused  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.traits import traits_of
 from mtpc.passes.base import (

@@ -15,9 +15,10 @@ import torch
 from helpers.places import ROOT
 from torch import Tensor
 
+import mtpc.backends.gpu.ops  # noqa: F401  (declares the operators)
 from benchmarks.gpu.op_inputs import CALLS, Inputs
+from mtpc.backends.cpu.ops.chain import GATED, LINEAR, NORM
 from mtpc.ops import references
-from mtpc.ops.chain import GATED, LINEAR, NORM
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import written_by
 from mtpc.ops.traits import UNKNOWN, Traits, traits_of

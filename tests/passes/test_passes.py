@@ -12,17 +12,18 @@ from helpers.spelled_out import spell_out
 from torch import Tensor, fx, nn
 
 from mtpc import ops
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
+from mtpc.backends.gpu.passes.merge_projections import MergeProjections
+from mtpc.backends.pipeline import pass_names, select_passes
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
-from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import Pass, Verifier, run_pipeline
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
-from mtpc.passes.merge_projections import MergeProjections
-from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.resize_metadata import row_demands
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.trim_draft_head import TrimDraftHead

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mtpc.backends.cpu.ops  # noqa: F401  (declares the operators)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.layout.progress import Report, silent
 from mtpc.ops import references

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import mtpc.backends.gpu.ops  # noqa: F401  (declares the operators)
 from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError

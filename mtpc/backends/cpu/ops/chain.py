@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mtpc.backends.cpu.ops.packed import packed_gated_linear, packed_linear
 from mtpc.ops.fused import add_rms_norm
 from mtpc.ops.grouped import grouped_gated_linear, grouped_linear
-from mtpc.ops.packed import packed_gated_linear, packed_linear
 from mtpc.ops.traits import Traits, operator
 from mtpc.weights.packing import TILE
 
