@@ -1,10 +1,11 @@
 """Custom operators: the few operations that a step contains beyond ATen.
 
 Each is a `torch.library` operator `mtpc::NAME`: a plain PyTorch function that is its specification.
-The function's signature is the only place where the operator's arguments, their defaults and what
-it writes are declared. Backends derive their own operators from its schema (`references`), and
-their kernels are tested against it. A fake gives the shapes and dtypes of the results; an operator
-without results needs none. Importing this package registers every operator of its modules.
+The function is the only place where the operator's arguments, their defaults, what it writes and
+its traits (`mtpc.ops.traits`) are declared. Backends derive their own operators from its schema
+(`references`), and their kernels are tested against it. A fake gives the shapes and dtypes of the
+results; an operator without results needs none. Importing this package registers every operator of
+its modules. Operators that serve one backend are in `ops` of that backend's package.
 """
 
 from __future__ import annotations

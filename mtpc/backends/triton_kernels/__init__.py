@@ -1,10 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
-the same operators, launched by Triton itself: for code that was compiled elsewhere, and for
-launches that may begin before the one before them has ended (`launch`). Both take the arguments of
-the references and compute the same. This module does not import Triton, which only torch's builds
-for GPUs bring along; all other modules here do.
+`mtpc_triton::` has the operators of `mtpc.ops` and `mtpc.backends.gpu.ops` that have a file in
+`ops` here. `mtpc_loaded::` has the same operators, launched by Triton itself: for code that was
+compiled elsewhere, and for launches that may begin before the one before them has ended (`launch`).
+Both take the arguments of the references and compute the same. This module does not import Triton,
+which only torch's builds for GPUs bring along; all other modules here do.
 
 What the kernels guarantee:
 
