@@ -22,6 +22,7 @@ REPORTS = ("out_token_ids", "num_accepted", "num_emitted", "stop_reason")
         requests="out_token_ids num_accepted num_emitted stop_reason query_start_loc context_lens "
         "active state_indices is_prompt goes_on",
         slots="remaining_tokens stop_ids",
+        features=None,
     ),
     mutates_args=REPORTS,
 )

@@ -31,7 +31,7 @@ _CACHES = "k_cache v_cache k_scale v_scale"
 _BY_HEAD = {"q": 1, "sinks": 0} | dict.fromkeys(_CACHES.split(), HEADS)
 """What is cut where ranks have heads, and along which dimension."""
 ATTENDS = Traits(
-    "request",
+    "row",
     "sums",
     requests="block_table seq_lens query_start_loc",
     features=None,

@@ -31,7 +31,7 @@ from mtpc.ops.traits import Traits
 STATE = ("recurrent", "history", "standing")
 """The arguments of an operator that are state, which it writes."""
 RECURS = Traits(
-    "request",
+    "earlier",
     "sums",
     rows="rows",
     requests="state_slots seq_lens query_start_loc certain_lens",

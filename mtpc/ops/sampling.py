@@ -27,7 +27,7 @@ from mtpc.sampling_params import FLOATS, INTS
 
 @operator(
     Traits(
-        "request",
+        "earlier",
         "sums",
         rows="logits ids positions token_mask",
         requests="state_slots",

@@ -12,7 +12,7 @@ from mtpc.ops.traits import Traits, operator
 
 @operator(
     Traits(
-        "request",
+        "earlier",
         "sums",
         rows="query fresh row_slots sees_ring sees_fresh entry_counts chosen_entries",
         slots="ring entries",

@@ -15,9 +15,10 @@ import torch
 from torch._ops import OpOverload
 from torch.library import CustomOpDef
 
-Reach = Literal["row", "request", "all", "dims"]
+Reach = Literal["row", "earlier", "request", "all", "dims"]
 """What a row of the results may depend on, of the arguments that have rows: `row`: the same row;
-`request`: the rows of its request; `all`: any row; `dims`: it follows from `Dims`."""
+`earlier`: it and the earlier ones of its request; `request`: all rows of its request; `all`: any
+row; `dims`: it follows from `Dims`."""
 Arithmetic = Literal["moves", "elements", "compares", "sums"]
 """What an operator computes, the last that applies. `moves`: it copies numbers, or makes some;
 `elements`: arithmetic on elements, and sums of integers; `compares`: it finds the largest or

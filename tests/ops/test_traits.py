@@ -22,6 +22,7 @@ from mtpc.ops import references
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import written_by
 from mtpc.ops.traits import UNKNOWN, Traits, traits_of
+from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.packing import pack
 
 ARGUMENTS = ("rows", "requests", "pages", "slots")
@@ -78,18 +79,36 @@ def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "expanded_latent_attention", (q, latents, new.normal(4 * 64, 32), *new.indices, 0.1, 32)
 
 
+def _sample_after_drafts(new: Inputs) -> tuple[Any, ...]:
+    """Two requests with four drafts each, likely tokens; those that were fed are penalised."""
+    logits, _, positions, _, floats, ints, *others = next(CALLS["sample"][0](new))
+    floats[:] = 0.0
+    for name, value in (("top_p", 1.0), ("repetition_penalty", 1.0), ("frequency_penalty", 9.0)):
+        floats[:, FLOATS.index(name)] = value
+    ints[:, INTS.index("penalised")] = 1
+    others[-1][:] = -1  # No token stops.
+    logits, slots = logits[:1].repeat(10, 1), torch.tensor([4, 1])
+    ids = logits[0].topk(5).indices.flip(0).repeat(2)
+    return logits, ids, positions, slots, floats, ints, *others
+
+
 def _calls(name: str) -> Iterator[tuple[Any, ...]]:
     if name in CALLS:
         make, dtypes = CALLS[name]
         yield from make(Inputs(dtypes[0]))
+    if name == "sample":
+        yield _sample_after_drafts(Inputs(torch.float32))
     yield from (call for other, call in _on_cpu(Inputs(torch.bfloat16)) if other == name)
 
 
 def _run(name: str, call: Call) -> tuple[list[Tensor], Call]:
-    """Results, and the arguments after the call, which gets copies."""
+    """Results and what was written to rows; the arguments after the call, which gets copies."""
+    op = references()[name]
     given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in call.items()}
-    out = references()[name](**given)
-    return [out] if isinstance(out, Tensor) else list(out or ()), given
+    out = op(**given)
+    results = [out] if isinstance(out, Tensor) else list(out or ())
+    rows = {*written_by(op)} & {*names(traits_of(op), "rows", "requests")}
+    return results + [given[n] for n in sorted(rows)], given
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -101,95 +120,114 @@ def _same(one: Tensor, other: Tensor) -> bool:
     "name", [n for n, op in references().items() if not is_collective(op) and n != "pack"]
 )
 def test_rows_depend_on_what_traits_say(name: str) -> None:
-    """Of all operators but collectives, and `pack`, which no step calls."""
+    """Of all operators but collectives, and `pack`, which no step calls.
+
+    A row of the results stays where all that it may not depend on changes: other rows become copies
+    of it, and what belongs to other requests is overwritten. So does the state of a request.
+    """
     op, calls = references()[name], list(_calls(name))
     assert calls
-    check = {"row": _check_rows, "request": _check_requests}[traits_of(op).reach]
     for call in calls:
         given = dict(zip((a.name for a in op._schema.arguments), call, strict=False))
-        check(name, traits_of(op), given)
+        owner = _Owner(traits_of(op), given)
+        results, after = _run(name, given)
+        for request in range(owner.count):
+            own = owner.rows(request, owner.length).nonzero().flatten().tolist()
+            for row in {*own[:1], *own[-1:]}:
+                again, changed = _run(name, owner.changed(request, row, traits_of(op).reach))
+                for one, other in zip(results, again, strict=True):
+                    assert _same(owner.of_row(one, request, row), owner.of_row(other, request, row))
+                owner.check_slot(row, after, changed)
+            if own and owner.slots is not None:
+                _, changed = _run(name, owner.changed(request, own[-1], "request"))
+                owner.check_state(request, after, changed)
 
 
-def _check_rows(name: str, traits: Traits, call: Call) -> None:
-    """A row of the results stays where all other rows become copies of it."""
-    first = call[names(traits, "rows")[0]]
-    lead = first.shape[: traits.row_dims(first)]
-    results, after = _run(name, call)
-    for row in {0, lead.numel() - 1}:
-        changed = dict(call)
-        for argument in names(traits, "rows"):
-            value = call[argument]
-            assert value.shape[: len(lead)] == lead, f"{argument} has other rows"
-            flat = value.reshape(lead.numel(), *value.shape[len(lead) :])
-            changed[argument] = flat[row].expand_as(flat).reshape(value.shape)
-        again, changed = _run(name, changed)
-        for one, other in zip(results, again, strict=True):
-            assert one.shape[: len(lead)] == lead
-            one, other = (t.reshape(lead.numel(), *t.shape[len(lead) :]) for t in (one, other))
-            assert _same(one[row], other[row])
-        slot = int(call["slot_mapping"][row]) if traits.pages else -1
-        for argument in names(traits, "pages") if slot >= 0 else ():
-            if call[argument] is not None:
-                pair = (given[argument].flatten(0, 1)[slot] for given in (after, changed))
-                assert _same(*pair)
+class _Owner:
+    """Which rows, pages and slots of a call belong to which request; without requests, to one."""
 
-
-class _Request:
-    """Which rows, pages and slots of a call belong to one of its requests."""
-
-    def __init__(self, traits: Traits, call: Call, number: int):
-        self.traits, self.call, self.number = traits, call, number
-        slots = call.get("row_slots", call.get("state_slots", call.get("state_indices")))
-        self.by_row = "row_slots" in call
-        if slots is not None:
-            self.slot = int((slots.unique() if self.by_row else slots)[number])
-
-    @staticmethod
-    def count(call: Call) -> int:
+    def __init__(self, traits: Traits, call: Call):
+        self.traits, self.call = traits, call
+        self.slots = call.get("state_slots", call.get("state_indices"))
+        if "row_slots" in call:
+            self.slots = call["row_slots"].unique()
+        self.count = 1 if self.slots is None else len(self.slots)
         if "query_start_loc" in call:
-            return len(call["query_start_loc"]) - 1
-        return len(call["row_slots"].unique()) if "row_slots" in call else len(call["state_slots"])
+            self.count = len(call["query_start_loc"]) - 1
+        first = next((call[n] for n in names(traits, "rows")), None)
+        self.lead = () if first is None else first.shape[: traits.row_dims(first)]
+        self.length = torch.Size(self.lead).numel() if self.lead else 0
+        assert self.length or not names(traits, "rows"), "the first argument with rows has some"
 
-    def rows(self, length: int) -> Tensor:
-        """bool [length]."""
+    def rows(self, request: int, length: int) -> Tensor:
+        """bool [length]: the rows of a request."""
         at = torch.arange(length)
-        if self.by_row:
-            return self.call["row_slots"] == self.slot
+        if "row_slots" in self.call:
+            return self.call["row_slots"] == self.slots[request]
         if "query_start_loc" in self.call:
-            first, last = self.call["query_start_loc"][self.number : self.number + 2]
+            first, last = self.call["query_start_loc"][request : request + 2]
             return (at >= first) & (at < last)
-        return at // (length // self.count(self.call)) == self.number
+        return at // (length // self.count or 1) == request
 
-    def owned(self, argument: str, value: Tensor) -> Tensor:
-        """bool [value.shape[0]]: what belongs to the request."""
+    def owned(self, argument: str, value: Tensor, request: int) -> Tensor:
+        """bool [len(value)]: what belongs to a request."""
         at = torch.arange(len(value))
         if argument in names(self.traits, "rows"):
-            return self.rows(len(value))
+            return self.rows(request, len(value))
         if argument in names(self.traits, "requests"):
-            return at == self.number
+            return at == request
         if argument in names(self.traits, "slots"):
-            return at == self.slot
-        return torch.isin(at, self.call["block_table"][self.number].long())
+            return at == self.slots[request]
+        if "block_table" in self.call:
+            return torch.isin(at, self.call["block_table"][request].long())
+        return at >= 0  # Pages of a cache write: the slots of rows decide.
 
-
-def _check_requests(name: str, traits: Traits, call: Call) -> None:
-    """A request's rows and state stay where all that others have changes."""
-    results, after = _run(name, call)
-    for number in range(_Request.count(call)):
-        request, changed = _Request(traits, call, number), dict(call)
-        for argument in names(traits):
+    def changed(self, request: int, row: int, reach: str) -> Call:
+        """The call with other values wherever a row of a request must not depend on them."""
+        call = dict(self.call)
+        for argument in names(self.traits):
             value = call.get(argument)
-            if value is not None and argument != "query_start_loc":
-                others = ~request.owned(argument, value)
-                mine = changed[argument] = value.clone()
-                mine = mine.view(torch.uint8) if mine.dtype.itemsize == 1 else mine
-                mine[others] = 1 if argument in names(traits, "slots", "pages") else 0
-        again, changed = _run(name, changed)
-        for one, other in zip(results, again, strict=True):
-            at = request.rows(len(one))
-            if len(one) == _Request.count(call) and not request.by_row:
-                at = torch.arange(len(one)) == number
-            assert _same(one[at], other[at]), number
-        for argument in written_by(references()[name]):
-            at = request.owned(argument, after[argument])
-            assert _same(after[argument][at], changed[argument][at]), argument
+            if value is None or argument == "query_start_loc":
+                continue
+            if argument in names(self.traits, "rows"):
+                call[argument] = self._copies(argument, request, row, reach)
+                continue
+            call[argument] = value.clone()
+            mine = call[argument]
+            mine = mine.view(torch.uint8) if mine.dtype.itemsize == 1 else mine
+            is_state = argument in names(self.traits, "slots", "pages")
+            mine[~self.owned(argument, value, request)] = 1 if is_state else 0
+        return call
+
+    def _copies(self, argument: str, request: int, row: int, reach: str) -> Tensor:
+        """The rows of an argument, where those that a row may not read are copies of it."""
+        value = self.call[argument]
+        assert value.shape[: len(self.lead)] == self.lead, f"{argument} has other rows"
+        flat = value.reshape(self.length, *value.shape[len(self.lead) :]).clone()
+        at = torch.arange(self.length)
+        read = self.rows(request, self.length)
+        if reach != "request":
+            read = read & (at <= row) if reach == "earlier" else at == row
+        flat[~read] = flat[row].clone()
+        return flat.view(value.shape)
+
+    def of_row(self, result: Tensor, request: int, row: int) -> Tensor:
+        if result.shape[: len(self.lead)] == self.lead:
+            return result.reshape(self.length, *result.shape[len(self.lead) :])[row]
+        assert len(result) == self.count
+        return result[request]
+
+    def check_slot(self, row: int, after: Call, changed: Call) -> None:
+        """What a row wrote to pages at its own slot."""
+        slot = int(self.call["slot_mapping"][row]) if "slot_mapping" in self.call else -1
+        for argument in names(self.traits, "pages") if slot >= 0 else ():
+            if after[argument] is not None:
+                one, other = (given[argument].flatten(0, 1)[slot] for given in (after, changed))
+                assert _same(one, other), argument
+
+    def check_state(self, request: int, after: Call, changed: Call) -> None:
+        """What the request's slot holds."""
+        for argument in names(self.traits, "slots"):
+            if after.get(argument) is not None:
+                one, other = (given[argument][self.slots[request]] for given in (after, changed))
+                assert _same(one, other), argument
