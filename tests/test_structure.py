@@ -163,6 +163,24 @@ def test_passes_name_no_model_and_no_backend() -> None:
         assert not {n for n in names if n.startswith(("models", "backends"))}, path.name
 
 
+@pytest.mark.parametrize(("backend", "other"), [("cpu", "gpu"), ("gpu", "cpu")])
+def test_operators_of_a_backend_are_its_own(backend: str, other: str) -> None:
+    """Neither the core nor another backend calls them."""
+    from importlib import import_module
+
+    from torch.library import CustomOpDef
+
+    from mtpc import ops
+
+    dialect = import_module(f"mtpc.backends.{backend}.ops")
+    own = set(ops.members(dialect, CustomOpDef)) - set(ops.members(ops, CustomOpDef))
+    assert len(own) > 9
+    for room in ("ops", "step", "models", "passes", f"backends/{other}"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            called = set(re.findall(r"(?:mtpc|ours|ops)\.(\w+)", path.read_text()))
+            assert called.isdisjoint(own), path
+
+
 def test_a_pass_is_named_once() -> None:
     """In its class: backends take the name from there, commands ask for passes by policy."""
     from mtpc.backends.pipeline import pass_names

@@ -6,22 +6,24 @@ some of what has kernels on the CPU alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from helpers.places import ROOT
 from torch import Tensor
+from torch.library import CustomOpDef
 
-import mtpc.backends.gpu.ops  # noqa: F401  (declares the operators)
+import mtpc.ops
 from benchmarks.gpu.op_inputs import CALLS, Inputs
+from mtpc.backends.cpu import ops as cpu_ops
 from mtpc.backends.cpu.ops.chain import GATED, LINEAR, NORM
-from mtpc.ops import references
+from mtpc.backends.gpu import ops as gpu_ops
+from mtpc.ops import members, references
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import written_by
-from mtpc.ops.traits import UNKNOWN, Traits, traits_of
+from mtpc.ops.traits import UNKNOWN, Traits, declared, traits_of
 from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.packing import pack
 
@@ -50,13 +52,18 @@ def test_traits_are_declared(name: str) -> None:
         assert other is None or other in references()
 
 
-def test_operators_are_declared_in_one_way() -> None:
-    """A function that torch alone knows would have no traits."""
-    sources = [*(ROOT / "mtpc/ops").glob("*.py"), *(ROOT / "mtpc/backends").glob("*/ops/*.py")]
-    found = [path.name for path in sources if re.search(r"custom_op\(.mtpc::", path.read_text())]
-    assert found == []
-    assert traits_of(torch.ops.mtpc_unheard_of) is UNKNOWN
-    assert traits_of(torch.ops.aten.bernoulli.default) is UNKNOWN, "it draws"
+@pytest.mark.parametrize("package", [mtpc.ops, cpu_ops, gpu_ops], ids=lambda p: p.__name__)
+def test_no_operator_is_declared_without_traits(package: ModuleType) -> None:
+    """torch alone would take a function; then nothing would be known of it."""
+    assert set(members(package, CustomOpDef)) <= {*declared()}
+
+
+def test_nothing_is_said_of_what_is_not_declared() -> None:
+    aten = torch.ops.aten
+    for target in (torch.ops.mtpc, getattr, aten.bernoulli.default, aten.cumprod.default):
+        assert traits_of(target) is UNKNOWN
+    assert traits_of(aten.gelu.default).dims == "broadcast"
+    assert [traits_of(op).chooses for op in (aten.max.dim, aten.max.default)] == [True, False]
 
 
 def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
