@@ -22,7 +22,7 @@ from helpers.sampling_oracle import SamplingOracle
 
 import mtpc
 from mtpc.api import SpecModel
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.config import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.models.load import load

@@ -95,7 +95,7 @@ class ToyBackend:
 ''',
 }
 ROWS = {
-    "passes/__init__.py": (
+    "backends/pipeline.py": (
         ("import FuseCacheWrite\n", "import FuseCacheWrite\nfrom mtpc.passes.drop_double_negation "
          "import DropDoubleNegation\n"),
         ("        Canonicalise(),\n", "        Canonicalise(),\n        DropDoubleNegation(),\n"),
@@ -113,7 +113,8 @@ ROWS = {
 """What the recipes change in files that are there: text -> what takes its place."""
 SCRIPT = """
 import sys, json, torch, mtpc
-from mtpc.passes import Verifier, pass_names, run_pipeline, select_passes
+from mtpc.backends.pipeline import pass_names, select_passes
+from mtpc.passes import Verifier, run_pipeline
 from helpers.small_graphs import operations, small_graph
 
 assert pass_names().index("drop-double-negation") == pass_names().index("canonicalise") + 1

@@ -15,7 +15,7 @@ from mtpc.store.entries import EntryStore
 
 
 def _cpu(report: Report, store: EntryStore | None) -> Backend:
-    from mtpc.backends.cpu import CpuBackend
+    from mtpc.backends.cpu.backend import CpuBackend
 
     return CpuBackend(report, store)
 

@@ -25,8 +25,14 @@ from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.check_device import capability_of, check_device, device_name
 from mtpc.backends.expand import Function, trace_call
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
+from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
+from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
+from mtpc.backends.gpu.passes.lower_choices import LowerChoices
+from mtpc.backends.gpu.passes.merge_projections import MergeProjections
+from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
-from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.kept_steps import KeptSteps, sources_digest
 from mtpc.backends.measured import Table
 from mtpc.backends.repeats import CutStep, cut_repeats
@@ -38,16 +44,10 @@ from mtpc.errors import BackendError
 from mtpc.layout.progress import Report, silent
 from mtpc.ops.collectives import is_collective
 from mtpc.passes.base import Pass
-from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
-from mtpc.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.passes.fuse_elementwise import FuseElementwise
-from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.hoist_shared import HoistShared
-from mtpc.passes.lower_choices import LowerChoices
-from mtpc.passes.merge_projections import MergeProjections
 from mtpc.passes.pack_groups import PackGroups
-from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.store.entries import EntryStore
 
 INDUCTOR = {

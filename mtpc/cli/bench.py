@@ -138,7 +138,7 @@ def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[
 
 
 def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
-    from mtpc.passes import pass_names
+    from mtpc.backends.pipeline import pass_names
 
     enabled, disabled = options.get("enabled_passes", ()), options.get("disabled_passes", ())
     # Passes that are off by default are not disabled, because the cache's key has these names.
@@ -162,7 +162,7 @@ def _synthetic(spec_tokens: int | str, options: dict[str, Any]) -> dict[str, Any
 
 def _check(options: dict[str, Any]) -> None:
     """Check a variant's options now, before the measurements of others take minutes."""
-    from mtpc.passes import select_passes
+    from mtpc.backends.pipeline import select_passes
 
     parsed = mtpc.CompileOptions.parse(options)
     select_passes({}, parsed.disabled_passes, parsed.enabled_passes, parsed.draft_vocab)

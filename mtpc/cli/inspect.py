@@ -103,7 +103,7 @@ def _last_pass(
     Raises:
         OptionError: the requested pass is unknown or off.
     """
-    from mtpc.passes import pass_names, select_passes
+    from mtpc.backends.pipeline import pass_names, select_passes
 
     wanted = after or before
     if wanted is None:

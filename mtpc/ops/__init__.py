@@ -1,10 +1,11 @@
 """Custom operators: the few operations that a step contains beyond ATen.
 
 Each is a `torch.library` operator `mtpc::NAME`: a plain PyTorch function that is its specification.
-The function's signature is the only place where the operator's arguments, their defaults and what
-it writes are declared. Backends derive their own operators from its schema (`references`), and
-their kernels are tested against it. A fake gives the shapes and dtypes of the results; an operator
-without results needs none. Importing this package registers every operator of its modules.
+The function is the only place where the operator's arguments, their defaults, what it writes and
+its traits (`mtpc.ops.traits`) are declared. Backends derive their own operators from its schema
+(`references`), and their kernels are tested against it. A fake gives the shapes and dtypes of the
+results; an operator without results needs none. Importing this package registers every operator of
+its modules. Operators that serve one backend are in `ops` of that backend's package.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.library import CustomOpDef
+
+from mtpc.ops.traits import declared
 
 Kind = TypeVar("Kind")
 
@@ -31,8 +34,9 @@ def members(package: ModuleType, kind: type[Kind]) -> dict[str, Kind]:
 
 
 def references() -> dict[str, Any]:
-    """The overload of every operator, by the operator's name."""
-    return {name: getattr(torch.ops.mtpc, name).default for name in _DEFINITIONS}
+    """The overload of every operator by name: those here, and those of the backends' packages of
+    operators that were imported."""
+    return {name: getattr(torch.ops.mtpc, name).default for name in declared()}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,24 @@ import torch
 from torch import Tensor
 
 from mtpc.layout import RUNNING, STOPPED_BY_LENGTH, STOPPED_BY_NONFINITE, STOPPED_BY_TOKEN
+from mtpc.ops.traits import Traits, operator
 
 REPORTS = ("out_token_ids", "num_accepted", "num_emitted", "stop_reason")
 """The arguments that `accept` writes: what the host reads after a step."""
 
 
-@torch.library.custom_op("mtpc::accept", mutates_args=REPORTS)
+@operator(
+    Traits(
+        "request",
+        "elements",
+        rows="chosen finite ids",
+        requests="out_token_ids num_accepted num_emitted stop_reason query_start_loc context_lens "
+        "active state_indices is_prompt goes_on",
+        slots="remaining_tokens stop_ids",
+        features=None,
+    ),
+    mutates_args=REPORTS,
+)
 def accept(
     out_token_ids: Tensor,
     num_accepted: Tensor,

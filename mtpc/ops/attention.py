@@ -12,16 +12,32 @@ the device to the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mtpc.ops.traits import Cut, Traits, operator
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+HEADS = 2
+"""The dimension of key/value heads: of caches [pages, P, H, D], and of their scales."""
+_CACHES = "k_cache v_cache k_scale v_scale"
+_BY_HEAD = {"q": 1, "sinks": 0} | dict.fromkeys(_CACHES.split(), HEADS)
+"""What is cut where ranks have heads, and along which dimension."""
+ATTENDS = Traits(
+    "row",
+    "sums",
+    requests="block_table seq_lens query_start_loc",
+    features=None,
+    skips_idle=True,
+)
+"""What operators that read pages have in common."""
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a code, by the dtype of a cache that holds codes."""
 
@@ -50,7 +66,18 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
 
 
-@torch.library.custom_op("mtpc::write_cache", mutates_args=("cache", "scales"))
+@operator(
+    Traits(
+        "row",
+        "elements",
+        rows="rows slot_mapping",
+        pages="cache scales",
+        features=None,
+        skips_idle=True,
+        cuts=(Cut({"cache": HEADS, "rows": 1, "scales": HEADS}, None),),
+    ),
+    mutates_args=("cache", "scales"),
+)
 def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tensor | None) -> None:
     """Write each row at its slot; slot -1 writes nothing.
 
@@ -130,7 +157,7 @@ def _by_head(
     return torch.where(attended[..., 0], own, 0).repeat_interleave(groups, 1).T
 
 
-@torch.library.custom_op("mtpc::paged_attention", mutates_args=())
+@operator(replace(ATTENDS, rows="q", pages=_CACHES, cuts=(Cut(_BY_HEAD, 1),)))
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -196,7 +223,7 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor
     return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
 
 
-@torch.library.custom_op("mtpc::latent_attention", mutates_args=())
+@operator(replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1}, 1),)))
 def latent_attention(
     q: Tensor,
     latent_cache: Tensor,
@@ -236,7 +263,7 @@ def _(
     return q.new_empty((q.shape[0], q.shape[1], latent_rank))
 
 
-@torch.library.custom_op("mtpc::expanded_latent_attention", mutates_args=())
+@operator(replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1, "kv_up": 0}, 1),)))
 def expanded_latent_attention(
     q: Tensor,
     latent_cache: Tensor,

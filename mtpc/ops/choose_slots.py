@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mtpc.ops.attention import gather_pages, visible_positions
+from mtpc.ops.attention import ATTENDS, gather_pages, visible_positions
+from mtpc.ops.traits import operator
 
 _ROWS = 64
 """Rows that the reference scores at a time, because it holds their scores for all heads."""
 
 
-@torch.library.custom_op("mtpc::choose_slots", mutates_args=())
+@operator(replace(ATTENDS, rows="query weights", pages="index_cache"))
 def choose_slots(
     query: Tensor,
     weights: Tensor,

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtpc.ops.traits import Traits, operator
+
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape and dtype, in the order of the ranks."""
-    return list(_gathered(part, group))
+    return list(gathered(part, group))
 
 
-def _gathered(part: Tensor, group: str) -> Tensor:
+def gathered(part: Tensor, group: str) -> Tensor:
     """[ranks, *part.shape], by the one call by which ranks exchange values in a step."""
     members = group_of(group)
     whole = part.new_empty(members.size() * part.numel())
@@ -30,7 +32,6 @@ def _gathered(part: Tensor, group: str) -> Tensor:
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Before torch 2.13 it has another name."""
-_exchange = dist.all_to_all_single
 
 
 def is_collective(target: Any) -> bool:
@@ -44,41 +45,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
-@torch.library.custom_op("mtpc::gather_ranks", mutates_args=())
-def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
-    """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
-
-    Args:
-        part: of one shape and dtype on all ranks.
-        ranks: how many the group has.
-        group: name of the process group.
-        after: what another collective gave, which this one must follow: a compiler may move calls
-            that do not depend on each other, and ranks must make the same calls in one order.
-
-    Returns:
-        [ranks, *part.shape].
-    """
-    return _gathered(part, group)
-
-
-@torch.library.custom_op("mtpc::exchange_ranks", mutates_args=())
-def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    """What each rank has for this one.
-
-    Args:
-        parts: [ranks, ...], of one shape and dtype on all ranks; rank r gets the r-th.
-        group: name of the process group.
-        after: as of `gather_ranks`.
-
-    Returns:
-        As `parts`: the tensors of all ranks for this one, in the order of the ranks.
-    """
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    _exchange(found, parts.contiguous(), group=group_of(group))
-    return found
-
-
-@torch.library.custom_op("mtpc::all_reduce", mutates_args=())
+@operator(Traits("row", "elements", rows="part"))
 def all_reduce(part: Tensor, group: str) -> Tensor:
     """The sum of all ranks' tensors, in the order of the ranks.
 
@@ -91,10 +58,11 @@ def all_reduce(part: Tensor, group: str) -> Tensor:
     Returns:
         As `part`.
     """
-    return _summed(part, group)
+    return summed(part, group)
 
 
-def _summed(part: Tensor, group: str) -> Tensor:
+def summed(part: Tensor, group: str) -> Tensor:
+    """As `all_reduce`."""
     wide = torch.promote_types(part.dtype, torch.float32)
     first, *others = parts_of(part, group)
     total = first.to(wide, copy=True)
@@ -103,22 +71,7 @@ def _summed(part: Tensor, group: str) -> Tensor:
     return total.to(part.dtype)
 
 
-@torch.library.custom_op("mtpc::sum_ranks", mutates_args=())
-def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    """As `all_reduce`: a small sum as one exchange, for which GPUs that share memory have a kernel.
-
-    Args:
-        part: as of `all_reduce`.
-        group: name of the process group.
-        after: as of `gather_ranks`.
-
-    Returns:
-        As `part`.
-    """
-    return _summed(part, group)
-
-
-@torch.library.custom_op("mtpc::all_gather", mutates_args=())
+@operator(Traits("dims", "moves", dims="along"))
 def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     """All ranks' parts as one tensor.
 
@@ -137,7 +90,7 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
 
 
-@torch.library.custom_op("mtpc::rank_part", mutates_args=())
+@operator(Traits("dims", "moves", dims="along"))
 def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of a tensor that every rank has, cut into equal parts.
 
@@ -151,7 +104,7 @@ def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mtpc::vocab_embedding", mutates_args=())
+@operator(Traits("row", "moves", rows="ids", features=0))
 def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     """Rows of an embedding that is cut by its vocabulary.
 
@@ -173,7 +126,7 @@ def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     return all_reduce(summand, group)
 
 
-@torch.library.custom_op("mtpc::vocab_max", mutates_args=())
+@operator(Traits("row", "compares", rows="logits"))
 def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     """The largest logit and its id, of logits that are cut by the vocabulary.
 
@@ -197,7 +150,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     return found.to(logits.dtype), chosen.long()
 
 
-@torch.library.custom_op("mtpc::first_rank", mutates_args=())
+@operator(Traits("row", "moves", rows="value", features=0))
 def first_rank(value: Tensor, group: str) -> Tensor:
     """The first rank's tensor, on every rank: for choices on which all must agree.
 
@@ -210,23 +163,8 @@ def first_rank(value: Tensor, group: str) -> Tensor:
     return told
 
 
-@gather_ranks.register_fake
-def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
-    return part.new_empty([ranks, *part.shape])
-
-
-@exchange_ranks.register_fake
-def _(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    return parts.new_empty(parts.shape)
-
-
 @all_reduce.register_fake
 def _(part: Tensor, group: str) -> Tensor:
-    return part.new_empty(part.shape)
-
-
-@sum_ranks.register_fake
-def _(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     return part.new_empty(part.shape)
 
 

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtpc.ops.traits import SUM, Cut, Traits, operator
 
-@torch.library.custom_op("mtpc::experts", mutates_args=())
+_ROWS = "x expert_ids expert_weights"
+
+
+@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"gate_up": 1, "down": 2}, SUM),)))
 def experts(
     x: Tensor,
     gate_up: Tensor,
@@ -63,7 +67,7 @@ def _weighted_sum(
     return out
 
 
-@torch.library.custom_op("mtpc::relu2_experts", mutates_args=())
+@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"up": 1, "down": 2}, SUM),)))
 def relu2_experts(
     x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
 ) -> Tensor:

@@ -14,9 +14,12 @@ from torch import Tensor
 from mtpc.ops.attention import write_cache
 from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
+from mtpc.ops.traits import Traits, operator
+
+_CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
-@torch.library.custom_op("mtpc::rms_norm", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, rows: Tensor | None = None
 ) -> Tensor:
@@ -45,7 +48,7 @@ def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("mtpc::add_rms_norm", mutates_args=())
+@operator(Traits("row", "sums", rows="x added"))
 def add_rms_norm(
     x: Tensor,
     added: Tensor,
@@ -76,39 +79,7 @@ def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.custom_op("mtpc::draft_entry", mutates_args=())
-def draft_entry(
-    left: Tensor,
-    left_weight: Tensor,
-    right: Tensor,
-    right_weight: Tensor,
-    epsilon: float,
-    plus_one: bool = False,
-) -> Tensor:
-    """The input of an MTP layer's projection: the norms of an embedding and of a hidden state, side
-    by side, in the order of the model family.
-
-    Args:
-        left: [..., N], of 16 bits.
-        left_weight: as in `rms_norm`.
-        right: as left.
-        right_weight: as left_weight.
-        epsilon: as there, for both.
-        plus_one: as there, for both.
-
-    Returns:
-        [..., 2N], left's norm first.
-    """
-    halves = ((left, left_weight), (right, right_weight))
-    return torch.cat([rms_norm(x, weight, epsilon, plus_one) for x, weight in halves], -1)
-
-
-@draft_entry.register_fake
-def _(left: Tensor, *_: Any, **__: Any) -> Tensor:
-    return left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))
-
-
-@torch.library.custom_op("mtpc::silu_and_mul", mutates_args=())
+@operator(Traits("row", "elements", rows="gate_up"))
 def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     """SwiGLU's activation (https://arxiv.org/abs/2002.05202), silu(gate) * up.
 
@@ -127,7 +98,7 @@ def _(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-@torch.library.custom_op("mtpc::rotate", mutates_args=())
+@operator(Traits("row", "elements", rows="x cos sin", features=None))
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
     """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves of a head paired.
 
@@ -155,8 +126,16 @@ def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(
-    "mtpc::rotate_and_write", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale")
+@operator(
+    Traits(
+        "row",
+        "elements",
+        rows="q k v cos sin slot_mapping",
+        pages=" ".join(_CACHES),
+        features=None,
+        writes_as="write_cache",
+    ),
+    mutates_args=_CACHES,
 )
 def rotate_and_write(
     q: Tensor,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RequestState, Rule, run_recurrence
+from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, run_recurrence
+from mtpc.ops.traits import operator
 
 _EPSILON = 1e-6
 """Epsilon of the norms of queries and keys, as in the flash-linear-attention library."""
@@ -67,9 +68,7 @@ def _unit(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-@torch.library.custom_op(
-    "mtpc::gated_delta_rule", mutates_args=("recurrent", "history", "standing")
-)
+@operator(RECURS, mutates_args=STATE)
 def gated_delta_rule(
     rows: Tensor,
     conv_weight: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
+from mtpc.ops.traits import Traits, operator
 from mtpc.weights.grouped import GroupedWeight, form_of, unpack_codes, unpack_scales
 
 LARGEST = 127
@@ -18,7 +19,7 @@ TINY = 2.0**-100
 """Inputs of a group whose largest magnitude is smaller count as zeros."""
 
 
-@torch.library.custom_op("mtpc::grouped_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x", gated="grouped_gated_linear"))
 def grouped_linear(
     x: Tensor,
     codes: Tensor,
@@ -117,27 +118,7 @@ def _(
     return x.new_empty((*x.shape[:-1], features))
 
 
-@torch.library.custom_op("mtpc::grouped_linear_max", mutates_args=())
-def grouped_linear_max(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    features: int,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
-    values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
-    return values, indices
-
-
-@grouped_linear_max.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
-
-
-@torch.library.custom_op("mtpc::grouped_gated_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def grouped_gated_linear(
     x: Tensor,
     codes: Tensor,
@@ -169,7 +150,7 @@ def _(
     return x.new_empty((*x.shape[:-1], features // 2))
 
 
-@torch.library.custom_op("mtpc::grouped_experts", mutates_args=())
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
 def grouped_experts(
     x: Tensor,
     gate_up: Tensor,

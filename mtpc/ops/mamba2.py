@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RequestState, Rule, run_recurrence
+from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, run_recurrence
+from mtpc.ops.traits import operator
 
 
 class _Terms(NamedTuple):
@@ -62,7 +63,7 @@ class _SelectiveScan(Rule):
         return (state * terms.c[..., None]).sum(-2) + terms.skipped
 
 
-@torch.library.custom_op("mtpc::mamba2_scan", mutates_args=("recurrent", "history", "standing"))
+@operator(RECURS, mutates_args=STATE)
 def mamba2_scan(
     rows: Tensor,
     conv_weight: Tensor,

@@ -36,17 +36,3 @@ def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     in_use = torch.arange(flat.shape[0], device=x.device) < rows
     return torch.where(in_use[:, None], flat, 0).view(x.shape)
-
-
-@torch.library.custom_op("mtpc::clear_idle_rows", mutates_args=("x",))
-def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
-    """Write zeros to rows that are not in use.
-
-    Args:
-        x: [..., F...], dense.
-        rows: int32 or int64 [1], how many leading rows are in use.
-        features: how many last dimensions a row has.
-    """
-    lead = x.shape[: x.dim() - features]
-    flat = x.view(lead.numel(), -1)
-    flat.copy_(keep_rows(flat, rows))

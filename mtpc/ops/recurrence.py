@@ -26,6 +26,18 @@ import torch
 from torch import Tensor
 
 from mtpc.ops.ragged import request_of
+from mtpc.ops.traits import Traits
+
+STATE = ("recurrent", "history", "standing")
+"""The arguments of an operator that are state, which it writes."""
+RECURS = Traits(
+    "earlier",
+    "sums",
+    rows="rows",
+    requests="state_slots seq_lens query_start_loc certain_lens",
+    slots=" ".join(STATE),
+    skips_idle=True,
+)
 
 
 @dataclass(frozen=True)

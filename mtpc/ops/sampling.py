@@ -21,10 +21,21 @@ from torch import Tensor
 
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.ops.philox import gumbel
+from mtpc.ops.traits import Traits, operator
 from mtpc.sampling_params import FLOATS, INTS
 
 
-@torch.library.custom_op("mtpc::sample", mutates_args=())
+@operator(
+    Traits(
+        "earlier",
+        "sums",
+        rows="logits ids positions token_mask",
+        requests="state_slots",
+        slots="floats ints bias_ids bias_values allowed_tokens prompt_tokens output_counts "
+        "stop_ids",
+        chooses=True,
+    )
+)
 def sample(
     logits: Tensor,
     ids: Tensor,
@@ -173,7 +184,10 @@ def _cut(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return torch.where(top_p < 1, torch.maximum(cut, edge), cut)
 
 
-@torch.library.custom_op("mtpc::count_tokens", mutates_args=("output_counts",))
+@operator(
+    Traits("request", "elements", requests="ids num_emitted state_slots", slots="output_counts"),
+    mutates_args=("output_counts",),
+)
 def count_tokens(
     output_counts: Tensor, ids: Tensor, num_emitted: Tensor, state_slots: Tensor
 ) -> None:
@@ -191,8 +205,15 @@ def count_tokens(
     output_counts.view(-1).index_add_(0, flat.flatten(), live.flatten().to(output_counts.dtype))
 
 
-@torch.library.custom_op(
-    "mtpc::write_logprobs", mutates_args=("logprobs", "top_ids", "top_logprobs")
+@operator(
+    Traits(
+        "request",
+        "sums",
+        rows="logits",
+        requests="logprobs top_ids top_logprobs ids num_emitted state_slots",
+        slots="ints",
+    ),
+    mutates_args=("logprobs", "top_ids", "top_logprobs"),
 )
 def write_logprobs(
     logprobs: Tensor,

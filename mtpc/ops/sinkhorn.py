@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpc.ops.traits import Traits, operator
 
-@torch.library.custom_op("mtpc::sinkhorn", mutates_args=())
+
+@operator(Traits("row", "sums", rows="logits", features=None))
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
     """Make square matrices nearly doubly stochastic.
 

@@ -7,8 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpc.ops.traits import Traits, operator
 
-@torch.library.custom_op("mtpc::slot_attention", mutates_args=())
+
+@operator(
+    Traits(
+        "earlier",
+        "sums",
+        rows="query fresh row_slots sees_ring sees_fresh entry_counts chosen_entries",
+        slots="ring entries",
+        features=None,
+    )
+)
 def slot_attention(
     query: Tensor,
     fresh: Tensor,

@@ -16,11 +16,10 @@ from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.ops.signatures import value_of
+from mtpc.ops.traits import traits_of
 from mtpc.weights.recipes import Recipe
 
 aten = torch.ops.aten
-
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 
 Policy = Literal["required", "on", "backend", "off"]
 """When a pass runs. `required`: always, because without it the graph is not valid or not flat.
@@ -234,7 +233,7 @@ def either_way(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
 
 def cast(node: Any) -> Any:
     """The input of a cast that changes the dtype only; None for any other node."""
-    if not is_call(node, *_CASTS):
+    if not isinstance(node, fx.Node) or traits_of(node.target).dims != "cast":
         return None
     source = first_argument(node)
     before, after = source.meta["val"], node.meta["val"]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.fused  # noqa: F401  (registers the op that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of

@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.fused
-import mtpc.ops.grouped
-import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph
+from mtpc.ops.traits import traits_of
 from mtpc.passes.base import (
     GETITEM,
     Policy,
     cast,
     either_way,
     emit,
-    is_call,
     is_narrow,
     operands,
     tidy,
@@ -27,12 +24,6 @@ from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
 aten = torch.ops.aten
-
-_GATED: dict[Any, tuple[Any, int]] = {
-    torch.ops.mtpc.packed_linear.default: (torch.ops.mtpc.packed_gated_linear.default, 3),
-    torch.ops.mtpc.grouped_linear.default: (torch.ops.mtpc.grouped_gated_linear.default, 5),
-}
-"""Linear op -> the op that applies SwiGLU to its result, and how many arguments both share."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +133,11 @@ def _emit_activation(
 ) -> fx.Node:
     """Append silu(gate) * up, together with the linear before it if nothing else reads that."""
     features = both.meta["val"].shape[-1]
-    if is_call(both, *_GATED) and set(both.users) == halves and features % (2 * TILE) == 0:
-        gated, count = _GATED[both.target]
-        args = operands(both, both.target, count)
+    gate = traits_of(both.target).gated
+    if gate and set(both.users) == halves and features % (2 * TILE) == 0:
+        gated = getattr(torch.ops.mtpc, gate).default
+        shared = [one for one in gated._schema.arguments if not one.has_default_value()]
+        args = operands(both, both.target, len(shared))
         if args[0] is not None:
             return emit(graph, gated, args, like)
     return emit(graph, torch.ops.mtpc.silu_and_mul.default, (both,), like)

@@ -1,24 +1,22 @@
 """Which dimension of a value is cut between ranks: rules for operators that can run on parts.
 
 A value is cut along one dimension into as many equal parts as there are ranks. From the whole
-shapes of a call, each rule here gives the dimension of the result that is cut. There are rules for
-elementwise operators, for operators that move elements, and for rows of a table. A call without a
-rule, or one that combines elements of several parts, raises `NeedsWholeError`.
+shapes of a call, each rule here gives the dimension of the result that is cut. An operator's trait
+`dims` says which rule is its own. A call without a rule, or one that combines elements of several
+parts, raises `NeedsWholeError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
-import torch
 from torch import fx
 
 from mtpc.capture.graph import arguments
+from mtpc.ops.traits import Dims, traits_of
 from mtpc.passes.base import GETITEM
 
-aten = torch.ops.aten
 Shape = Sequence[int]
 Held = Mapping[fx.Node, int]
 """The cut dimension of each value that is cut."""
@@ -85,12 +83,12 @@ def follow(call: Call) -> int:
     Raises:
         NeedsWholeError: the call has no rule, or needs the whole.
     """
-    target: Any = call.node.target
-    if target in _RULES:
-        return _RULES[target](call)
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return _elementwise(call)
-    raise NeedsWholeError
+    if call.node.target is GETITEM:
+        return call.cut  # All entries of a result are cut alike.
+    rule = _BY_DIMS.get(traits_of(call.node.target).dims)
+    if rule is None:
+        raise NeedsWholeError
+    return rule(call)
 
 
 def _elementwise(call: Call) -> int:
@@ -166,7 +164,7 @@ def _beside(call: Call) -> int:
     return call.cut
 
 
-def _mean(call: Call) -> int:
+def _reduce(call: Call) -> int:
     dims = [int(dim) % len(call.shapes[call.first]) for dim in call.arguments["dim"] or ()]
     if call.cut in dims or not dims:
         raise NeedsWholeError
@@ -194,26 +192,17 @@ def _look_up(call: Call) -> int:
     return len(call.shape) - 1
 
 
-_RULES: Mapping[Any, Callable[[Call], int]] = {
-    GETITEM: lambda call: call.cut,  # All entries of a result are cut alike.
-    aten.to.dtype: _cast,
-    aten.type_as.default: _cast,
-    aten.clone.default: _cast,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.flatten.using_ints: _reshape,
-    aten.unflatten.int: _reshape,
-    aten.transpose.int: _transpose,
-    aten.unsqueeze.default: _add_dim,
-    aten.stack.default: _add_dim,
-    aten.squeeze.dim: _drop,
-    aten.select.int: _drop,
-    aten.slice.Tensor: _beside,
-    aten.chunk.default: _beside,
-    aten.split_with_sizes.default: _beside,
-    aten.index_select.default: _beside,
-    aten.mean.dim: _mean,
-    aten.matmul.default: _multiply,
-    aten.cat.default: _join,
-    aten.embedding.default: _look_up,
+_BY_DIMS: Mapping[Dims | None, Callable[[Call], int]] = {
+    "broadcast": _elementwise,
+    "same": _cast,
+    "cast": _cast,
+    "reshape": _reshape,
+    "swap": _transpose,
+    "add": _add_dim,
+    "drop": _drop,
+    "along": _beside,
+    "reduce": _reduce,
+    "join": _join,
+    "matmul": _multiply,
+    "look_up": _look_up,
 }

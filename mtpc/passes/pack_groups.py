@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-import mtpc.ops.grouped  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import OptionError
 from mtpc.passes.base import Policy, emit_named

@@ -10,28 +10,13 @@ from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, emit_named, is_call, operands, refresh_values, sweep
+from mtpc.ops.traits import traits_of
+from mtpc.passes.base import Policy, emit, emit_named, operands, refresh_values, sweep
 
 aten = torch.ops.aten
 
-_ELEMENTWISE = {
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.tanh.default,
-    aten.add.Scalar,
-    aten.pow.Tensor_Scalar,
-    aten.rsqrt.default,
-    aten.silu.default,
-    aten.sigmoid.default,
-    aten.to.dtype,
-    aten.type_as.default,
-    aten.neg.default,
-    aten.clamp.default,
-}
-_FIRST_ARGUMENT_ONLY = (aten.linear.default, aten.mean.dim, aten.select.int)
+_ELEMENTWISE = ("broadcast", "cast", "same")
+_FIRST_ARGUMENT_ONLY = ("linear", "reduce", "drop")
 """Row-wise in the first argument; the others are weights or numbers."""
 
 
@@ -79,16 +64,15 @@ def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]
     """Whether row t of the result depends on row t of the operands only, and nothing is mutated."""
     if (effects.reads(node) | effects.roots[node]) & mutated:
         return False
-    if is_call(node, aten.mean.dim):
+    dims = traits_of(node.target).dims
+    if dims == "reduce":
         values = arguments(node)
         over = values["dim"] or ()
         return bool(values["keepdim"] and over) and all(d < 0 and d != dim for d in over)
-    if is_call(node, aten.select.int):
-        # select(x, 0, i) removes a leading dim: dims counted from the right stay what they are.
+    if dims == "drop":
+        # It removes a leading dim: dims counted from the right stay what they are.
         return bool(arguments(node)["dim"] == 0 and -dim <= node.meta["val"].dim())
-    if is_call(node, aten.linear.default):
-        return dim < -1
-    return is_call(node, *_ELEMENTWISE)
+    return dim < -1 if dims == "linear" else dims in _ELEMENTWISE
 
 
 def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
@@ -96,8 +80,8 @@ def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
     graph, size = node.graph, node.meta["val"].shape[dim]
     selects = list(node.users)
     first = next(n for n in graph.nodes if n in node.users)
-    values = arguments(node)
-    row_wise = list(values)[:1] if is_call(node, *_FIRST_ARGUMENT_ONLY) else list(values)
+    values, dims = arguments(node), traits_of(node.target).dims
+    row_wise = list(values)[:1] if dims in _FIRST_ARGUMENT_ONLY else list(values)
     with graph.inserting_before(first):
         for name in row_wise:
             if _has_rows(values[name], dim, size):

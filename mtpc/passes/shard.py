@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,15 +12,14 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import GraphError, UnsupportedModelError
+from mtpc.ops.attention import HEADS
+from mtpc.ops.traits import SUM, Cut, traits_of
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, emit_weight, is_call, tidy
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
 from mtpc.passes.trim_draft_head import runs
 from mtpc.weights.recipes import Rows
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
-
-HEADS = 2
-"""The dimension of key/value heads: of caches [pages, P, H, D], and of their scales."""
 
 
 @dataclass(frozen=True)
@@ -164,16 +163,46 @@ class _Cutter:
 
     def _cut_call(self, node: fx.Node) -> None:
         cut = [n for n in node.all_input_nodes if n in self.held]
-        rule = _RULES.get(node.target)
         if cut:
             try:
-                done = rule is not None and rule(self, node, arguments(node))
-                if not done:
+                if not self._share(node, arguments(node)):
                     self._follow(node, cut)
             except NeedsWholeError:
                 self._make_whole(node, cut)
-        elif rule is _choose:
+        elif traits_of(node.target).chooses:
             self._agree(node)
+
+    def _share(self, node: fx.Node, given: dict[str, Any]) -> bool:
+        """Compute a call on parts in a way of its own; returns whether it has one.
+
+        Raises:
+            NeedsWholeError: it has, but not for these parts.
+        """
+        if is_call(node, aten.linear.default):
+            return self._linear(node, given)
+        if is_call(node, aten.embedding.default):
+            return self._embed(node, given)
+        traits = traits_of(node.target)
+        if traits.chooses:
+            return self._choose(node, given)
+        return bool(traits.cuts) and self._by_cut(node, given, traits.cuts)
+
+    def _by_cut(self, node: fx.Node, given: dict[str, Any], cuts: tuple[Cut, ...]) -> bool:
+        """Compute a call in a way that its operator declares."""
+        held = {name: self.held[value] for name, value in given.items() if value in self.held}
+        for cut in cuts:
+            wanted = {n: dim for n, dim in cut.arguments.items() if given.get(n) is not None}
+            if held != wanted:
+                continue
+            if cut.result == SUM:
+                with self.fx.inserting_before(node):
+                    total = self._reduce(emit_named(self.fx, node.target, given, node), node)
+                self._replace(node, total)
+            elif cut.result is not None:
+                self.held[node] = cut.result
+                self._compute(node)
+            return True
+        raise NeedsWholeError
 
     def _follow(self, node: fx.Node, cut: list[fx.Node]) -> None:
         self.held[node] = follow(Call(node, self.whole, self.held, self.sharding.ranks))
@@ -205,7 +234,7 @@ class _Cutter:
             self.whole[whole] = self.whole[source]
             node.replace_input_with(source, whole)
             self.rewrites += 1
-        if _RULES.get(node.target) is _choose:
+        if traits_of(node.target).chooses:
             self._agree(node)
 
     def _refusal(self, node: fx.Node, source: fx.Node) -> UnsupportedModelError:
@@ -218,13 +247,13 @@ class _Cutter:
         )
 
     def _write(self, node: fx.Node) -> None:
-        """A call without a result may write rows to a cache whose heads are cut like theirs."""
-        if is_call(node, ours.write_cache.default):
-            cache, rows, _, scales = arguments(node).values()
-            by_head = {cache: HEADS, rows: 1} | ({} if scales is None else {scales: HEADS})
-            if all(self.held.get(value) == dim for value, dim in by_head.items()):
-                return
-        self._make_whole(node, [n for n in node.all_input_nodes if n in self.held])
+        """A call without a result may write a part where its operator declares it."""
+        try:
+            is_shared = self._share(node, arguments(node))
+        except NeedsWholeError:
+            is_shared = False
+        if not is_shared:
+            self._make_whole(node, [n for n in node.all_input_nodes if n in self.held])
 
     def _reduce(self, summand: fx.Node, node: fx.Node) -> fx.Node:
         args = (summand, self.sharding.group)
@@ -253,29 +282,6 @@ class _Cutter:
             if bias is not None:  # Once, to the sum.
                 total = emit(self.fx, aten.add.Tensor, (total, bias), node)
         self._replace(node, total)
-        return True
-
-    def _experts(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Each rank has a part of every expert's features, and computes a summand of the
-        results."""
-        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        if cut not in ({"gate_up": 1, "down": 2}, {"up": 1, "down": 2}):
-            raise NeedsWholeError
-        with self.fx.inserting_before(node):
-            total = self._reduce(emit_named(self.fx, node.target, given, node), node)
-        self._replace(node, total)
-        return True
-
-    def _attention(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Query heads with the key/value heads that they use; of latents every rank has all."""
-        cut = {name: self.held[value] for name, value in given.items() if value in self.held}
-        by_head = {"q": 1, "kv_up": 0, "sinks": 0}
-        by_head |= dict.fromkeys(("k_cache", "v_cache", "k_scale", "v_scale"), HEADS)
-        wanted = {name: dim for name, dim in by_head.items() if given.get(name) is not None}
-        if cut != wanted:
-            raise NeedsWholeError
-        self.held[node] = 1
-        self._compute(node)
         return True
 
     def _embed(self, node: fx.Node, given: dict[str, Any]) -> bool:
@@ -322,18 +328,3 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return tuple(first.shape) if isinstance(first, Tensor) else None
-
-
-_choose = _Cutter._choose
-_RULES: Mapping[Any, Callable[[_Cutter, fx.Node, dict[str, Any]], bool]] = {
-    aten.linear.default: _Cutter._linear,
-    aten.embedding.default: _Cutter._embed,
-    aten.argmax.default: _choose,
-    aten.max.dim: _choose,
-    ours.sample.default: _choose,
-    ours.experts.default: _Cutter._experts,
-    ours.relu2_experts.default: _Cutter._experts,
-    ours.paged_attention.default: _Cutter._attention,
-    ours.latent_attention.default: _Cutter._attention,
-    ours.expanded_latent_attention.default: _Cutter._attention,
-}

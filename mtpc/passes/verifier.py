@@ -12,13 +12,12 @@ from torch import Tensor, fx
 from mtpc.capture.effects import Effects, analyse, storages
 from mtpc.capture.graph import StepGraph, arguments, is_buffer_name, operators
 from mtpc.errors import GraphError
+from mtpc.ops.traits import traits_of
 from mtpc.passes.base import evaluate
 from mtpc.passes.resize_metadata import row_demands
 
 EffectTrace = dict[str, list[str]]
 
-_WRITES_AS = {"rotate_and_write": "write_cache"}
-"""Fused operator -> the operator whose buffer writes it does."""
 _SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -136,17 +135,17 @@ def check_writers(graph: StepGraph, effects: Effects, pass_name: str) -> None:
 
 
 def effect_trace(graph: fx.Graph, effects: Effects) -> EffectTrace:
-    """Buffer name -> its writes by any operator and, for caches, its reads by `mtpc::` operators.
+    """Buffer name -> its writes by any operator and, for caches, its reads by operators with state.
 
     Both are in order of execution.
     """
     trace: EffectTrace = {}
     for node, op in operators(graph):
-        names = effects.buffer_writes(node)
-        writer = op.overloadpacket.__name__
+        names, traits = effects.buffer_writes(node), traits_of(op)
+        writer = traits.writes_as or op.overloadpacket.__name__
         for name in names:
-            trace.setdefault(name, []).append(f"write {_WRITES_AS.get(writer, writer)}")
-        if op.namespace.startswith("mtpc"):  # A backend's own namespace begins like this, too.
+            trace.setdefault(name, []).append(f"write {writer}")
+        if traits.pages or traits.slots:
             for root in effects.reads(node):
                 if isinstance(root, str) and root.startswith("kv.") and root not in names:
                     trace.setdefault(root, []).append("read")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.base import Backend
+from mtpc.backends.pipeline import select_passes
 from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
-from mtpc.passes import Sharding, Verifier, run_pipeline, select_passes
+from mtpc.passes import Sharding, Verifier, run_pipeline
 from mtpc.program.program import CapturedStep
 
 Seen = Callable[[str, StepGraph], None]

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device, device_name
+from mtpc.backends.gpu.ops.exchanges import exchange_ranks, gather_ranks
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
 from mtpc.errors import BackendError
-from mtpc.ops.collectives import exchange_ranks, gather_ranks, group_of
+from mtpc.ops.collectives import group_of
 from mtpc.program.step_watch import StepWatch
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from mtpc.errors import OptionError
 from mtpc.layout import BufferSpec
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import ShardPlan
+from mtpc.ops.attention import HEADS
 from mtpc.passes import Sharding
-from mtpc.passes.shard import HEADS, CutWeight
+from mtpc.passes.shard import CutWeight
 from mtpc.program.ranks import Ranks
 
 

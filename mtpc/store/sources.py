@@ -15,7 +15,7 @@ import mtpc
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
 
-ENTRIES = ("mtpc.program.caching_compiler", "mtpc.backends.cpu")
+ENTRIES = ("mtpc.program.caching_compiler", "mtpc.backends.cpu.backend")
 """The module that turns options into packages, and the backend that makes them."""
 PACKAGE = Path(mtpc.__file__).parent
 KERNELS = "kernels"
@@ -28,7 +28,7 @@ _IMPORT = re.compile(
 """Import statements of mtpc's modules: indentation, module, names; or a module. `ast` takes fifty
 times as long, which a warm start would notice; a test compares the two."""
 
-_IMPORTS_ALL = "iter_modules(package.__path__)"
+_IMPORTS_ALL = "members(sys.modules[__name__]"
 """A package whose source has this imports each of its modules, whatever their names."""
 
 

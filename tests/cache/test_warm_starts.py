@@ -70,7 +70,7 @@ def test_graphs_are_the_same_text_every_time(
     step = cpu_built("glm4_moe").compiler.obtain(DECODE)
     code = """
 import sys, json
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.layout import parts_of
 from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler

@@ -22,13 +22,13 @@ from torch import Tensor
 
 import mtpc
 from mtpc.api import SpecModel
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
+from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.backends.lower_tape import lower_to_tape
+from mtpc.backends.pipeline import pass_names
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
-from mtpc.passes import pass_names
-from mtpc.passes.batch_invariant import BatchInvariant
-from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
-from mtpc.passes.lower_choices import LowerChoices
 from mtpc.passes.trim_draft_head import TrimDraftHead
 
 NEW_TOKENS = 24

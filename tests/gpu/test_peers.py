@@ -26,6 +26,7 @@ from helpers.small_graphs import run, small_graph
 
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import lower_by_inductor
+from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.peer_memory import BLOCK_BYTES, BLOCKS, MOST_BYTES, PEERS, PeerMemory
 from mtpc.backends.triton_kernels import launch as launches
 from mtpc.backends.triton_kernels import load_kernels, triton_bindings
@@ -33,7 +34,6 @@ from mtpc.backends.triton_kernels.ops import gather_ranks, sum_ranks
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.capture.graph import operators
 from mtpc.passes import Sharding
-from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program.rank_devices import share_peers
 from mtpc.program.ranks import Ranks
 

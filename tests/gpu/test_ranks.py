@@ -31,6 +31,7 @@ from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS, SLOW
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes import fuse_skinny_linears, lower_choices
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.peer_memory import MOST_BYTES, PEERS
 from mtpc.backends.triton_kernels import invariantly, triton_bindings
@@ -39,13 +40,7 @@ from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.ops.collectives import is_collective
-from mtpc.passes import (
-    fuse_cache_write,
-    fuse_elementwise,
-    fuse_skinny_linears,
-    lower_choices,
-    rotary,
-)
+from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.ranks import Ranks

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from benchmarks.gpu.machine import NullMachine
+from mtpc.backends.gpu.ops.skinny import MOST_ROWS
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.ops.skinny import MOST_ROWS
 from mtpc.program.compiler import StepCompiler
 
 WIDTHS = (8, 104, 1024, 1376)

@@ -34,6 +34,7 @@ from mtpc.api import SpecModel
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes import fuse_skinny_linears
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import NAMESPACES, chunks, refuses, triton_bindings
 from mtpc.backends.triton_kernels.ops import OPERATORS
@@ -41,7 +42,7 @@ from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes import fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary
+from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.program.compiler import StepCompiler
 from mtpc.sampling_params import SamplingParams
 

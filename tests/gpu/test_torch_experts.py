@@ -27,7 +27,7 @@ from mtpc.backends.cuda import CudaBackend, compile_call, cut_step, lower_by_ind
 from mtpc.backends.driver_memory import kernel_count
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.expand import trace_call
-from mtpc.backends.invariance import CheckInvariance
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mtpc.api import SpecModel
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.capture.split import split_step
 from mtpc.layout import StepKey

@@ -14,7 +14,7 @@ from torch import Tensor
 import mtpc
 from helpers.families import TINY
 from mtpc.backends.base import Backend
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.models.load import load

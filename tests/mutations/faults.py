@@ -1037,7 +1037,7 @@ FAULTS = (
     ),
     Fault(
         "ranks add from the last one",
-        "passes/spell_collectives.py",
+        "backends/gpu/passes/spell_collectives.py",
         "for rank in range(1, emit.ranks):",
         "for rank in range(emit.ranks - 1, 0, -1):",
         "ranks/test_spelled.py::test_large_sums_are_made_by_blocks[3-dtype1]",

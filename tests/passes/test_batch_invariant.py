@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.backends import make_backend, settle_prefill
-from mtpc.backends.invariance import CheckInvariance
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError
 from mtpc.passes import Verifier, run_pipeline
-from mtpc.passes.batch_invariant import BatchInvariant
 
 WEIGHT, BIAS = bf16(12, 8, seed=1), bf16(12, seed=2)
 PARTS = bf16(5, 8, 6, seed=3)

@@ -18,7 +18,7 @@ from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor
 
 from mtpc.backends.eager import EagerBackend
-from mtpc.passes.fuse_draft_entry import FuseDraftEntry
+from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
 
 OPS = torch.ops.mtpc
 ENABLED = ("fuse-elementwise", "fuse-draft-entry")

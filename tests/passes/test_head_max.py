@@ -16,10 +16,10 @@ from helpers.small_graphs import run, small_graph
 from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor, fx
 
+from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.fuse_head_max import FuseHeadMax
 from mtpc.weights.packing import pack
 
 load_kernels()

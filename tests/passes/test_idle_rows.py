@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mtpc
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.packing import pack

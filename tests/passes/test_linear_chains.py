@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.fuse_elementwise import FuseElementwise
-from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.weights.grouped import Kind
 from mtpc.weights.packing import TILE, pack
 

@@ -18,9 +18,9 @@ from helpers.whole_steps import check_no_token_changes, rewritten
 from torch import Tensor
 
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.passes import Verifier, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
-from mtpc.passes.lower_choices import LowerChoices
 
 OPS = torch.ops.mtpc
 ENABLED = ("lower-choices",)

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.backends import make_backend
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes.pack_weights import PackWeights
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.packing import (

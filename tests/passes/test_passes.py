@@ -12,17 +12,18 @@ from helpers.spelled_out import spell_out
 from torch import Tensor, fx, nn
 
 from mtpc import ops
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
+from mtpc.backends.gpu.passes.merge_projections import MergeProjections
+from mtpc.backends.pipeline import pass_names, select_passes
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
-from mtpc.passes import Pass, Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import Pass, Verifier, run_pipeline
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
-from mtpc.passes.merge_projections import MergeProjections
-from mtpc.passes.pack_weights import PackWeights
 from mtpc.passes.resize_metadata import row_demands
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.trim_draft_head import TrimDraftHead
@@ -62,10 +63,10 @@ def test_canonicalise_keeps_writes_that_someone_reads() -> None:
 
 
 def test_select_head_rows() -> None:
-    """The selection moves above the head, the norm and the residual sum, and stops at sin."""
+    """The selection moves above the head, the norm, the residual sum and sin, to a sum of rows."""
 
     def body(x: Tensor, weight: Tensor, gain: Tensor, rows: Tensor, out: Tensor) -> None:
-        h = aten.add.Tensor(aten.sin.default(x), x)
+        h = aten.add.Tensor(aten.sin.default(aten.cumsum.default(x, 0)), x)
         h = aten.mul.Tensor(h, aten.rsqrt.default(aten.mean.dim(aten.pow(h, 2), [-1], True)))
         logits = aten.linear.default(aten.mul.Tensor(gain, h), weight)
         out.copy_(aten.index_select.default(logits, 0, rows))
@@ -79,18 +80,18 @@ def test_select_head_rows() -> None:
         batch_out=torch.zeros(2, 5, dtype=torch.float64),
     )
     before = (
-        "sin[6,4] add[6,4] pow[6,4] mean[6,1] rsqrt[6,1] mul[6,4] mul[6,4] linear[6,5] "
+        "cumsum[6,4] sin[6,4] add[6,4] pow[6,4] mean[6,1] rsqrt[6,1] mul[6,4] mul[6,4] linear[6,5] "
         "index_select[2,5] copy_[2,5]"
     )
     after = (
-        "sin[6,4] index_select[2,4] index_select[2,4] add[2,4] "
+        "cumsum[6,4] index_select[2,4] sin[2,4] index_select[2,4] add[2,4] "
         "pow[2,4] mean[2,1] rsqrt[2,1] mul[2,4] mul[2,4] linear[2,5] copy_[2,5]"
     )
     found = operations(graph)
     assert found == before.split()
     expected = run(graph)
     run_pipeline(graph, (SelectHeadRows(), HoistShared()), Verifier(propagate=True))
-    assert graph.history[-2].rewrites == 7
+    assert graph.history[-2].rewrites == 8
     assert sorted(operations(graph)) == sorted(after.split())
     torch.testing.assert_close(run(graph), expected, rtol=1e-12, atol=1e-12)
     assert SelectHeadRows().apply(graph) == 0

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import mtpc
 from mtpc.backends import make_backend
+from mtpc.backends.pipeline import select_passes
 from mtpc.cli.main import main
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.passes import select_passes
 from mtpc.passes.base import is_call
 from mtpc.passes.quantise_draft import draft_spec
 from mtpc.passes.trim_draft_head import runs

@@ -13,15 +13,16 @@ from helpers.spelled_out import spell_out
 from helpers.whole_steps import different, values_after
 
 from mtpc.backends import make_backend
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.pipeline import pass_names, select_passes
 from mtpc.capture.graph import StepGraph, operators
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey
 from mtpc.layout.buffers import Q, R
 from mtpc.models.load import load
-from mtpc.passes import Verifier, pass_names, run_pipeline, select_passes
+from mtpc.passes import Verifier, run_pipeline
 from mtpc.passes.absorb_latent import AbsorbLatent
-from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata

@@ -13,7 +13,7 @@ from torch import fx
 
 from mtpc.api import SpecModel
 from mtpc.backends.base import Backend
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.lower_tape import lower_to_tape

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.families import TINY
 
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load

@@ -15,7 +15,7 @@ from helpers import tiny
 from helpers.families import FAMILY_NAMES
 from torch import Tensor
 
-from mtpc.backends.cpu import CpuBackend
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import sized
 from mtpc.backends.tape import _sized

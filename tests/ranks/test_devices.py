@@ -25,6 +25,7 @@ import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends import cuda, make_backend
 from mtpc.backends.cuda import lower_by_inductor
+from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.graphs import GraphReplay
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
@@ -32,7 +33,6 @@ from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
-from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program import rank_devices, step_watch
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked

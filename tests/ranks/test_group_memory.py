@@ -19,7 +19,7 @@ from helpers.ranks import memory_shared_by
 from helpers.small_graphs import run, small_graph
 from torch import Tensor
 
-from mtpc.backends.cpu import UseCpuKernels
+from mtpc.backends.cpu.backend import UseCpuKernels
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape

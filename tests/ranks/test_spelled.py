@@ -14,12 +14,14 @@ from helpers.small_graphs import run, small_graph
 from torch import Tensor
 
 from mtpc.backends import make_backend
+from mtpc.backends.gpu.ops import exchanges
+from mtpc.backends.gpu.passes import spell_collectives
+from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.capture.graph import operators
 from mtpc.config import CompileOptions
 from mtpc.models.load import load
 from mtpc.ops import collectives
-from mtpc.passes import Sharding, spell_collectives
-from mtpc.passes.spell_collectives import SpellCollectives
+from mtpc.passes import Sharding
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 
@@ -90,7 +92,7 @@ def test_values_are_those_of_the_references(tmp_path: Path) -> None:
 
 def count_sent(patch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by the bytes that this rank sends to others in each exchange."""
-    sent, gather, exchange = list[int](), collectives._gather, collectives._exchange
+    sent, gather, exchange = list[int](), collectives._gather, exchanges._exchange
 
     def gathered(whole: Tensor, part: Tensor, group: Any) -> None:
         sent.append(whole.nbytes - part.nbytes)
@@ -101,7 +103,7 @@ def count_sent(patch: pytest.MonkeyPatch) -> list[int]:
         exchange(found, parts, group=group)
 
     patch.setattr(collectives, "_gather", gathered)
-    patch.setattr(collectives, "_exchange", exchanged)
+    patch.setattr(exchanges, "_exchange", exchanged)
     return sent
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mtpc import SamplingParams
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.pipeline import select_passes
 from mtpc.capture import trace
 from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.capture.trace import ModelTraces, trace_step
@@ -51,7 +52,7 @@ from mtpc.layout.buffers import (
     state_specs,
 )
 from mtpc.ops.accept import REPORTS
-from mtpc.passes import Verifier, run_pipeline, select_passes
+from mtpc.passes import Verifier, run_pipeline
 from mtpc.program.program import CapturedStep, Program
 from mtpc.step.accept import Accept
 

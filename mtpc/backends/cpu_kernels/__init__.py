@@ -1,8 +1,8 @@
 """C++ kernels for the `cpu` backend, in an op namespace of their own.
 
-`mtpc_cpu::` has the operators of `mtpc.ops` that have a kernel here. They take what the references
-take and mean the same. A backend's pass exchanges one for the other, so the meaning of a traced
-graph never depends on what has been loaded.
+`mtpc_cpu::` has the operators of `mtpc.ops` and `mtpc.backends.cpu.ops` that have a kernel here.
+They take what the references take and mean the same. A backend's pass exchanges one for the other,
+so the meaning of a traced graph never depends on what has been loaded.
 
 They are written on libtorch's stable ABI (2.11) and compiled at first use, see `build`, for the
 best level of instructions that the processor has, see `levels`. What they guarantee beyond the
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mtpc.backends.cpu.ops  # noqa: F401  (declares the operators)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.layout.progress import Report, silent
 from mtpc.ops import references

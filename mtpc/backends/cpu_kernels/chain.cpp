@@ -1,5 +1,5 @@
 // A chain of linear layers and norms on packed weights, of bfloat16 or grouped codes. See
-// mtpc/ops/chain.py.
+// mtpc/backends/cpu/ops/chain.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <deque>

@@ -1,4 +1,5 @@
-// SwiGLU's two linear layers on packed bfloat16 weights, and its activation. See mtpc/ops/packed.py.
+// SwiGLU's two linear layers on packed bfloat16 weights, and its activation. See
+// mtpc/backends/cpu/ops/packed.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>

@@ -101,7 +101,7 @@ def _schemas(sources: Iterable[Path]) -> list[Any]:
     known = references()
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise BackendError(f"kernels without a reference in mtpc/ops: {', '.join(unknown)}")
+        raise BackendError(f"kernels without a reference: {', '.join(unknown)}")
     return [known[name]._schema for name in names]
 
 

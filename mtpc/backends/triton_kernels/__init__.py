@@ -1,10 +1,10 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has the operators of `mtpc.ops` that have a file in `ops` here. `mtpc_loaded::` has
-the same operators, launched by Triton itself: for code that was compiled elsewhere, and for
-launches that may begin before the one before them has ended (`launch`). Both take the arguments of
-the references and compute the same. This module does not import Triton, which only torch's builds
-for GPUs bring along; all other modules here do.
+`mtpc_triton::` has the operators of `mtpc.ops` and `mtpc.backends.gpu.ops` that have a file in
+`ops` here. `mtpc_loaded::` has the same operators, launched by Triton itself: for code that was
+compiled elsewhere, and for launches that may begin before the one before them has ended (`launch`).
+Both take the arguments of the references and compute the same. This module does not import Triton,
+which only torch's builds for GPUs bring along; all other modules here do.
 
 What the kernels guarantee:
 
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import mtpc.backends.gpu.ops  # noqa: F401  (declares the operators)
 from mtpc.backends.bindings import Binding, Configure, Limits, by_default
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -147,6 +148,14 @@ def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 
     return BATCH_INVARIANT, ()
+
+
+def row_bound(node: fx.Node) -> str | None:
+    """Why a row's sums in a call of our kernels depend on other rows, however they are configured;
+    None where they do not."""
+    from mtpc.backends.triton_kernels.plans import operator_of
+
+    return operator_of(node).row_bound
 
 
 def refuses(node: fx.Node, graph: StepGraph) -> str | None:

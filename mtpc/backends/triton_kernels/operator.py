@@ -49,12 +49,15 @@ class Operator:
         limit: why it cannot take a call.
         any_element: whether it takes any floating-point dtype, and not only `ELEMENTS`.
         codes: whether caches may hold codes, which may be float8.
+        row_bound: why a row's sums depend on other rows, even with `batch_invariant`; None where
+            they do not.
     """
 
     function: Callable[..., Plan]
     limit: Limit
     any_element: bool
     codes: bool
+    row_bound: str | None
 
     @property
     def name(self) -> str:
@@ -115,7 +118,10 @@ class Operator:
 
 
 def operator(
-    limit: Limit = lambda call: None, any_element: bool = False, codes: bool = False
+    limit: Limit = lambda call: None,
+    any_element: bool = False,
+    codes: bool = False,
+    row_bound: str | None = None,
 ) -> Callable[[Callable[..., Plan]], Operator]:
     """Make an operator from its plan; see `Operator`."""
-    return lambda function: Operator(function, limit, any_element, codes)
+    return lambda function: Operator(function, limit, any_element, codes, row_bound)

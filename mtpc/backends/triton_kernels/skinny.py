@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.gpu.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
-from mtpc.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
 
 _THREADS = 128
 _WEIGHTS = 2048

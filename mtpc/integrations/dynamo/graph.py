@@ -23,7 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mtpc.backends.cpu import UseCpuKernels
+from mtpc.backends.cpu.backend import UseCpuKernels
+from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
+from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
@@ -32,10 +35,7 @@ from mtpc.layout import Layout, StepKey
 from mtpc.passes.base import Pass, is_call, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_elementwise import FuseElementwise
-from mtpc.passes.fuse_head_max import FuseHeadMax
-from mtpc.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.passes.pack_groups import PackGroups
-from mtpc.passes.pack_weights import PackWeights
 from mtpc.weights.recipes import Recipe, names
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.gpu.ops.largest import TOPK_WIDTH
 from mtpc.backends.triton_kernels.launch import await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.ops.topk import choice_plan, store_largest, topk_limit
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, number_of, order_of
 from mtpc.layout import dtype_name
-from mtpc.ops.largest import TOPK_WIDTH
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.skinny import skinny_launch, skinny_limit
 
 
-@operator(limit=skinny_limit)
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
 def norm_linear(
     x: Tensor, added: Tensor, norm_weight: Tensor, epsilon: float, plus_one: bool, weight: Tensor,
     bias: Tensor | None, gated: bool,

@@ -9,7 +9,7 @@ from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.skinny import skinny_launch, skinny_limit
 
 
-@operator(limit=skinny_limit)
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Plan:
     """One launch."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))

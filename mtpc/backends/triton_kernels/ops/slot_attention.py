@@ -101,7 +101,11 @@ def slot_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(acc_ptr + out_at, acc, mask=used[:, None] & (d < D)[None])
 
 
-@operator(limit=attention_limit)
+@operator(
+    limit=attention_limit,
+    row_bound="it adds keys of a ring and of the step's own rows apart, so its sums depend on "
+    "which tokens are in one step",
+)
 def slot_attention(
     query: Tensor, fresh: Tensor, ring: Tensor, row_slots: Tensor, sees_ring: Tensor,
     sees_fresh: Tensor, sinks: Tensor, scale: float, window: int, entries: Tensor | None,

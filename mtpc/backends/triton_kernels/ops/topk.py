@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpc.backends.gpu.ops.largest import TOPK_COUNT, TOPK_WIDTH
 from mtpc.backends.triton_kernels.launch import Launch, await_launches, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.order import LEAST, first_largest, order_of
-from mtpc.ops.largest import TOPK_COUNT, TOPK_WIDTH
 
 WARP = 32
 """Threads of a program: one warp compares the parts of a row without waiting for another."""

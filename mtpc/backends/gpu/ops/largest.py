@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpc.ops.traits import Traits, operator
+
 TOPK_WIDTH, TOPK_COUNT = 1024, 16
 """Limits of the kernels of `topk` and `group_topk`: row width and count. They find one number after
 the other."""
@@ -12,7 +14,7 @@ LEAST_ROW_MAX = 8192
 """The least row width for which the kernel of `row_max` pays: it has several programs per row."""
 
 
-@torch.library.custom_op("mtpc::topk", mutates_args=())
+@operator(Traits("row", "compares", rows="x"))
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest numbers of each row, the largest first.
 
@@ -31,7 +33,7 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count].contiguous(), places[..., :count].contiguous()
 
 
-@torch.library.custom_op("mtpc::group_topk", mutates_args=())
+@operator(Traits("row", "compares", rows="x"))
 def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
     """`topk` among the best groups of each row: how DeepSeek-V3 limits a choice of experts
     (arXiv:2412.19437, section 2.1.2).
@@ -61,7 +63,7 @@ def _(x: Tensor, count: int, *_: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("mtpc::row_max", mutates_args=())
+@operator(Traits("row", "compares", rows="x", chooses=True))
 def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The largest number of each row, and where it is: the greedy choice from logits.
 

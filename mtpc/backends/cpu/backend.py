@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from mtpc.backends.base import Run
+from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
+from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
+from mtpc.backends.cpu.passes.skip_idle_rows import SkipIdleRows
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import TAPE, Package, open_package, signature
 from mtpc.backends.record_tape import fake_signature
@@ -21,15 +27,9 @@ from mtpc.capture.step_mode import StepMode
 from mtpc.errors import OptionError
 from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass, Policy
-from mtpc.passes.batch_invariant import BatchInvariant
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
-from mtpc.passes.fuse_head_max import FuseHeadMax
-from mtpc.passes.fuse_linear_chains import FuseLinearChains
-from mtpc.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.passes.pack_groups import PackGroups
-from mtpc.passes.pack_weights import PackWeights
-from mtpc.passes.skip_idle_rows import SkipIdleRows
 from mtpc.store.entries import EntryStore
 from mtpc.store.scratch import Scratch
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-import mtpc.ops.batch_invariant  # noqa: F401  (registers the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import Policy, emit, emit_named, tidy
 

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
+from mtpc.ops.traits import Traits, operator
 from mtpc.weights.packing import fill_packed, unpack
 
 
-@torch.library.custom_op("mtpc::pack", mutates_args=("packed", "finite"))
+@operator(Traits("all", "moves"), mutates_args=("packed", "finite"))
 def pack(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
     """Write the packed form of a weight to given memory.
 
@@ -26,7 +27,7 @@ def pack(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
     fill_packed(weight, packed, finite)
 
 
-@torch.library.custom_op("mtpc::packed_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x", gated="packed_gated_linear"))
 def packed_linear(
     x: Tensor,
     weight: Tensor,
@@ -55,7 +56,7 @@ def _(x: Tensor, weight: Tensor, features: int, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
-@torch.library.custom_op("mtpc::packed_linear_max", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def packed_linear_max(
     x: Tensor,
     weight: Tensor,
@@ -85,7 +86,7 @@ def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
-@torch.library.custom_op("mtpc::packed_gated_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def packed_gated_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
@@ -108,7 +109,7 @@ def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> T
     return x.new_empty((*x.shape[:-1], features // 2))
 
 
-@torch.library.custom_op("mtpc::packed_head_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x", features=None))
 def packed_head_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
@@ -133,7 +134,7 @@ def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> T
     return x.new_empty((*x.shape[:-1], features))
 
 
-@torch.library.custom_op("mtpc::packed_experts", mutates_args=())
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
 def packed_experts(
     x: Tensor,
     gate_up: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
-from mtpc.ops import references
+from mtpc.ops.traits import counts_rows, is_view, traits_of
 from mtpc.passes.base import GETITEM, Policy, emit, is_call
 
 aten = torch.ops.aten
@@ -20,37 +20,6 @@ _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Metadata buffers of a forward, in the order in which the step writes them."""
 _LOGITS = "batch.logits_start_loc"
 """Buffer of a prefill step, [R+1]: where each request's rows of logits begin, and the total."""
-_OF_HEADS = (
-    torch.ops.mtpc.packed_head_linear.default,
-    torch.ops.mtpc.rotate.default,
-    torch.ops.mtpc.rotate_and_write.default,
-)
-"""Operators whose first argument has a dimension of heads behind its rows."""
-_SKIPPING: dict[Any, int] = {
-    operator: 2 if operator in _OF_HEADS else 1
-    for operator in references().values()
-    if any(a.name == "rows" and a.has_default_value() for a in operator._schema.arguments)
-}
-"""Operators with an argument `rows` -> how many trailing dimensions of their input are features."""
-
-_BY_REQUEST = (
-    torch.ops.mtpc.write_cache.default,
-    torch.ops.mtpc.paged_attention.default,
-    torch.ops.mtpc.latent_attention.default,
-    torch.ops.mtpc.gated_delta_rule.default,
-    torch.ops.mtpc.mamba2_scan.default,
-    torch.ops.mtpc.choose_slots.default,
-)
-"""Operators that only read rows of active requests."""
-_VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    GETITEM,
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +42,7 @@ class SkipIdleRows:
         counted: list[fx.Node] = []
         for node in list(graph.graph.nodes):
             counts.follow(node)
-            rows = counts.of(node) if is_call(node, *_SKIPPING) else None
+            rows = counts.of(node) if counts_rows(node.target) else None
             if rows is not None:
                 node.kwargs = {**node.kwargs, "rows": rows}
                 counted.append(node)
@@ -86,7 +55,7 @@ def _clear_if_read(graph: fx.Graph, node: fx.Node) -> None:
     """Clear the idle rows of each result that is also read by operators without the row count."""
     single = isinstance(node.meta["val"], Tensor)
     rows, x = node.kwargs["rows"], first_argument(node)
-    lead = x.meta["val"].dim() - _SKIPPING[node.target]
+    lead = traits_of(node.target).row_dims(x.meta["val"])
     for result in [node] if single else list(node.users):
         if _is_read(result, rows):
             features = result.meta["val"].dim() - lead
@@ -98,10 +67,10 @@ def _clear_if_read(graph: fx.Graph, node: fx.Node) -> None:
 def _is_read(node: fx.Node, rows: Any) -> bool:
     """Whether an operator that lacks the count `rows` reads the idle rows of a node."""
     for user in node.users:
-        if is_call(user, *_VIEWS):
+        if user.target is GETITEM or is_view(user.target):
             if _is_read(user, rows):
                 return True
-        elif not is_call(user, *_BY_REQUEST) and user.kwargs.get("rows") is not rows:
+        elif not traits_of(user.target).skips_idle and user.kwargs.get("rows") is not rows:
             return True
     return False
 
@@ -165,8 +134,8 @@ class _Counts:
         counted = self.tokens
         if node in self.selected:
             counted = self.logits if self.selected[node] else self.requests
-        shape = first_argument(node).meta["val"].shape[: -_SKIPPING[node.target]]
-        lead = [size for size in shape if size != 1]
+        x = first_argument(node).meta["val"]
+        lead = [size for size in x.shape[: traits_of(node.target).row_dims(x)] if size != 1]
         return counted[1] if counted is not None and lead == [counted[0]] else None
 
     def _count(self, node: fx.Node) -> None:

@@ -6,11 +6,11 @@ at the speed of the memory, and computes the norm before and the activation afte
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.fused import add_rms_norm, silu_and_mul
+from mtpc.ops.traits import Traits, operator
 
 MOST_ROWS, MOST_NORM_ROWS = 4, 2
 """Most rows of a call, and of a call with a norm. With more rows, tensor cores are faster."""
@@ -18,7 +18,7 @@ WIDTH_MULTIPLE = 8
 """The number of inputs is a multiple of this: kernels read 16 bytes at once."""
 
 
-@torch.library.custom_op("mtpc::skinny_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, for few rows.
 
@@ -38,7 +38,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("mtpc::norm_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x added"))
 def norm_linear(
     x: Tensor,
     added: Tensor,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from mtpc.ops.traits import Traits, operator
 
 
-@torch.library.custom_op("mtpc::batch_invariant_linear", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, or several of them.
 
@@ -32,7 +33,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
 
-@torch.library.custom_op("mtpc::row_sum", mutates_args=())
+@operator(Traits("row", "sums", rows="x"))
 def row_sum(x: Tensor) -> Tensor:
     """The sum of each row.
 
@@ -48,27 +49,3 @@ def row_sum(x: Tensor) -> Tensor:
 @row_sum.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("mtpc::float32_linear", mutates_args=())
-def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, computed in float32 from operands as they are stored: routers in 16-bit models.
-
-    Widening 16 bits is exact, so a weight that is stored in 16 bits need not be copied to float32.
-    The cpu kernel sums each row in an order that does not depend on the other rows. F.linear does
-    not, and a router whose logits differ by a rounding may choose another expert.
-
-    Args:
-        x: [..., K], of 16 or 32 bits.
-        weight: [N, K], of 16 or 32 bits.
-        bias: [N].
-
-    Returns:
-        float32 [..., N].
-    """
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-
-
-@float32_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)

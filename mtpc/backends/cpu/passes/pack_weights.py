@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.batch_invariant
-import mtpc.ops.grouped
-import mtpc.ops.packed  # noqa: F401  (these register the ops that this pass calls)
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import (
     Policy,

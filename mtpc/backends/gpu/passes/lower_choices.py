@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from mtpc.backends.gpu.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
 from mtpc.passes.base import GETITEM, Policy, cast, emit, is_call, operands, sweep
 
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mtpc.backends.cpu.ops.packed import packed_gated_linear, packed_linear
 from mtpc.ops.fused import add_rms_norm
 from mtpc.ops.grouped import grouped_gated_linear, grouped_linear
-from mtpc.ops.packed import packed_gated_linear, packed_linear
+from mtpc.ops.traits import Traits, operator
 from mtpc.weights.packing import TILE
 
 LINEAR, BIASED, GATED, NORM, NORM_PLUS_ONE = "LBGNP"
@@ -86,7 +86,7 @@ def _operand_names(letter: str) -> list[str]:
     return names
 
 
-@torch.library.custom_op("mtpc::linear_chain", mutates_args=())
+@operator(Traits("row", "sums", rows="x residual"))
 def linear_chain(
     x: Tensor,
     residual: Tensor,

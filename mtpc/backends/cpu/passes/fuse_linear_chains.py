@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.chain  # noqa: F401  (registers the op that this pass calls)
+from mtpc.backends.cpu.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
 from mtpc.capture.graph import StepGraph
-from mtpc.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
 from mtpc.passes.base import GETITEM, Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.weights.packing import TILE
 
@@ -62,7 +61,7 @@ class _Stage:
 
     Attributes:
         node: the call.
-        kind: its letter in `mtpc.ops.chain`, and `ZEROS` after it if it has them.
+        kind: its letter in `mtpc.backends.cpu.ops.chain`, and `ZEROS` after it if it has them.
         inputs: the input of a linear, or the two terms of a norm's sum. One of them is the result
             of the stage before.
         operands: its weight, the scales and zeros of a grouped one, and its bias if it has one.

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import mtpc.ops.skinny  # noqa: F401  (registers the ops that this pass calls)
+from mtpc.backends.gpu.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.capture.graph import StepGraph
-from mtpc.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, is_narrow, operands, tidy
 
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""The dialect of the cpu backend: its operators, its passes, and the backend."""

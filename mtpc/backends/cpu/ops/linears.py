@@ -1,0 +1,56 @@
+"""Linear layers in float32 (routers), and the largest feature of one on a weight in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mtpc.ops.grouped import grouped_linear
+from mtpc.ops.traits import Traits, operator
+
+
+@operator(Traits("row", "sums", rows="x"))
+def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, computed in float32 from operands as they are stored: routers in 16-bit models.
+
+    Widening 16 bits is exact, so a weight that is stored in 16 bits need not be copied to float32.
+    The cpu kernel sums each row in an order that does not depend on the other rows. F.linear does
+    not, and a router whose logits differ by a rounding may choose another expert.
+
+    Args:
+        x: [..., K], of 16 or 32 bits.
+        weight: [N, K], of 16 or 32 bits.
+        bias: [N].
+
+    Returns:
+        float32 [..., N].
+    """
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+@float32_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+@operator(Traits("row", "sums", rows="x"))
+def grouped_linear_max(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    features: int,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
+    values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
+    return values, indices
+
+
+@grouped_linear_max.register_fake
+def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""The dialect of GPU backends: their operators and passes."""

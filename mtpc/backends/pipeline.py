@@ -1,0 +1,116 @@
+"""The pipeline: every pass, in order. It is a literal tuple, so that its order is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
+from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
+from mtpc.backends.cpu.passes.pack_weights import PackWeights
+from mtpc.backends.cpu.passes.skip_idle_rows import SkipIdleRows
+from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
+from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
+from mtpc.backends.gpu.passes.lower_choices import LowerChoices
+from mtpc.backends.gpu.passes.merge_projections import MergeProjections
+from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+from mtpc.errors import OptionError
+from mtpc.passes.absorb_latent import AbsorbLatent
+from mtpc.passes.base import Pass, Policy
+from mtpc.passes.canonicalise import Canonicalise
+from mtpc.passes.fuse_cache_write import FuseCacheWrite
+from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.passes.fuse_elementwise import FuseElementwise
+from mtpc.passes.hoist_shared import HoistShared
+from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.quantise_draft import QuantiseDraft
+from mtpc.passes.resize_metadata import ResizeMetadata
+from mtpc.passes.select_head_rows import SelectHeadRows
+from mtpc.passes.shard import Sharding, ShardStep
+from mtpc.passes.trim_draft_head import TrimDraftHead
+
+
+def full_pipeline(
+    buffer_names: Mapping[int, str],
+    draft_vocab: tuple[int, ...] = (),
+    quantize: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[Pass, ...]:
+    """Every pass, in order.
+
+    Args:
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        draft_vocab: token ids that drafts may be; () allows all.
+        quantize: scheme for weights that are not quantised; None leaves them as they are.
+        sharding: this rank's part of the model; None is the whole model.
+    """
+    return (
+        ResizeMetadata(),
+        FuseDraftChain(buffer_names),
+        Canonicalise(),
+        AbsorbLatent(),
+        SelectHeadRows(),
+        HoistShared(),
+        TrimDraftHead(draft_vocab),
+        ShardStep(sharding),
+        QuantiseDraft(),
+        PackGroups(quantize),
+        MergeProjections(),
+        PackWeights(),
+        FuseCacheWrite(),
+        FuseElementwise(),
+        FuseDraftEntry(),
+        FuseHeadMax(),
+        FuseSkinnyLinears(),
+        SpellCollectives(sharding),
+        LowerChoices(),
+        BatchInvariant(),
+        FuseLinearChains(),
+        SkipIdleRows(),
+    )
+
+
+def pass_names(*policies: Policy) -> tuple[str, ...]:
+    """Names of the passes of these policies, in pipeline order; of all passes if none is given."""
+    pipeline = full_pipeline({})
+    return tuple(step.name for step in pipeline if not policies or step.policy in policies)
+
+
+def select_passes(
+    buffer_names: Mapping[int, str],
+    disabled: tuple[str, ...],
+    enabled: tuple[str, ...],
+    draft_vocab: tuple[int, ...] = (),
+    quantize: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[Pass, ...]:
+    """The pipeline with the choices of the user and the backend.
+
+    Args:
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        disabled: passes that do not run, even if they are enabled.
+        enabled: passes to run besides those that are on by default.
+        draft_vocab: token ids that drafts may be; () allows all.
+        quantize: scheme for weights that are not quantised; it enables pack-groups.
+        sharding: this rank's part of the model; None is the whole model.
+
+    Raises:
+        OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
+            option.
+    """
+    known = pass_names()
+    for name in (*disabled, *enabled):
+        if name not in known:
+            raise OptionError(f"unknown pass {name!r}; passes: {', '.join(known)}")
+    for name in disabled:
+        if name in pass_names("required"):
+            raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
+    if TrimDraftHead.name in enabled and not draft_vocab:
+        raise OptionError(
+            f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
+            "may be, or how many of the lowest"
+        )
+    placed = {PackGroups.name} if quantize else set()
+    running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
+    pipeline = full_pipeline(buffer_names, draft_vocab, quantize, sharding)
+    return tuple(step for step in pipeline if step.name in running)
