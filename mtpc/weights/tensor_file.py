@@ -74,6 +74,11 @@ class StoredTensor:
         return self.dtype.startswith(("F", "BF"))
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether it holds floating-point numbers of fewer than 16 bits."""
+        return self.dtype.startswith(("F8_", "F6_", "F4"))
+
+    @property
     def dtype_name(self) -> str:
         """torch's name of the dtype, or safetensors' if torch has none."""
         return str(_DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
