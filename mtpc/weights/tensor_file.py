@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.packing import NORESERVE, TILE
+from mtpc.weights.plain_file import open_plain
 from mtpc.weights.read_ahead import ReadAhead, Span
 
 _PIECE_BYTES = 1 << 26
@@ -117,7 +118,7 @@ def map_file(path: Path) -> mmap.mmap:
         CheckpointError: the file is empty, cannot be read, or finds no place in the address space.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # As that, but without memory set aside for pages that nothing writes.
@@ -149,6 +150,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
+            open_plain(path).close()
             with safe_open(path, framework="np"):  # For torch it sets memory aside for all bytes.
                 pass
         except SafetensorError as error:

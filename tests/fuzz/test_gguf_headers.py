@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import random
 import re
-import signal
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.bounded import bounded
 from helpers.places import TESTS
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.load import load
 
 FILES = sorted((TESTS / "weights/gguf").glob("*.gguf"))
-SECONDS, BYTES = 10, 2 << 30
-"""What a header may take."""
 TEXT, ARRAY = 8, 9
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
            12: "d"}  # fmt: skip
@@ -133,35 +130,6 @@ def parts_of(path: Path) -> File:
 @pytest.fixture(scope="module")
 def files() -> dict[str, File]:
     return {path.stem: parts_of(path) for path in FILES}
-
-
-class TooLongError(BaseException):
-    """Not an Exception, which the code under test may catch."""
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """A block that may take so many seconds, and so many bytes besides what is in use before."""
-
-    def end(*_: Any) -> None:
-        raise TooLongError(f"more than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(SECONDS)
-    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
-    used = peak()
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    assert peak() - used < BYTES
-
-
-def peak() -> int:
-    """The most bytes of this process's resident memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
 
 def refusal(path: Path) -> str | None:
