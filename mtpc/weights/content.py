@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mtpc.weights.plain_file import open_plain, replace_text
+from mtpc.weights.plain_file import open_plain, replace
 
 
 def content_digest(paths: Iterable[Path], memory: Path) -> str:
@@ -31,7 +31,7 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
     if not digests.keys() <= known.keys():
         # If two processes write, one result is lost, and a later process reads those files again.
         with suppress(OSError):
-            replace_text(memory, json.dumps(known | digests))
+            replace(memory, json.dumps(known | digests).encode())
     return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
 
 

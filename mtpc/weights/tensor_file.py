@@ -8,16 +8,20 @@ safetensors library cannot be released in part; the library only checks the file
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
@@ -109,6 +113,20 @@ class StoredTensor:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
+    """Write a safetensors file. If it cannot be written, the error is the system's.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=metadata or None)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from error
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import offloads
-from helpers.bounded import bounded
+from helpers.bounded import bounded, full_disk
 from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file
@@ -154,17 +152,6 @@ def test_bytes_are_bounded(tmp_path: Path) -> None:
     tiny = offload_of(tmp_path, filled(), max_bytes=size - 1)
     save_all(tiny, [9, *TEXT[1:]])
     assert list(tiny._fallbacks) == [f"kv offload: a file needs {size} bytes: nothing is kept"]
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Writing a file of more than 100 bytes fails, by the system's own limit."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_is_a_fallback(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Blocks that may take so much time and memory, and no more."""
+"""Blocks that may take so much time, memory or disk, and no more."""
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,3 +40,14 @@ def peak() -> int:
     """The most bytes of this process's resident memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Writing a file of more than 100 bytes fails, by the system's own limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
