@@ -73,9 +73,11 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's directories of `new_directory` that no process holds."""
-    for path in parent.iterdir():
-        name = path.name.removeprefix(prefix)
-        if name == path.name or not re.fullmatch(r"[a-z0-9_]{8}", name):
+    found: list[Path] = []
+    with suppress(OSError):  # The parent cannot be listed.
+        found += parent.iterdir()
+    for path in found:
+        if not re.fullmatch(re.escape(prefix) + "[a-z0-9_]{8}", path.name):
             continue
         with suppress(OSError):  # Another process removes it, or the file system has no locks.
             if path.lstat().st_uid == os.geteuid() and not is_held(path):

@@ -260,7 +260,7 @@ CASES: dict[str, tuple[str, Callable[[File], File], str]] = {
         4, [number(4, 2)])), "expected . values, one for each block"),
     "flags of too few blocks": ("step3p5", set_(".attention.sliding_window_pattern", ARRAY, array(
         7, [b"\1"])), "expected . values, one for each block"),
-    "limits a number": ("step3p5", set_(".swiglu_clamp_exp", 6, 7.0), "expected numbers of 0 or"),
+    "limits a number": ("step3p5", set_(".swiglu_clamp_exp", 6, 7.0), ". or more numbers of 0"),
     "limits of texts": ("step3p5", set_(".swiglu_clamp_exp", ARRAY, array(TEXT, [])), "an array"),
     "more blocks than numbers": ("step3p5", set_(".attention.head_count", ARRAY, array(
         4, [], 2000) + bytes(8000)), "is an array of 2000 numbers; expected"),

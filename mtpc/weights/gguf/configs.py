@@ -60,12 +60,12 @@ class Metadata:
         return self._of_blocks(name, value)
 
     def limits(self, name: str) -> list[float]:
-        """Numbers of 0 or more, one for each block; 0 by default."""
+        """Numbers of 0 or more, one for each layer of the target at least; 0 by default."""
         value = self.get(name, [0.0] * self.blocks)
-        is_row = isinstance(value, list)
+        is_row = isinstance(value, list) and len(value) >= self.layers
         if not is_row or not all(type(one) in (int, float) and 0 <= one < inf for one in value):
-            raise self.error(name, "numbers of 0 or more")
-        return self._of_blocks(name, value)
+            raise self.error(name, f"{self.layers} or more numbers of 0 or more")
+        return list(value)
 
     def flags(self, name: str) -> list[bool]:
         """Flags, one for each block."""
