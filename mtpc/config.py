@@ -441,8 +441,10 @@ def check_scheme(option: str, value: Any) -> None:
         OptionError: the message names the nearest scheme.
     """
     if value not in SCHEMES:
-        near = difflib.get_close_matches(str(value), SCHEMES, n=1, cutoff=0.4)
-        hint = f" (the nearest is {near[0]!r})" if near else ""
+        said = str(value).lower()
+        near = [name for name in SCHEMES if said and name.startswith(said)]
+        near = near or difflib.get_close_matches(said, SCHEMES, n=1, cutoff=0.4)
+        hint = f" (the nearest is {' or '.join(map(repr, near))})" if near else ""
         raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
 
 

@@ -55,7 +55,7 @@ def check_directory(name: str, value: Any) -> Path | None:
     """The path of a directory; None stays None."""
     if value is None:
         return None
-    if not isinstance(value, (str, Path)) or not _is_path(str(value)):
+    if not isinstance(value, (str, Path)) or not str(value) or not _is_path(str(value)):
         raise OptionError(f"{name} is {value!r}; expected a directory's path")
     return Path(value)
 

@@ -17,6 +17,7 @@ from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.weights.plain_file import write_output
 
 if TYPE_CHECKING:
     from mtpc.evaluation.compare import Outcome
@@ -58,7 +59,7 @@ def command(args: argparse.Namespace) -> int:
     if not args.as_json:
         _print(args.task, outcomes, args.quiet)
     if args.out:
-        args.out.write_text(json.dumps(args.result) + "\n")
+        write_output(args.out, (json.dumps(args.result) + "\n").encode())
     return 0
 
 

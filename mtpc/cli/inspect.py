@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
+from mtpc.weights.plain_file import write_output
 
 if TYPE_CHECKING:
     from mtpc.backends import Backend
@@ -44,7 +43,8 @@ def command(args: argparse.Namespace) -> int:
     if args.svg is not None:  # Before printing, so that `| head` does not prevent the drawing.
         from mtpc.cli.drawing import draw
 
-        _write(args.svg, draw(graph, f"{position(graph)}, {checkpoint.absolute().name}"))
+        drawn = draw(graph, f"{position(graph)}, {checkpoint.absolute().name}")
+        write_output(args.svg, drawn.encode())
         print(f"drawn to {args.svg}", file=sys.stderr)
     print_graph(graph, layouts, args.nodes, backend)
     return 0
@@ -122,19 +122,3 @@ def _last_pass(
     if after:
         return after
     return ([NO_PASS, *running])[running.index(wanted)]
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the whole file, or nothing if interrupted."""
-    try:
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except OSError as error:
-        raise OptionError(f"--svg {path}: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise

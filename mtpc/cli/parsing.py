@@ -20,6 +20,10 @@ MOST_THREADS = 1024
 class SuggestingParser(argparse.ArgumentParser):
     """argparse's parser, with errors of one line that suggest the most similar existing name."""
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.register("type", Path, _path)
+
     def error(self, message: str) -> NoReturn:
         """Print the error as all errors of commands are printed, without the usage, and exit."""
         number = re.search(r"invalid (int|float) value: (.*)", message)
@@ -68,6 +72,13 @@ def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = Fal
 def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
     """The error for an argument that cannot be used."""
     return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
+
+
+def _path(text: str) -> Path:
+    """Parse a path. An empty text, which Python takes for the working directory, is none."""
+    if not text:
+        raise invalid(text, "a path")
+    return Path(text)
 
 
 def whole(text: str, low: int = 0) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from mtpc.errors import OptionError
+from mtpc.weights.plain_file import write_output
 
 SUFFIXES = (".png", ".svg")
 _SPEED, _STEP = "#1f6f8b", "#57b0a6"
@@ -56,7 +58,9 @@ def draw_plot(
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.12)
     figure.suptitle(title)
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
     try:
-        figure.savefig(path, dpi=150)
+        write_output(path, drawn.getvalue())
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error}") from None

@@ -88,13 +88,18 @@ def check_tokenizer(
 
     Raises:
         RequestError: a prompt is text, and the checkpoint has no tokenizer.
-        CheckpointError: there is no valid config.json.
+        CheckpointError: it is not a checkpoint.
     """
     has_text = any(isinstance(prompt, str) for prompt in prompts)
-    if has_text and checkpoint.is_dir() and not (checkpoint / "tokenizer.json").is_file():
-        from mtpc.weights.checkpoint_files import ConfigFile
+    if not has_text or (checkpoint / "tokenizer.json").is_file():
+        return
+    from mtpc.weights.checkpoint_files import ConfigFile
+    from mtpc.weights.gguf.file import find_gguf
+    from mtpc.weights.served_model import find_tokenizer
 
-        ConfigFile(checkpoint)  # Without a config.json, that is the error.
+    if find_tokenizer(checkpoint)[0] is None:
+        if not find_gguf(checkpoint):
+            ConfigFile(checkpoint)  # Without a config.json, that is the error.
         raise RequestError(f"{checkpoint} has no tokenizer.json; {advice}")
 
 

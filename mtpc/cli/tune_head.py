@@ -13,6 +13,7 @@ from mtpc.cli.run import check_tokenizer, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.layout.display import show_progress
 from mtpc.weights.hub import find_directory
+from mtpc.weights.plain_file import write_output
 
 if TYPE_CHECKING:
     from mtpc.tuning.run import Plan, Tuned
@@ -36,7 +37,7 @@ def command(args: argparse.Namespace) -> int:
         tuned = Tuning(checkpoint, *given).run(args.resume)
     _print(args, tuned)
     if args.json:
-        args.json.write_text(json.dumps(asdict(tuned)) + "\n")
+        write_output(args.json, (json.dumps(asdict(tuned)) + "\n").encode())
     return 0
 
 

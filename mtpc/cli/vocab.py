@@ -9,6 +9,7 @@ from pathlib import Path
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.errors import RequestError
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.plain_file import write_output
 from mtpc.weights.served_model import ServedModel
 
 
@@ -23,7 +24,8 @@ def command(args: argparse.Namespace) -> int:
     kept = counts.most_common(args.tokens)
     if not kept:
         raise RequestError("the texts hold no tokens; give files with text that suits the model")
-    args.out.write_text("\n".join(str(token_id) for token_id, _ in sorted(kept)) + "\n")
+    lines = "".join(f"{token_id}\n" for token_id, _ in sorted(kept))
+    write_output(args.out, lines.encode())
     share = sum(count for _, count in kept) / counts.total()
     print(f"{args.out}: {len(kept)} of {len(counts)} tokens seen, {share:.1%} of the texts")
     return 0

@@ -1,12 +1,14 @@
 """A directory of files that several processes share: whole files only, bounded in bytes.
 
 A file is written under another name and then renamed, so that no process finds a part of it.
-Nothing is flushed to the disk, so a reader must notice damage by a loss of power. The file `lock`
-holds the number of bytes in use. A process holds its lock while it counts or removes files.
+Nothing is flushed to the disk, so a reader must notice damage by a loss of power. The file
+`.mtpc-lock` holds the number of bytes in use. A process holds its lock while it counts or removes
+files. What is no plain file is left alone, whatever its name.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -18,8 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mtpc.errors import OptionError
+from mtpc.weights.plain_file import open_plain
 
-_LOCK = "lock"
+_LOCK = ".mtpc-lock"
 _NAME = re.compile(r"[0-9a-f]{64}\.(page|state)\.safetensors(\..*\.tmp)?")
 """Names of the files, finished or being written. The directory's other files are left alone."""
 _ABANDONED_S = 60.0
@@ -78,7 +81,7 @@ class OffloadDirectory:
         """
         when = time.time_ns() if used is None else used
         try:
-            os.utime(self.path / name, ns=(when, when))
+            os.utime(self.path / name, ns=(when, when), follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -92,7 +95,7 @@ class OffloadDirectory:
         Raises:
             OSError: the file cannot be read; FileNotFoundError if there is none.
         """
-        with (self.path / name).open("rb") as file:
+        with open_plain(self.path / name, follow_links=False) as file:
             counts = [file.readinto(part) for part in into]
             return counts == [part.nbytes for part in into] and not file.read(1)
 
@@ -149,6 +152,8 @@ class OffloadDirectory:
                 continue
             with suppress(FileNotFoundError):  # Another process has removed it.
                 status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 if entry.name.endswith(".tmp") and time.time() - status.st_mtime > _ABANDONED_S:
                     os.unlink(entry.path)
                     continue
@@ -160,9 +165,17 @@ class OffloadDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the directory's lock. The system releases it, however the process ends."""
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        """Hold the directory's lock. The system releases it, however the process ends.
+
+        Raises:
+            OSError: the file of that name was not made here.
+        """
+        place, flags = self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(place, flags, 0o600)
         try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise OSError(errno.EINVAL, "not a plain file of one name", str(place))
             _lock(handle)
             yield handle
         finally:

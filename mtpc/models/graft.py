@@ -26,6 +26,7 @@ from mtpc.weights.json_file import CONFIG
 from mtpc.weights.shards import (
     ShardWriter,
     copy_others,
+    files_beside,
     new_directory,
     refuse_existing,
     write_json,
@@ -101,6 +102,7 @@ class _Graft:
         reads = self._mtp_reads()
         kept = sorted(self._finetune.stored.keys() - self._replaced)
         config, entries = self._config(reads)
+        files_beside(self._finetune.directory)  # Raises now, not after all tensors.
         with new_directory(out) as scratch:
             writer = ShardWriter(scratch)
             for done, name in enumerate(kept):

@@ -380,10 +380,12 @@ def read_target(
     if info["mismatched_keys"]:
         raise misshapen(checkpoint, family, info["mismatched_keys"])
     if info["missing_keys"]:
-        absent = sorted(info["missing_keys"])
+        absent, head = sorted(info["missing_keys"]), model.get_output_embeddings()
+        is_head = [n for n, p in model.named_parameters() if p is head.weight] == absent
+        tie = ': if the head is the embedding, set "tie_word_embeddings": true in it' * is_head
         raise CheckpointError(
             f"{directory} lacks {len(absent)} tensor(s) of the target: {listing(absent)}; download "
-            "the checkpoint again, or correct its config.json"
+            f"the checkpoint again, or correct its config.json{tie}"
         )
     return model
 

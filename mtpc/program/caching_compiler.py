@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from mtpc.capture.graph import StepGraph, is_buffer_name
 from mtpc.capture.inline import fake_mode_of
@@ -28,6 +27,7 @@ from mtpc.program.forecast import Forecast
 from mtpc.program.step_cache import CONSTANTS, CachedStep, StepCache, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.weights.recipes import Recipe, names
+from mtpc.weights.tensor_file import save_tensors
 
 
 class CachingCompiler:
@@ -93,7 +93,7 @@ class CachingCompiler:
         constants = self._constants(held)
         weights = self.compiler.weights
         tensors = {name: weights[name].detach().clone() for name in sorted(constants)}
-        save_file(tensors, directory / CONSTANTS)
+        save_tensors(tensors, directory / CONSTANTS)
         derived = {n: r for n, r in weights.recipes.items() if n in held}
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}

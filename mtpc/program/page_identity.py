@@ -13,7 +13,7 @@ from mtpc.weights.content import content_digest
 
 _ROWS_IN_RINGS = "options.rows_in_rings"
 """A key field that only sizes buffers. A snapshot's own form states their sizes."""
-MEMORY = "weights.json"
+MEMORY = ".mtpc-weights.json"
 """File of `kv_offload_dir` that keeps the digests of weights' files."""
 
 

@@ -198,7 +198,8 @@ class EntryStore:
         """
         with self._writing():
             self._make("locks")
-            handle = os.open(self.root / "locks" / digest, os.O_RDWR | os.O_CREAT, FILE_MODE)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            handle = os.open(self.root / "locks" / digest, flags, FILE_MODE)
         try:
             self._acquire(handle, tell)
             yield

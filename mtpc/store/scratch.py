@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mtpc.errors import BackendError
+from mtpc.weights.plain_file import is_held
 
 _PREFIX = "mtpc-scratch-"
 YOUNG_S = 60.0
@@ -61,21 +62,10 @@ def remove_abandoned() -> None:
         found += Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")
     for path in found:
         with contextlib.suppress(OSError):  # Another process removes it, or it is another user's.
-            if path.lstat().st_uid == os.geteuid() and is_old(path) and not _is_held(path):
+            if path.lstat().st_uid == os.geteuid() and is_old(path) and not is_held(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def is_old(path: Path) -> bool:
     """Whether nothing was added to a directory for a while."""
     return time.time() - path.lstat().st_mtime > YOUNG_S
-
-
-def _is_held(path: Path) -> bool:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import mtpc
@@ -27,9 +26,10 @@ from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.tuning.chain import TrainedModel
 from mtpc.tuning.texts import PROMPT_TOKENS, Texts, continue_rows, measure_drafts, read_texts
-from mtpc.tuning.train import Progress, Schedule, Tell, Training
+from mtpc.tuning.train import Progress, Schedule, Tell, Training, replacing, unreadable
 from mtpc.weights.checkpoint import Checkpoint, listing
-from mtpc.weights.shards import copy_replacing, refuse_existing
+from mtpc.weights.shards import copy_replacing, files_beside, refuse_existing
+from mtpc.weights.tensor_file import save_tensors
 
 _PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
 
@@ -121,7 +121,8 @@ class Tuning:
             OptionError: an interrupted run exists and `resume` is not set; or `resume` is set, and
                 there is no run, or one with other settings.
             RequestError: see `read_texts`.
-            CheckpointError: the new checkpoint cannot be written.
+            CheckpointError: the new checkpoint or the state cannot be written, or the state that
+                is resumed is damaged.
         """
         texts, before = self._prepare(resume)
         self._tell("load the target and its MTP layers")
@@ -239,6 +240,7 @@ def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> N
             f"{directory} is a GGUF file; expected safetensors files, which the new checkpoint is "
             "made of"
         )
+    files_beside(directory, checkpoint.paths)
     faults = find_faults(directory, dtype)
     if faults:
         raise CheckpointError(
@@ -272,9 +274,8 @@ def _write_prepared(
         "accepted": torch.tensor(before.accepted),
         "drafted": torch.tensor(before.drafted),
     }
-    scratch = path.with_suffix(".new")
-    save_file(tensors, scratch, metadata={_SETTINGS: json.dumps(settings)})
-    scratch.replace(path)
+    with replacing(path) as scratch:
+        save_tensors(tensors, scratch, **{_SETTINGS: json.dumps(settings)})
 
 
 def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCounts]:
@@ -282,16 +283,21 @@ def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCo
 
     Raises:
         OptionError: the run had other settings.
+        CheckpointError: the file is damaged.
     """
-    with safe_open(path, framework="pt") as file:
-        begun = json.loads(file.metadata()[_SETTINGS])
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name, value in settings.items():
-        if begun[name] != value:
-            raise OptionError(
-                f"the run in {path.parent} was begun with {name} {begun[name]!r}, and now it is "
-                f"{value!r}; expected the same value: give that, or remove the directory to start "
-                "again"
-            )
-    texts = Texts(found["rows"], found["prompts"])
-    return texts, DraftCounts(found["accepted"].tolist(), found["drafted"].tolist())
+    try:
+        with safe_open(path, framework="pt") as file:
+            begun = json.loads(file.metadata()[_SETTINGS])
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        texts = Texts(found["rows"], found["prompts"])
+        before = DraftCounts(found["accepted"].tolist(), found["drafted"].tolist())
+        differ = [name for name, value in settings.items() if begun[name] != value]
+    except Exception as error:  # A file of another kind lacks anything.
+        raise unreadable(path, error) from error
+    for name in differ:
+        raise OptionError(
+            f"the run in {path.parent} was begun with {name} {begun[name]!r}, and now it is "
+            f"{settings[name]!r}; expected the same value: give that, or remove the directory to "
+            "start again"
+        )
+    return texts, before

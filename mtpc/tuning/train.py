@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -234,30 +235,53 @@ class Training:
 
     def save(self) -> None:
         """Save the state; the file is replaced atomically."""
-        scratch = self._state.with_suffix(".new")
         value = {
             "progress": asdict(self.progress),
             "trained": self._model.trained,
             "optimizer": self._optimizer.state_dict(),
         }
-        with scratch.open("wb") as file:
+        with replacing(self._state) as scratch, scratch.open("wb") as file:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(self._state)
 
     @torch.no_grad()
     def _restore(self) -> None:
         try:
             value = torch.load(self._state, weights_only=True, map_location="cpu")
+            self.progress = Progress(**value["progress"])
+            for name, parameter in self._model.trained.items():
+                parameter.copy_(value["trained"][name])
+            self._optimizer.load_state_dict(value["optimizer"])
         except Exception as error:  # torch raises errors of any kind.
-            raise CheckpointError(
-                f"cannot read {self._state}: {error}; remove {self._state.parent} to begin anew"
-            ) from error
-        self.progress = Progress(**value["progress"])
-        for name, parameter in self._model.trained.items():
-            parameter.copy_(value["trained"][name])
-        self._optimizer.load_state_dict(value["optimizer"])
+            raise unreadable(self._state, error) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write within the block, which then takes the place of `path`.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing is left of it.
+    """
+    scratch = path.with_suffix(".new")
+    try:
+        yield scratch
+        scratch.replace(path)
+    except (OSError, RuntimeError) as error:  # torch hides the error of the system.
+        raise CheckpointError(
+            f"cannot write {path}: {error}; free space, and continue with --resume"
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file of an interrupted run that is damaged."""
+    reason = f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"cannot read {path}: {reason:.300}; remove {path.parent} to begin anew, without --resume"
+    )
 
 
 def _means(found: list[tuple[float, list[float]]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.file import find_gguf, open_gguf
-from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint
+from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint, what_to_do
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
 from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
@@ -81,7 +81,7 @@ class ConfigFile:
         if not os.path.isfile(path):
             raise CheckpointError(
                 f"{self.directory} has no config.json; expected a checkpoint's directory: "
-                f"{download_again(self.directory)}"
+                f"{what_to_do(self.directory)}"
             )
         config = read_json(path)
         check_config(config, path)
@@ -176,11 +176,12 @@ class CheckpointFiles(ConfigFile):
         if os.path.isfile(index):
             shards = [self.directory / name for name in shard_names(read_json(index), index)]
         else:
-            shards = sorted(self.directory.glob("*.safetensors"))
+            found = sorted(self.directory.glob("*.safetensors"))
+            shards = [path for path in found if path.name != "adapter_model.safetensors"]
         if not shards:
             raise CheckpointError(
-                f"{self.directory} holds no *.safetensors file; expected at least one: "
-                f"{download_again(self.directory)}"
+                f"{self.directory} holds no *.safetensors file of a model; expected at least one: "
+                f"{what_to_do(self.directory)}"
             )
         for path in shards:
             if not os.path.isfile(path):  # False, too, where the name is too long.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from mtpc.weights.plain_file import open_plain, replace
 
 
 def content_digest(paths: Iterable[Path], memory: Path) -> str:
@@ -30,15 +31,13 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
     if not digests.keys() <= known.keys():
         # If two processes write, one result is lost, and a later process reads those files again.
         with suppress(OSError):
-            temporary = memory.with_name(f"{memory.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(known | digests))
-            temporary.replace(memory)
+            replace(memory, json.dumps(known | digests).encode())
     return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -51,8 +50,8 @@ def _status(path: Path) -> str:
 
 def _read(memory: Path) -> dict[str, str]:
     """The known digests; none if the file is missing or damaged."""
-    with suppress(OSError, ValueError):
-        value = json.loads(memory.read_bytes())
+    with suppress(OSError, ValueError), open_plain(memory) as file:
+        value = json.loads(file.read())
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return value
     return {}

@@ -5,12 +5,16 @@ mtpc opens no connection. `hf download ID` fills the cache, and `HF_HUB_CACHE` s
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.json_file import CONFIG
 
+ADAPTER = "adapter_config.json"
+_PICKLED = "pytorch_model*.bin"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
@@ -66,9 +70,10 @@ def is_directory(path: Path) -> bool:
 
 def no_checkpoint(path: Path) -> CheckpointError:
     """The error for a path that leads to no checkpoint."""
+    hint = f": give its directory, {path.parent}" if path.is_file() else ""
     return CheckpointError(
         f"{str(path)!r} is not a directory; expected a local checkpoint with config.json and "
-        "*.safetensors, or a GGUF file (mtpc downloads nothing)"
+        f"*.safetensors, or a GGUF file (mtpc downloads nothing){hint}"
     )
 
 
@@ -78,6 +83,33 @@ def hub_id(directory: Path) -> str | None:
     if directory.parent.name != "snapshots" or not folder.startswith("models--"):
         return None
     return folder.removeprefix("models--").replace("--", "/")
+
+
+def what_to_do(directory: Path) -> str:
+    """What to do with a directory that lacks config.json or weights in safetensors files."""
+    here = json.dumps(str(directory), ensure_ascii=False)  # Python reads it, too.
+    merged = json.dumps(f"{directory}-merged", ensure_ascii=False)
+    if (directory / ADAPTER).is_file():
+        code = (
+            "from peft import AutoPeftModelForCausalLM as Model; "
+            f"Model.from_pretrained({here}).merge_and_unload().save_pretrained({merged})"
+        )
+        return (
+            f"it is a LoRA adapter ({ADAPTER}): merge it with its base: pip install peft, and run: "
+            f"python -c {shlex.quote(code)}; then put the tokenizer's files beside the result, and "
+            f"MTP layers back into it: mtpc graft BASE {directory}-merged OUT"
+        )
+    if next(directory.glob(_PICKLED), None):
+        code = (
+            "import pathlib, torch; from safetensors.torch import save_file; [save_file("
+            '{n: t.clone().contiguous() for n, t in torch.load(f, "cpu", weights_only=True).items()'
+            '}, f.with_suffix(".safetensors"), {"format": "pt"}) for f in '
+            f'pathlib.Path({here}).glob("{_PICKLED}")]'
+        )
+        return f"its weights are in {_PICKLED}: convert them, by: python -c {shlex.quote(code)}"
+    for path in (*directory.glob(f"*/{CONFIG}"), *directory.glob(f"snapshots/*/{CONFIG}")):
+        return f"{path.parent} has one: give that"
+    return download_again(directory)
 
 
 def download_again(directory: Path) -> str:

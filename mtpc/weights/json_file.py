@@ -14,6 +14,7 @@ from typing import Any
 
 from mtpc.config import DTYPES
 from mtpc.errors import CheckpointError
+from mtpc.weights.plain_file import open_plain
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -44,7 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MOST_BYTES:
             raise CheckpointError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        with open_plain(path) as file:
+            value = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(

@@ -12,6 +12,7 @@ from typing import Any
 from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.gguf.file import find_gguf, has_tokens
 from mtpc.weights.hub import hub_id
+from mtpc.weights.json_file import CONFIG
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,7 @@ class ServedModel:
         """Loaded on first use: token ids need none, and importing transformers takes a second."""
         if self.directory is None:
             return None
-        try:
-            place, more = self._tokenizer_files(self.directory)
-        except OSError as error:
-            raise CheckpointError(f"cannot look for a tokenizer: {error}") from None
+        place, more = find_tokenizer(self.directory)
         if place is None:
             return None
         from transformers import PreTrainedTokenizerFast
@@ -58,17 +56,6 @@ class ServedModel:
                 f"the tokenizer of {place} cannot be read: {type(error).__name__}: {error}; copy "
                 "or download the tokenizer's files again, or put a tokenizer.json beside it"
             ) from error
-
-    @staticmethod
-    def _tokenizer_files(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-        """The file with the tokenizer, and the arguments by which transformers finds it."""
-        files = [] if (directory / "config.json").is_file() else find_gguf(directory)
-        own = (files[0].parent if files else directory) / "tokenizer.json"
-        if own.is_file():
-            return own, {}
-        if files and has_tokens(files[0]):
-            return files[0], {"gguf_file": files[0].name}
-        return None, {}
 
     @property
     def has_tokenizer(self) -> bool:
@@ -164,3 +151,27 @@ class ServedModel:
         if self._tokenizer.clean_up_tokenization_spaces:
             return self._tokenizer.decode
         return self._tokenizer.backend_tokenizer.decode
+
+
+def find_tokenizer(directory: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The file with a checkpoint's tokenizer, and the arguments by which transformers finds it.
+
+    Args:
+        directory: the checkpoint, or a GGUF file.
+
+    Returns:
+        The file, which may be a GGUF file with a vocabulary; None if there is none.
+
+    Raises:
+        CheckpointError: the directory or its GGUF file cannot be read.
+    """
+    try:
+        files = [] if (directory / CONFIG).is_file() else find_gguf(directory)
+        own = (files[0].parent if files else directory) / "tokenizer.json"
+        if own.is_file():
+            return own, {}
+    except OSError as error:
+        raise CheckpointError(f"cannot look for a tokenizer: {error}") from None
+    if files and has_tokens(files[0]):
+        return files[0], {"gguf_file": files[0].name}
+    return None, {}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.checkpoint_files import CheckpointFiles
+from mtpc.weights.hub import hub_id
 from mtpc.weights.json_file import CONFIG, INDEX
+from mtpc.weights.plain_file import is_held
+from mtpc.weights.tensor_file import save_tensors
 
 _SHARD_BYTES = 1 << 30
 """A file is written when its tensors have this many bytes; it bounds the memory in use."""
@@ -39,22 +43,45 @@ def refuse_existing(out: Path) -> None:
 def new_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` at the end of the block.
 
-    If the block raises, the directory is removed, and `out` does not appear.
+    If the block raises, the directory is removed, and `out` does not appear. What a killed process
+    has left of the same `out` is removed first.
 
     Raises:
         CheckpointError: `out` cannot be written.
     """
+    prefix, parent = f".{out.name}.mtpc-", out.absolute().parent
     try:
-        scratch = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
+        _remove_abandoned(parent, prefix)
+        scratch = Path(tempfile.mkdtemp(dir=parent, prefix=f"{prefix}new-"))
+        handle = os.open(scratch, os.O_RDONLY)
         try:
+            with suppress(OSError):  # A file system without locks.
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Only now it gets a name by which others find what is abandoned.
+            scratch = scratch.rename(parent / f"{prefix}{scratch.name[-8:]}")
             yield scratch
             scratch.chmod(0o755)
             scratch.rename(out)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+        finally:
+            os.close(handle)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove this user's directories of `new_directory` that no process holds."""
+    found: list[Path] = []
+    with suppress(OSError):  # The parent cannot be listed.
+        found += parent.iterdir()
+    for path in found:
+        if not re.fullmatch(re.escape(prefix) + "[a-z0-9_]{8}", path.name):
+            continue
+        with suppress(OSError):  # Another process removes it, or the file system has no locks.
+            if path.lstat().st_uid == os.geteuid() and not is_held(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class ShardWriter:
@@ -99,7 +126,7 @@ class ShardWriter:
 
     def _save(self) -> None:
         path = self._directory / _numbered(len(self._shards))
-        save_file(self._held, path, metadata={"format": "pt"})
+        save_tensors(self._held, path, format="pt")
         path.chmod(0o644)  # The library gives it to its owner alone.
         self._shards.append(list(self._held))
         self._held = {}
@@ -114,11 +141,35 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def files_beside(source: Path, weights: Collection[Path] | None = None) -> list[Path]:
+    """The tokenizer and whatever else lies beside the weights of a checkpoint.
+
+    Args:
+        source: the checkpoint's directory, or a snapshot of the hub cache, whose files are links.
+        weights: its weights; None takes config.json and all names that weights have.
+
+    Raises:
+        CheckpointError: a file is a link out of the checkpoint: what it leads to is another's.
+    """
+    real = source.resolve()
+    home = real.parent.parent if hub_id(real) else real
+    found = [path for path in source.iterdir() if path.is_file()]
+    if weights is None:
+        weights = [p for p in found if p.name == CONFIG or p.name.endswith(_WEIGHTS)]
+    beside = [path for path in found if path not in weights]
+    for path in beside:
+        if not path.resolve().is_relative_to(home):
+            raise CheckpointError(
+                f"{path} is a link out of the checkpoint, to {path.resolve()}; expected a file to "
+                "copy: put a copy in its place, or remove it"
+            )
+    return beside
+
+
 def copy_others(source: Path, directory: Path) -> None:
-    """Copy the tokenizer and whatever else lies beside the weights and config.json."""
-    for path in source.iterdir():
-        if path.is_file() and path.name != CONFIG and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, directory / path.name)
+    """Copy what lies beside the weights and config.json; see `files_beside`."""
+    for path in files_beside(source):
+        shutil.copyfile(path, directory / path.name)
 
 
 def copy_replacing(files: CheckpointFiles, tensors: Mapping[str, Tensor], out: Path) -> None:
@@ -135,9 +186,8 @@ def copy_replacing(files: CheckpointFiles, tensors: Mapping[str, Tensor], out: P
         CheckpointError: `out` cannot be written.
     """
     with new_directory(out) as scratch:
-        for path in files.directory.iterdir():
-            if path.is_file():
-                shutil.copyfile(path, scratch / path.name)
+        for path in (*files.paths, *files_beside(files.directory, files.paths)):
+            shutil.copyfile(path, scratch / path.name)
         for name, tensor in tensors.items():
             stored, old = files.stored[name], files.read(name)
             assert tensor.shape == old.shape, name

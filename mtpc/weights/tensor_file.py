@@ -8,20 +8,25 @@ safetensors library cannot be released in part; the library only checks the file
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.packing import NORESERVE, TILE
+from mtpc.weights.plain_file import open_plain
 from mtpc.weights.read_ahead import ReadAhead, Span
 
 _PIECE_BYTES = 1 << 26
@@ -74,6 +79,11 @@ class StoredTensor:
         return self.dtype.startswith(("F", "BF"))
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether it holds floating-point numbers of fewer than 16 bits."""
+        return self.dtype.startswith(("F8_", "F6_", "F4"))
+
+    @property
     def dtype_name(self) -> str:
         """torch's name of the dtype, or safetensors' if torch has none."""
         return str(_DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
@@ -105,6 +115,20 @@ class StoredTensor:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
+    """Write a safetensors file. If it cannot be written, the error is the system's.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=metadata or None)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from error
+
+
 def map_file(path: Path) -> mmap.mmap:
     """A file in a private memory map, which is read and never written; it may exceed memory.
 
@@ -112,7 +136,7 @@ def map_file(path: Path) -> mmap.mmap:
         CheckpointError: the file is empty, cannot be read, or finds no place in the address space.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # As that, but without memory set aside for pages that nothing writes.
@@ -144,6 +168,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
+            open_plain(path).close()
             with safe_open(path, framework="np"):  # For torch it sets memory aside for all bytes.
                 pass
         except SafetensorError as error:

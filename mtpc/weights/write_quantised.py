@@ -19,7 +19,14 @@ from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import SCHEMES, is_head, quantise, stays_plain
-from mtpc.weights.shards import ShardWriter, copy_others, new_directory, refuse_existing, write_json
+from mtpc.weights.shards import (
+    ShardWriter,
+    copy_others,
+    files_beside,
+    new_directory,
+    refuse_existing,
+    write_json,
+)
 
 _ACTIVATIONS: dict[str, Any] = {"symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -76,6 +83,7 @@ def quantise_checkpoint(
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
+    files_beside(checkpoint.directory)  # Raises now, not after an hour.
     with new_directory(out) as scratch:
         return _Writer(checkpoint, scratch, scheme, head, keep, tell).write()
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from helpers.bounded import full_disk
 from helpers.compiled import CpuBuilt
 from helpers.families import CPU_OPTIONS
 from helpers.warm_starts import BATCH, DECODE, damage
@@ -22,6 +24,7 @@ from mtpc.program.build import Task, _report
 from mtpc.program.step_cache import StepCache
 from mtpc.program.step_record import StepRecord
 from mtpc.store.entries import SUMS, EntryStore
+from mtpc.weights.tensor_file import save_tensors
 
 
 def test_frozen_says_what_is_missing(
@@ -120,6 +123,13 @@ def test_a_full_temporary_directory(tmp_path: Path) -> None:
 
     with pytest.raises(BackendError, match=r"mtpc-scratch-steps-.*: No space left.*; free.*TMPDIR"):
         cache.obtain(DECODE, build)
+
+    def build_constants(directory: Path) -> StepRecord:
+        save_tensors({"x": torch.zeros(1000)}, directory / "constants")
+        raise AssertionError
+
+    with full_disk(), pytest.raises(BackendError, match=r"steps-.*: File too large; free.*TMPDIR"):
+        cache.obtain(DECODE, build_constants)
 
 
 def test_a_build_without_kernels_in_the_cache(tmp_path: Path) -> None:

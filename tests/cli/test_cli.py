@@ -24,7 +24,6 @@ from packaging.requirements import Requirement
 import mtpc
 from mtpc.cli import doctor
 from mtpc.cli.anatomy import number_ranges
-from mtpc.cli.inspect import _write
 from mtpc.cli.main import main
 from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
@@ -156,12 +155,6 @@ def test_inspect_the_step_of_a_rank(word_model, capsys):
     (heads, nbytes), (own_heads, own_nbytes) = found
     assert own_heads * 2 == heads
     assert 0.4 * nbytes < own_nbytes < 0.7 * nbytes
-
-
-def test_a_failed_write_leaves_nothing(tmp_path):
-    with pytest.raises(TypeError):
-        _write(tmp_path / "step.svg", None)
-    assert list(tmp_path.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------- doctor

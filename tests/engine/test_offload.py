@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import offloads
+from helpers.bounded import bounded, full_disk
 from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file
 
 import mtpc
+from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
+from mtpc.program.page_identity import MEMORY
 from mtpc.weights.content import content_digest
 
 
@@ -153,24 +154,13 @@ def test_bytes_are_bounded(tmp_path: Path) -> None:
     assert list(tiny._fallbacks) == [f"kv offload: a file needs {size} bytes: nothing is kept"]
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Writing a file of more than 100 bytes fails, by the system's own limit."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_disk_is_a_fallback(tmp_path: Path) -> None:
     offload = offload_of(tmp_path, filled())
     with full_disk():
         save_all(offload)
     assert offload.num_saved == 0
     assert list(offload._fallbacks) == ["kv offload: a file was not written: File too large"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mtpc-lock"]
     save_all(offload)
     assert loaded(offload) == list(range(6))
 
@@ -300,3 +290,98 @@ def test_options_that_do_not_go_together(checkpoint: Callable[..., Path], tmp_pa
             mtpc.CompileOptions(**{"kv_offload_dir": tmp_path, **options})
     with pytest.raises(OptionError, match="kv_offload_dir with a model object"):
         mtpc.compile(torch.nn.Linear(1, 1), kv_offload_dir=tmp_path)
+
+
+LOCK = ".mtpc-lock"
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "secret")
+
+
+def a_name_more(path: Path) -> None:
+    path.hardlink_to(path.parent.parent / "secret")
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "nothing")
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+KINDS = (a_pipe, a_link, a_name_more, a_link_to_nothing, a_directory, a_device)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory for offloading, beside a file that nothing may change."""
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "kv").mkdir(mode=0o700)
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_that_is_not_ours(kind: Callable[[Path], None], shared: Path) -> None:
+    kind(shared / LOCK)
+    with bounded(5), pytest.raises(OptionError, match=r"kv_offload_dir is .*kv, which cannot be"):
+        OffloadDirectory(shared, BIG)
+    assert (shared.parent / "secret").read_text() == "mine"
+    assert sorted(path.name for path in shared.parent.iterdir()) == ["kv", "secret"]
+
+
+@pytest.mark.parametrize("name", ["lock", "weights.json", "page.safetensors"])
+def test_files_of_other_programs_are_left_alone(name: str, shared: Path) -> None:
+    """`lock` was overwritten, and `weights.json` replaced."""
+    (shared / name).write_text("mine")
+    save_all(offload_of(shared, filled()))
+    content_digest([shared.parent / "secret"], shared / MEMORY)
+    assert (shared / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_that_is_no_plain_file(kind: Callable[[Path], None], shared: Path) -> None:
+    """Neither waited for nor followed; the other pages are read, and none is lost to it."""
+    save_all(offload_of(shared, filled()))
+    again = offload_of(shared, torch.zeros(8, PAGE, 3))
+    path = shared / again._forms["page"].name(again.block(request(), 3))
+    path.unlink()
+    kind(path)
+    with bounded(5):
+        last = offload_of(shared, torch.zeros(8, PAGE, 3))
+        assert loaded(last) == [0, 1, 2, 4, 5]
+        save_all(last)
+        full = offload_of(shared, filled(), max_bytes=last._forms["page"].nbytes)
+        save_all(full, [9, *TEXT[1:]])  # Others are removed for it.
+    assert sum(last._fallbacks.values()) >= 1
+    assert not full._fallbacks
+    assert (shared.parent / "secret").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digests_that_are_no_plain_file(kind: Callable[[Path], None], shared: Path) -> None:
+    """They are made again, and replaced where that is possible."""
+    kind(shared / MEMORY)
+    weights = shared.parent / "secret"
+    with bounded(5):
+        found = content_digest([weights], shared / MEMORY)
+    assert found == content_digest([weights], shared / "other")
+    assert weights.read_text() == "mine"
+    assert [*shared.glob("*.[0-9]*"), *shared.glob(f".{MEMORY}.*")] == []
+
+
+@pytest.mark.parametrize("option", ["kv_offload_dir", "cache_dir", "draft"])
+def test_no_path_is_not_the_working_directory(option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option} is ''; expected a directory's path"):
+        mtpc.CompileOptions.parse({option: ""})
+    with pytest.raises(SystemExit):
+        parse(["run", f"--{option.replace('_', '-')}", ""])

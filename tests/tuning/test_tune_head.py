@@ -8,21 +8,25 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.bounded import full_disk
 from helpers.trained import cyclic_text
 from helpers.word_model import word_checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch.nn import functional
 
 from mtpc.cli.main import main
+from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning.chain import TrainedModel
 from mtpc.tuning.experts import ROUNDED_EXPERTS
-from mtpc.tuning.run import Plan, Tuning
+from mtpc.tuning.run import Plan, Tuning, _write_prepared
+from mtpc.tuning.texts import Texts
 from mtpc.tuning.train import FeatureCache, Loss, Schedule, Training, draft_losses
 from mtpc.weights import shards
 from mtpc.weights.checkpoint import Checkpoint
@@ -294,6 +298,81 @@ def test_a_killed_run_goes_on(
     expected = weights_of(tmp_path / "whole")
     for name, tensor in weights_of(out).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda data: b"",
+    "8 bytes": lambda data: data[:8],
+    "half": lambda data: data[: len(data) // 2],
+    "all but one": lambda data: data[:-1],
+    "other bytes": lambda data: bytes(255 - byte for byte in data),
+    "another tensor file": lambda data: save({"x": torch.ones(1)}),
+    "another state": lambda data: saved({"progress": {"x": 1}}),
+    "a list": lambda data: saved([1]),
+    "no tensors": lambda data: saved({**restored(data), "trained": {}}),
+    "other tensors": lambda data: saved(
+        {**restored(data), "trained": dict.fromkeys(restored(data)["trained"], torch.ones(7))}
+    ),
+    "no moments": lambda data: saved({**restored(data), "optimizer": {}}),
+}
+
+
+def saved(value: Any) -> bytes:
+    file = BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def restored(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(BytesIO(data), weights_only=True)
+    return found
+
+
+def test_a_damaged_run_is_not_resumed(
+    tuning: Callable[..., Tuning], words: Path, tmp_path: Path
+) -> None:
+    """Its texts and its state, damaged in any way: one error that names the file and a way out."""
+    run = tuning(tmp_path / "out")
+    run.directory.mkdir()
+    texts = torch.randint(6, 96, (9, 12))
+    state, prepared = run.directory / "state.pt", run.directory / "prepared.safetensors"
+    model = TrainedModel(Checkpoint(words), 2)
+    Training(model, texts, PLAN.schedule, state).save()
+    _write_prepared(prepared, Texts(texts, texts.clone()), DraftCounts([1], [2]), run._settings())
+    whole = {path: path.read_bytes() for path in (state, prepared)}
+    resume: dict[Path, Callable[[], Any]] = {
+        state: lambda: Training(model, texts, PLAN.schedule, state),
+        prepared: lambda: run.run(resume=True),
+    }
+    for path, data in whole.items():
+        for name, damage in DAMAGE.items():
+            if path == prepared and name in ("no tensors", "other tensors", "no moments"):
+                continue
+            path.write_bytes(damage(data))
+            said = rf"cannot read {path}: .*remove {run.directory} to begin anew"
+            with pytest.raises(CheckpointError, match=said):
+                resume[path]()
+        path.write_bytes(data)
+    assert sorted(path.name for path in run.directory.iterdir()) == [prepared.name, state.name]
+
+
+def test_a_full_disk_while_a_run_is_kept(
+    tuning: Callable[..., Tuning], words: Path, tmp_path: Path
+) -> None:
+    """The last state stays, and nothing beside it."""
+    texts = torch.randint(6, 96, (9, 12))
+    training = Training(TrainedModel(Checkpoint(words), 2), texts, PLAN.schedule, tmp_path / "s.pt")
+    training.save()
+    before = (tmp_path / "s.pt").read_bytes()
+    said = r"cannot write .*: .*; free space, and continue with --resume"
+    with full_disk(), pytest.raises(CheckpointError, match=said):
+        training.save()
+    with full_disk(), pytest.raises(CheckpointError, match=said):
+        _write_prepared(
+            tmp_path / "p.safetensors", Texts(texts, texts.clone()), DraftCounts([1], [2]), {}
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["s.pt"]
+    assert (tmp_path / "s.pt").read_bytes() == before
 
 
 def test_features_beyond_the_limit_are_computed_again(words: Path) -> None:

@@ -300,7 +300,7 @@ def edited(whole: bytes, key: str, number: int) -> bytes:
         (lambda d: d[:4] + struct.pack("<I", 9) + d[8:], "version 9; expected 2 or 3"),
         (lambda d: d[:8] + b"\xff" * 8 + d[16:], r"announces \d+ tensors, and \d+ bytes are left"),
         (lambda d: d[:16] + b"\xff" * 8 + d[24:], r"announces \d+ entries of metadata"),
-        (lambda d: edited(d, "glm4moe.block_count", 2**31), "expected a tensor or more for each"),
+        (lambda d: edited(d, "glm4moe.block_count", 2**30), "expected a tensor or more for each"),
         (lambda d: edited(d, "glm4moe.embedding_length", 0), "is 0; expected a positive size"),
         (lambda d: d.replace(b"blk.1.attn_q.w", b"blk.1.attn_x.w"), "blk.1.attn_x.weight is no"),
         (lambda d: d.replace(b"glm4moe.nextn_predict", b"glm4moe.nextn_predicx"), "blk.2.* is no"),

@@ -94,8 +94,7 @@ def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
                 f"{name} belongs to no quantised weight of this checkpoint; expected the codes of "
                 f"a weight beside it; {ADVICE}"
             )
-        is_narrow = stored.dtype.startswith(("F8", "F6", "F4"))
-        if leaf in ("weight", "bias") and (is_narrow or not stored.is_floating_point):
+        if leaf in ("weight", "bias") and (stored.is_narrow or not stored.is_floating_point):
             raise CheckpointError(
                 f"{stored.path}: {name} is {stored}; expected floating-point weights of at least "
                 f"16 bits, or quantised weights that config.json announces; {ADVICE}"

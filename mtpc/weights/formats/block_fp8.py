@@ -40,7 +40,7 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
     """The block-scaled weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     found, block = [], block_of(says)
     for name, stored in tensors.items():
-        is_narrow = stored.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6"))
+        is_narrow = stored.is_narrow and stored.dtype != "F8_E8M0"
         is_fp4 = stored.dtype == "I8" and len(stored.shape) == 2
         scale = name + _SUFFIX
         if scale not in tensors and (is_narrow or is_fp4):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from math import nextafter
+from math import inf, nextafter
 from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.header import Header
+from mtpc.weights.json_file import LARGEST
 
 
 class Metadata:
     """Metadata of a model by their names in gguf's `Keys`, without the architecture.
+
+    A file may come from a stranger, so each method checks type and range. All but `get` raise a
+    CheckpointError that names the entry and its value.
 
     Args:
         header: of the file.
@@ -22,68 +26,97 @@ class Metadata:
         self.tensors = header.tensors
 
     def get(self, name: str, default: Any = None) -> Any:
+        """A value of any type."""
         return self.header.metadata.get(f"{self.arch}.{name}", default)
 
-    def number(self, name: str) -> Any:
-        """A number that must be there.
-
-        Raises:
-            CheckpointError: it is not.
-        """
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(name, "a number")
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive, finite number, or the default."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not (value == default or 0 < value < inf):
+            raise self.error(name, "a positive number")
         return value
 
-    def size(self, name: str) -> int:
-        """A positive whole number that must be there."""
-        value = self.number(name)
-        if not isinstance(value, int) or value <= 0:
-            raise self.error(name, "a positive size")
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive size, or the default."""
+        value = self.get(name, default)
+        if type(value) is not int or not (value == default or 0 < value <= LARGEST):
+            raise self.error(name, f"a positive size of at most {LARGEST}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A flag, which is off by default."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise self.error(name, "a flag")
         return value
 
     def row(self, name: str) -> list[int]:
-        """Positive sizes, one for each block, or one for all."""
+        """Positive sizes, one for each block; the file may have one for all."""
         value = self.get(name)
-        found = value if isinstance(value, list) and value else [self.size(name)]
-        if not all(isinstance(one, int) and one > 0 for one in found):
+        if not isinstance(value, list):
+            return [self.size(name)] * self.blocks
+        if not all(type(one) is int and 0 < one <= LARGEST for one in value):
             raise self.error(name, "positive sizes")
-        return found
+        return self._of_blocks(name, value)
+
+    def limits(self, name: str) -> list[float]:
+        """Numbers of 0 or more, one for each layer of the target at least; 0 by default."""
+        value = self.get(name, [0.0] * self.blocks)
+        is_row = isinstance(value, list) and len(value) >= self.layers
+        if not is_row or not all(type(one) in (int, float) and 0 <= one < inf for one in value):
+            raise self.error(name, f"{self.layers} or more numbers of 0 or more")
+        return list(value)
 
     def flags(self, name: str) -> list[bool]:
-        """Flags, one for each block.
+        """Flags, one for each block."""
+        value = self.get(name)
+        if not isinstance(value, list) or {*value} - {0, 1}:
+            raise self.error(name, f"{self.blocks} flags")
+        return [bool(one) for one in self._of_blocks(name, value)]
 
-        Raises:
-            CheckpointError: the file has no such list.
-        """
-        value, count = self.get(name), self.layers + self.mtp_layers
-        if not isinstance(value, list) or len(value) != count or {*value} - {0, 1}:
-            raise self.error(name, f"{count} flags")
-        return [bool(one) for one in value]
+    def _of_blocks(self, name: str, row: list[Any]) -> list[Any]:
+        if len(row) != self.blocks:
+            raise self.error(name, f"{self.blocks} values, one for each block")
+        return row
+
+    def token(self, name: str) -> int | None:
+        """The id of a token of the tokenizer's, which is None if the model has no such token."""
+        key, vocabulary = f"tokenizer.ggml.{name}_token_id", self.rows("token_embd.weight")
+        value = self.header.metadata.get(key)
+        if value is not None and type(value) is not int:
+            raise self._error(key, value, "a token id")
+        return value if value is not None and 0 <= value < vocabulary else None
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        value = self.get(name)
+        return self._error(f"{self.arch}.{name}", self.get(name), expected)
+
+    def _error(self, key: str, value: Any, expected: str) -> CheckpointError:
         found = "missing" if value is None else f"{value!r:.200}"
         return CheckpointError(
-            f"{self.header.path}: {self.arch}.{name} is {found}; expected {expected}: convert the "
-            "model again with a newer llama.cpp"
+            f"{self.header.path}: {key} is {found}; expected {expected}: convert the model again "
+            "with a newer llama.cpp"
         )
 
     @property
     def mtp_layers(self) -> int:
-        return int(self.get("nextn_predict_layers", 0))
+        return self.size("nextn_predict_layers", 0)
+
+    @property
+    def blocks(self) -> int:
+        """Layers of the target, and MTP layers."""
+        count = self.size("block_count")
+        if not self.mtp_layers < count <= len(self.tensors):
+            raise CheckpointError(
+                f"{self.header.path}: {self.arch}.block_count is {count} and nextn_predict_layers "
+                f"{self.mtp_layers}, and the file has {len(self.tensors)} tensors; expected a "
+                "tensor or more for each block"
+            )
+        return count
 
     @property
     def layers(self) -> int:
         """Layers of the target; the file counts MTP layers as blocks."""
-        count = self.size("block_count") - self.mtp_layers
-        if not 0 < count <= len(self.tensors) or self.mtp_layers < 0:
-            raise CheckpointError(
-                f"{self.header.path}: {self.arch}.block_count is {self.get('block_count')} and "
-                f"nextn_predict_layers {self.mtp_layers}, and the file has {len(self.tensors)} "
-                "tensors; expected a tensor or more for each block"
-            )
-        return count
+        return self.blocks - self.mtp_layers
 
     def has(self, layer: int, leaf: str) -> bool:
         return f"blk.{layer}.{leaf}" in self.tensors
@@ -117,8 +150,8 @@ def _rope(of: Metadata) -> dict[str, Any]:
     if kind == "yarn":
         found["original_max_position_embeddings"] = of.size("rope.scaling.original_context_length")
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            value = of.get(f"rope.scaling.{theirs}")
-            found |= {} if value is None else {ours: value}
+            if of.get(f"rope.scaling.{theirs}") is not None:
+                found[ours] = of.number(f"rope.scaling.{theirs}")
     return found
 
 
@@ -130,6 +163,8 @@ def _share(of: Metadata, width: int) -> float:
     """The share of a head's width that is rotated, which transformers multiplies and rounds
     down."""
     count = of.size("rope.dimension_count")
+    if count > width:
+        raise of.error("rope.dimension_count", f"at most {width}, the width of a head")
     share = count / width
     return share if int(width * share) == count else nextafter(share, 1)
 
@@ -148,13 +183,13 @@ def _experts(of: Metadata) -> dict[str, Any]:
     return {
         "n_routed_experts": of.size("expert_count"),
         "num_experts_per_tok": of.size("expert_used_count"),
-        "n_group": int(of.get("expert_group_count", 1)),
-        "topk_group": int(of.get("expert_group_used_count", 1)),
+        "n_group": of.size("expert_group_count", 1),
+        "topk_group": of.size("expert_group_used_count", 1),
         "moe_intermediate_size": of.size("expert_feed_forward_length"),
-        "n_shared_experts": int(of.get("expert_shared_count", 0)),
-        "first_k_dense_replace": int(of.get("leading_dense_block_count", 0)),
-        "routed_scaling_factor": of.get("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(of.get("expert_weights_norm", False)),
+        "n_shared_experts": of.size("expert_shared_count", 0),
+        "first_k_dense_replace": of.size("leading_dense_block_count", 0),
+        "routed_scaling_factor": of.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": of.flag("expert_weights_norm"),
         "num_nextn_predict_layers": of.mtp_layers,
     }
 
@@ -163,10 +198,12 @@ def qwen35(of: Metadata) -> dict[str, Any]:
     width, values = of.size("attention.key_length"), of.size("ssm.time_step_rank")
     kinds = ("full_attention", "linear_attention")
     rope = _partial_rope(of, width)
-    sections = [size for size in of.get("rope.dimension_sections", []) if size]
+    sections = of.get("rope.dimension_sections")
+    if not isinstance(sections, list) or not all(type(one) is int and one >= 0 for one in sections):
+        raise of.error("rope.dimension_sections", "sizes")
     return {
         "model_type": "qwen3_5_text",
-        "intermediate_size": of.get("feed_forward_length"),
+        "intermediate_size": of.size("feed_forward_length", 0) or None,
         "num_key_value_heads": of.size("attention.head_count_kv"),
         "head_dim": width,
         "layer_types": [kinds[of.has(i, "ssm_out.weight")] for i in range(of.layers)],
@@ -175,7 +212,11 @@ def qwen35(of: Metadata) -> dict[str, Any]:
         "linear_num_key_heads": of.size("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": of.size("ssm.inner_size") // values,
-        "rope_parameters": {**rope, "mrope_section": sections, "mrope_interleaved": True},
+        "rope_parameters": {
+            **rope,
+            "mrope_section": [*filter(None, sections)],
+            "mrope_interleaved": True,
+        },
         "mtp_num_hidden_layers": of.mtp_layers,
     }
 
@@ -207,10 +248,12 @@ def glm4moe(of: Metadata) -> dict[str, Any]:
 
 def deepseek2(of: Metadata) -> dict[str, Any]:
     rope_width, rope = of.size("rope.dimension_count"), _rope(of)
-    keys = of.get("attention.key_length_mla") or of.size("attention.key_length")
-    values = of.get("attention.value_length_mla") or of.size("attention.value_length")
+    keys = of.size("attention.key_length_mla", 0) or of.size("attention.key_length")
+    values = of.size("attention.value_length_mla", 0) or of.size("attention.value_length")
+    if keys <= rope_width:
+        raise of.error("rope.dimension_count", f"fewer than {keys}, the width of a key")
     # The file has a tenth of one factor, and not the other: in all releases both are equal.
-    mscale = 10 * of.get("rope.scaling.yarn_log_multiplier", 0.0)
+    mscale = 10 * of.number("rope.scaling.yarn_log_multiplier", 0.0)
     if mscale:
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return {
@@ -219,7 +262,7 @@ def deepseek2(of: Metadata) -> dict[str, Any]:
         "intermediate_size": of.size("feed_forward_length"),
         "num_key_value_heads": of.size("attention.head_count"),
         "kv_lora_rank": of.size("attention.kv_lora_rank"),
-        "q_lora_rank": of.get("attention.q_lora_rank"),
+        "q_lora_rank": of.size("attention.q_lora_rank", 0) or None,
         "qk_rope_head_dim": rope_width,
         "qk_nope_head_dim": keys - rope_width,
         "v_head_dim": values,
@@ -247,7 +290,7 @@ def mimo2(of: Metadata) -> dict[str, Any]:
         "sliding_window": of.size("attention.sliding_window"),
         "hybrid_layer_pattern": [int(slides[i]) for i in layers],
         "moe_layer_freq": [int(of.has(i, "ffn_gate_inp.weight")) for i in layers],
-        "attention_value_scale": of.get("attention.value_scale", 1.0),
+        "attention_value_scale": of.number("attention.value_scale", 1.0),
         "norm_topk_prob": True,  # The converter writes none, and llama.cpp always divides.
         "rope_theta": of.number("rope.freq_base"),
         "swa_rope_theta": of.number("rope.freq_base_swa"),
@@ -285,13 +328,13 @@ def step35(of: Metadata) -> dict[str, Any]:
         "sliding_window": of.size("attention.sliding_window"),
         "rope_theta": [thetas[s] for s in slides],
         "partial_rotary_factors": [(0.5, 1.0)[s] for s in slides],  # The converter asserts it.
-        "swiglu_limits": of.get("swiglu_clamp_exp", [0.0] * len(slides)),
-        "swiglu_limits_shared": of.get("swiglu_clamp_shexp", [0.0] * len(slides)),
+        "swiglu_limits": of.limits("swiglu_clamp_exp"),
+        "swiglu_limits_shared": of.limits("swiglu_clamp_shexp"),
         "moe_num_experts": of.size("expert_count"),
         "moe_top_k": of.size("expert_used_count"),
         "moe_intermediate_size": of.size("expert_feed_forward_length"),
         "share_expert_dim": of.size("expert_shared_feed_forward_length"),
-        "moe_router_scaling_factor": of.get("expert_weights_scale", 1.0),
+        "moe_router_scaling_factor": of.number("expert_weights_scale", 1.0),
         "moe_layers_enum": ",".join(map(str, sparse)),
         "num_nextn_predict_layers": of.mtp_layers,
     }

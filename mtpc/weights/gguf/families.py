@@ -13,7 +13,7 @@ from mtpc.weights.gguf.configs import Metadata
 from mtpc.weights.gguf.file import Change, GgufFile, Heads
 from mtpc.weights.gguf.header import Header
 
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<leaf>.+?)(\.(?P<end>weight|bias))?")
+_BLOCK = re.compile(r"blk\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<leaf>.+?)(\.(?P<end>weight|bias))?")
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,17 @@ def _name(
     prefix = family.mtp_prefix(metadata.layers, index) if is_mtp else f"model.layers.{layer}."
     block = prefix + (family.mtp_block if is_mtp else "")
     if leaf in names.STACKS and not family.stacked:
-        count = file.header.tensors[source].shape[0]
-        experts = [f"{block}mlp.experts.{i}.{names.STACKS[leaf]}.weight" for i in range(count)]
-        file.add_stack(experts, source)
+        file.add_stack(f"{block}mlp.experts.{{}}.{names.STACKS[leaf]}.weight", source)
         return
     stack = names.STACKS.get(leaf)
     module = family.modules.get(leaf) if stack is None else f"{family.stacked}{stack}"
     joint = family.mtp_modules.get(leaf) if is_mtp else None
-    if joint is None and module is None:
-        raise _unknown(file, source, metadata)
     name = f"{block}{module}" if joint is None else f"{prefix}{joint}"
     last = name.rpartition(".")[2]
     is_whole = last in ("A_log", "dt_bias", "e_score_correction_bias", "attention_sink_bias",
                         "router_bias")  # fmt: skip
+    if (joint is None and module is None) or not (is_whole or match["end"]):
+        raise _unknown(file, source, metadata)
     shape = family.shapes.get(leaf, lambda sizes: sizes)(file.header.tensors[source].shape)
     file.add(name if is_whole else f"{name}.{match['end']}", source,
              changes.get(leaf, Change()), shape)  # fmt: skip
@@ -121,14 +119,13 @@ def _unknown(file: GgufFile, source: str, metadata: Metadata) -> CheckpointError
 
 def _common(of: Metadata) -> dict[str, Any]:
     """The entries of every family's config."""
-    ids = of.header.metadata
     kinds = {stored.block.name for stored in of.tensors.values()}
     plain = "float32" if kinds == {"F32"} else "float16"
     dtype = plain if kinds <= {"F32", "F16"} else "bfloat16"
     tokens = {
-        "bos_token_id": ids.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _ends(ids),
-        "pad_token_id": ids.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": of.token("bos"),
+        "eos_token_id": _ends(of),
+        "pad_token_id": of.token("padding"),
     }
     return {
         "architectures": [FAMILIES[of.arch].architecture],
@@ -145,9 +142,9 @@ def _common(of: Metadata) -> dict[str, Any]:
     }
 
 
-def _ends(ids: Mapping[str, Any]) -> list[int] | int | None:
+def _ends(of: Metadata) -> list[int] | int | None:
     """Ids that end a text: the end of a sequence, and the end of a turn if that is another id."""
-    found = [ids.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    found = of.token("eos"), of.token("eot")
     known = list(dict.fromkeys(i for i in found if i is not None))
     return known if len(known) > 1 else (known[0] if known else None)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import Block
-from mtpc.weights.gguf.header import Header, StoredBlocks, read_header
+from mtpc.weights.gguf.header import MOST_TENSORS, Header, StoredBlocks, read_header
 from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
 
@@ -132,16 +132,27 @@ class GgufFile(TensorFile):
                     f"{self.path}: {source} is {made}; expected {heads.count} in place of {size}, "
                     "as the metadata announce value heads"
                 )
-        self.tensors[name] = made
+        self._add(name, made)
 
-    def add_stack(self, names: list[str], source: str) -> None:
-        """As `add`, for each matrix of a stack."""
+    def add_stack(self, name: str, source: str) -> None:
+        """As `add`, for each matrix of a stack; its number takes the place of {} in the name."""
         stored = self.header.tensors[source]
-        _, *matrix = stored.shape
+        (count, *matrix), known = stored.shape, len(self.tensors)
+        if len(matrix) != 2 or known + count > MOST_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: {source} is {list(stored.shape)}; expected a stack of matrices, and "
+                f"at most {MOST_TENSORS} tensors in all"
+            )
         step = prod(matrix) // stored.block.inputs * stored.block.nbytes
-        for index, name in enumerate(names):
+        for index in range(count):
             begin = stored.begin + index * step
-            self.tensors[name] = self._described(stored, Change(), tuple(matrix), begin)
+            made = self._described(stored, Change(), tuple(matrix), begin)
+            self._add(name.format(index), made)
+
+    def _add(self, name: str, made: GgufTensor) -> None:
+        if name in self.tensors:
+            raise CheckpointError(f"{self.path}: two tensors are {name}; expected one")
+        self.tensors[name] = made
 
     def _described(
         self, stored: StoredBlocks, change: Change, shape: tuple[int, ...], begin: int
@@ -212,6 +223,8 @@ def _all_parts(path: Path) -> list[Path]:
     count = int(match["count"])
     names = (f"{match['stem']}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count))
     parts = [path.parent / name for name in names]
+    if path not in parts:
+        raise CheckpointError(f"{path} is no part of {count}; expected numbers from 1 on")
     for part in parts:
         if not part.is_file():
             raise CheckpointError(

@@ -1,8 +1,9 @@
 """The header of a GGUF file: metadata, and where each tensor lies. Nothing else is read.
 
 The `gguf` package reads the same. It takes 8 seconds for a vocabulary of 150,000 tokens, and loops
-over any count that a file states. This module skips a vocabulary, and compares each count with the
-bytes that are left before it loops over it.
+over any count that a file states. This module skips a vocabulary, and checks each count before it
+loops over it: against the bytes that are left, and against a limit, because a sparse file may
+announce terabytes.
 
 Source: ggml/docs/gguf.md.
 """
@@ -13,9 +14,12 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import BLOCKS, Block
@@ -31,6 +35,13 @@ _ALIGNMENT = "general.alignment"
 _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8
 _LARGEST = 2**48
 """No size of a tensor is as large."""
+MOST_TENSORS = 2**18
+_MOST_ENTRIES = 1024
+_MOST_VALUES = 2**21
+"""The most tensors, entries of metadata, and values of all arrays together. No released model has
+two thirds of one of these."""
+_KEPT, _KEPT_BYTES = 1024, 4096
+"""The most values of an array, and bytes of a text, that are read; others are skipped."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +60,26 @@ class StoredBlocks:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A value of metadata that is not read: an array of texts, or one that is too long.
+
+    Attributes:
+        what: says so in messages.
+    """
+
+    what: str
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
 class Header:
     """The header of a GGUF file.
 
     Attributes:
         path: the file.
-        metadata: values by key; for an array of texts, its length.
+        metadata: values by key: a number, a text, a list of numbers, or what is `Skipped`.
         tensors: by name.
     """
 
@@ -68,7 +93,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path):
         self._data, self.path, self.place = data, path, 0
-        self.size = len(data)
+        self.size, self._values = len(data), 0
 
     @property
     def left(self) -> int:
@@ -95,25 +120,36 @@ class _Cursor:
         return found[0] if len(found) == 1 else found
 
     def text(self, what: str) -> str:
+        """A text that has few bytes: a name."""
+        found = self._text(what)
+        if isinstance(found, Skipped):
+            raise self.error(f"{what} is {found}; expected at most {_KEPT_BYTES} bytes")
+        return found
+
+    def _text(self, what: str) -> str | Skipped:
         length = self.take("Q", what)
         start = self.place
         self.skip(length, what)
+        if length > _KEPT_BYTES:
+            return Skipped(f"a text of {length} bytes")
         try:
             return self._data[start : self.place].decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} at byte {start} is not UTF-8: {error.reason}") from None
 
-    def count(self, what: str, least: int) -> int:
-        """A count of things that each take at least `least` bytes."""
+    def count(self, what: str, least: int, most: int) -> int:
+        """A count of at most `most` things that each take at least `least` bytes."""
         count = int(self.take("Q", what))
         if count * least > self.left:
             raise self.error(f"it announces {count} {what}, and {self.left} bytes are left")
+        if count > most:
+            raise self.error(f"it announces {count} {what}; expected at most {most}")
         return count
 
     def value(self, kind: int, what: str) -> Any:
-        """A value of metadata, of type `kind`; of an array of texts, its length."""
+        """A value of metadata, of type `kind`."""
         if kind == _TEXT:
-            return self.text(what)
+            return self._text(what)
         if kind == _ARRAY:
             return self._array(what)
         if kind not in _FORMATS:
@@ -123,26 +159,28 @@ class _Cursor:
 
     def _array(self, what: str) -> Any:
         kind = self.take("I", what)
-        if kind in _FORMATS:
-            count = self.count(f"values of {what}", struct.calcsize("<" + _FORMATS[kind]))
-            found = self.take(f"{count}{_FORMATS[kind]}", what) if count else ()
-            row = list(found) if isinstance(found, tuple) else [found]
-            return [_shortest(number) for number in row] if kind == _FLOAT else row
-        if kind != _TEXT:
+        if kind != _TEXT and kind not in _FORMATS:
             raise self.error(f"{what} is an array of the type {kind}; expected numbers or texts")
-        count = self.count(f"texts of {what}", 8)
-        for _ in range(count):
-            self.skip(self.take("Q", what), what)
-        return count
+        width = 8 if kind == _TEXT else struct.calcsize("<" + _FORMATS[kind])
+        count = self.count(f"values of {what}", width, _MOST_VALUES - self._values)
+        self._values += count
+        if kind == _TEXT:
+            place, last, length = self.place, self.size - 8, struct.Struct("<Q").unpack_from
+            for _ in range(count):
+                place += 8 + (length(self._data, place)[0] if place <= last else 0)
+            self.skip(place - self.place, what)
+            return Skipped(f"an array of {count} texts")
+        if count > _KEPT:
+            self.skip(count * width, what)
+            return Skipped(f"an array of {count} numbers")
+        found = self.take(f"{count}{_FORMATS[kind]}", what) if count else ()
+        row = list(found) if isinstance(found, tuple) else [found]
+        return [_shortest(number) for number in row] if kind == _FLOAT else row
 
 
 def _shortest(number: float) -> float:
     """The shortest decimal number that float32 rounds to this one: 1e-06, not 9.99999997e-07."""
-    for digits in range(1, 10):
-        short = float(f"{number:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", number):
-            return short
-    return number
+    return float(str(np.float32(number)))
 
 
 def read_header(data: mmap.mmap, path: Path) -> Header:
@@ -163,18 +201,20 @@ def read_header(data: mmap.mmap, path: Path) -> Header:
     version = cursor.take("I", "the version")
     if version not in _VERSIONS:
         raise cursor.error(f"it has version {version}; expected 2 or 3, little-endian")
-    num_tensors = cursor.count("tensors", _SHORTEST_TENSOR)
+    num_tensors = cursor.count("tensors", _SHORTEST_TENSOR, MOST_TENSORS)
     metadata: dict[str, Any] = {}
-    for _ in range(cursor.count("entries of metadata", 8 + 4 + 1)):
+    for _ in range(cursor.count("entries of metadata", 8 + 4 + 1, _MOST_ENTRIES)):
         key = cursor.text("a key")
+        if key in metadata:
+            raise cursor.error(f"its metadata have {key!r} twice")
         kind = cursor.take("I", f"the type of {key}")
         metadata[key] = cursor.value(kind, key)
     found = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = metadata.get(_ALIGNMENT, 32)
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or not 0 < alignment < 2**20:
+    if type(alignment) is not int or not 0 < alignment < 2**20 or alignment & (alignment - 1):
         raise cursor.error(f"{_ALIGNMENT} is {alignment!r}; expected a small power of two")
     begin = -(-cursor.place // alignment) * alignment
-    return Header(path, metadata, _placed(cursor, found, begin))
+    return Header(path, metadata, _placed(cursor, found, begin, alignment))
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -191,10 +231,11 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(
-    cursor: _Cursor, found: list[tuple[str, tuple[int, ...], int, int]], begin: int
+    cursor: _Cursor, found: list[tuple[str, tuple[int, ...], int, int]], begin: int, alignment: int
 ) -> dict[str, StoredBlocks]:
-    """Tensors by name, all of them within the file."""
+    """Tensors by name, all of them within the file and apart from each other."""
     tensors: dict[str, StoredBlocks] = {}
+    ends: dict[int, int] = {}
     for name, shape, kind, offset in found:
         block = BLOCKS.get(kind)
         if block is None:
@@ -212,5 +253,14 @@ def _placed(
             )
         if name in tensors:
             raise cursor.error(f"{name} is there twice")
+        if offset % alignment or offset in ends:
+            raise cursor.error(
+                f"{name} begins at byte {offset} of the data; expected a multiple of {alignment} "
+                "where no other tensor is"
+            )
+        ends[offset] = offset + size
         tensors[name] = StoredBlocks(block, shape, begin + offset)
+    for before, after in pairwise(sorted(ends)):
+        if ends[before] > after:
+            raise cursor.error(f"tensors overlap at byte {after} of the data")
     return tensors

@@ -1,0 +1,71 @@
+"""Files in directories that users name: anything may have a file's name, and the disk be full."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
+    """A file to read. A pipe or a device is refused, and never waited for.
+
+    Raises:
+        OSError: there is no such file, it is not a plain file, or it is a link and `follow_links`
+            is not set.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    handle = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write the file that a user names: whole, or not at all. A pipe or a device is written to.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        replace(path.resolve(), data)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all, in the place of whatever has its name, such as a link.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    scratch = path.with_name(f".mtpc-{secrets.token_hex(4)}")
+    try:
+        with scratch.open("xb") as file:
+            file.write(data)
+        scratch.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock of a directory; the system releases it when that ends.
+
+    Raises:
+        OSError: it is no directory, or the file system has no locks.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
