@@ -24,6 +24,10 @@ _LIMITS = (
         *("max_body_bytes", int, "N"),
         "largest body of a request (default: 1048576; 33554432 with --images)",
     ),
+    (
+        *("max_total_body_bytes", int, "N"),
+        "most bytes of the bodies of all requests together; the largest makes room",
+    ),
     ("max_images", int, "N", "most images of a request, with --images"),
     ("max_connections", int, "N", "most open connections; further ones are closed"),
     ("header_seconds", float, "S", "time limit for the head of a request to arrive"),

@@ -7,9 +7,10 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,11 +22,11 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from mtpc.errors import MtpcError
 from mtpc.server.answers import Answer
-from mtpc.server.bodies import parse_json, read_body
+from mtpc.server.bodies import HeldBody, parse_json
 from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
-from mtpc.server.generation import Prepared, make_job
+from mtpc.server.generation import Job, Prepared, make_job
 from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
 from mtpc.server.replies import Reply
@@ -38,9 +39,20 @@ PATHS = (
     *("/tokenize", "/detokenize", "/health", "/metrics"),
 )
 LONG_BODY = 4096
-"""A request with a body longer than this, in bytes, is tokenised outside the event loop."""
+"""A request with a body longer than this, in bytes, is parsed and tokenised outside the event
+loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("mtpc.server")
+T = TypeVar("T")
+
+
+async def _in(threads: Executor, work: Callable[[], T]) -> T:
+    """Do work in a thread, so that the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _read_fields(endpoint: str, body: bytes) -> tuple[dict[str, Any], set[str]]:
+    return check_fields(endpoint, parse_json(body))
 
 
 class Endpoints:
@@ -88,28 +100,26 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or a conversation."""
         service = self._service
-        fields, _ = await self._fields("tokenize", request)
-        if ("prompt" in fields) == ("messages" in fields):
-            raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
+        with service.bodies.hold() as held:
+            fields = await self._fields("tokenize", request, held)
+            if ("prompt" in fields) == ("messages" in fields):
+                raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
+            threads = service.renderers if "messages" in fields else service.tokenisers
+            return await _in(threads, partial(self._token_ids, fields))
 
-        decode = service.engine.served.decode
-
-        def encode() -> tuple[list[int], list[str] | None]:
-            if "prompt" in fields:
-                prompt, special_tokens = fields["prompt"], True
-            else:
-                fields["tool_choice"] = "none"  # The template's prompt is the same with any.
-                made = service.conversations.make(fields)
-                if made.images:
-                    raise ApiError(400, "/tokenize takes text only; leave images out", "messages")
-                prompt, special_tokens = made.prompt, False
-            (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
-            wants = fields.get("return_token_strs")
-            return ids, [decode([i], True) for i in ids] if wants else None
-
-        loop = asyncio.get_running_loop()
-        threads = service.renderers if "messages" in fields else service.tokenisers
-        ids, strings = await loop.run_in_executor(threads, encode)
+    def _token_ids(self, fields: dict[str, Any]) -> Response:
+        service = self._service
+        if "prompt" in fields:
+            prompt, special_tokens = fields["prompt"], True
+        else:
+            fields["tool_choice"] = "none"  # The template's prompt is the same with any.
+            made = service.conversations.make(fields)
+            if made.images:
+                raise ApiError(400, "/tokenize takes text only; leave images out", "messages")
+            prompt, special_tokens = made.prompt, False
+        (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
+        decode, wants = service.engine.served.decode, fields.get("return_token_strs")
+        strings = [decode([i], True) for i in ids] if wants else None
         longest = service.engine.engine.longest
         answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
         return JSONResponse(answer)
@@ -117,41 +127,43 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, with special tokens."""
         service = self._service
-        served = service.engine.served
-        fields, _ = await self._fields("detokenize", request)
-        ids = fields["tokens"]
-        wrong = [i for i in ids if not 0 <= i < served.vocab_size]
-        if wrong:
-            message = f"tokens has {wrong[0]}; expected ids below {served.vocab_size}"
-            raise ApiError(400, message, "tokens", "invalid_value")
-        loop, decode = asyncio.get_running_loop(), partial(served.decode, ids, True)
-        return JSONResponse({"prompt": await loop.run_in_executor(service.tokenisers, decode)})
+        with service.bodies.hold() as held:
+            fields = await self._fields("detokenize", request, held)
+            return await _in(service.tokenisers, partial(self._text, fields["tokens"]))
 
-    async def _fields(self, endpoint: str, request: Request) -> tuple[dict[str, Any], int]:
-        """The checked fields of a request, and the bytes of its body."""
-        options = self._service.options
-        body = await read_body(request, options.max_body_bytes, options.body_seconds)
-        fields = check_fields(endpoint, parse_json(body))
+    def _text(self, ids: list[int]) -> Response:
+        served = self._service.engine.served
+        wrong = next((i for i in ids if not 0 <= i < served.vocab_size), None)
+        if wrong is not None:
+            message = f"tokens has {wrong}; expected ids below {served.vocab_size}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return JSONResponse({"prompt": served.decode(ids, True)})
+
+    async def _fields(self, endpoint: str, request: Request, held: HeldBody) -> dict[str, Any]:
+        """The checked fields of a request."""
+        service = self._service
+        read = partial(
+            _read_fields, endpoint, await service.bodies.read(request, held, service.options)
+        )
+        fields, ignored = await _in(service.parsers, read) if held.size > LONG_BODY else read()
+        service.note_ignored(ignored)
         if "model" in fields:
             self._check_model(fields["model"])
-        return fields, len(body)
+        return fields
 
     async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
         service, start_s = self._service, time.perf_counter()
         service.check_ready()
-        fields, length = await self._fields("chat" if is_chat else "completions", request)
-        count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
-        # Shutdown waits for this request from here to the end of the reply.
-        with ExitStack() as admission:
+        # Shutdown waits for this request from its admission to the end of the reply.
+        with service.bodies.hold() as held, ExitStack() as admission:
+            fields = await self._fields("chat" if is_chat else "completions", request, held)
+            count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
             admission.enter_context(service.admitted(count))
-            make = partial(self._prepare, fields, is_chat)
-            if is_chat or length > LONG_BODY:
-                loop = asyncio.get_running_loop()
-                threads = service.renderers if is_chat else service.tokenisers
-                prepared = await loop.run_in_executor(threads, make)
+            make = partial(self._job, fields, is_chat)
+            if is_chat or held.size > LONG_BODY:
+                job = await _in(service.renderers if is_chat else service.tokenisers, make)
             else:
-                prepared = make()
-            job = make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
+                job = make()
             answer = Answer(
                 is_chat,
                 fields["model"],
@@ -161,6 +173,11 @@ class Endpoints:
             )
             is_stream = bool(fields.get("stream"))
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
+
+    def _job(self, fields: dict[str, Any], is_chat: bool) -> Job:
+        service = self._service
+        prepared = self._prepare(fields, is_chat)
+        return make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
 
     def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
         """The token ids of each prompt and, for a chat, the parser of its answer."""

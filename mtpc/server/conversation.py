@@ -97,7 +97,11 @@ class Conversations:
             )
         given, images = self._images(fields["messages"])
         messages = [self._message(message) for message in given]
-        kwargs = fields.get("chat_template_kwargs", {})
+        effort = fields.get("reasoning_effort")  # A hint, which templates may read.
+        hints = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            hints["enable_thinking"] = False
+        kwargs = {**hints, **fields.get("chat_template_kwargs", {})}
         prompt = self._template.render(messages, {"tools": tools or None, **kwargs})
         schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or NO_ARGUMENTS

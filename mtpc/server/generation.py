@@ -182,7 +182,7 @@ def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> Sam
     given.setdefault("temperature", 1.0 if engine.engine.options.sampling else 0.0)
     logprobs = fields.get("logprobs")
     if is_chat:
-        if "top_logprobs" in fields and not logprobs:
+        if fields.get("top_logprobs") and not logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = fields.get("top_logprobs", 0) if logprobs else None
     return SamplingParams(logprobs=logprobs, **given)

@@ -39,6 +39,8 @@ class ServerOptions:
             status 429.
         max_body_bytes: the largest body of a request, in bytes. The default becomes 32 MiB for a
             model that takes images.
+        max_total_body_bytes: the most bytes of the bodies of all requests, from their first byte
+            until they are prompts. At least one body always has room.
         max_images: the most images in a request, for a model that takes images.
         max_connections: the most open connections. The server closes further ones.
         header_seconds: time limit for a request's head.
@@ -69,6 +71,7 @@ class ServerOptions:
     max_requests: int = 256
     max_queue: int = 256
     max_body_bytes: int = _TEXT_BODY_BYTES
+    max_total_body_bytes: int = 2**28
     max_images: int = 16
     max_connections: int = 1024
     header_seconds: float = 10.0

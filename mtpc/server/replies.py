@@ -21,6 +21,8 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events.
 ]
+LONG_PIECE = 64
+"""More tokens with log-probabilities than this are encoded outside the event loop."""
 log = logging.getLogger("mtpc.server")
 
 
@@ -81,7 +83,9 @@ class Reply:
 
         async def write(index: int, piece: Piece) -> None:
             self._note_first()
-            if not piece.is_empty:
+            if len(piece.logprobs) > LONG_PIECE:  # Of a prompt that is echoed.
+                await events.write(await asyncio.to_thread(chunks[index].encode, piece))
+            elif not piece.is_empty:
                 await events.write(chunks[index].encode(piece))
 
         try:
