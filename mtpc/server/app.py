@@ -29,6 +29,7 @@ from mtpc.server.fields import check_fields
 from mtpc.server.generation import Job, Prepared, make_job
 from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
+from mtpc.server.lark import Lark
 from mtpc.server.replies import Reply
 from mtpc.server.service import Service
 
@@ -170,6 +171,7 @@ class Endpoints:
                 job.decode,
                 job.choices[0].sampling.logprobs is not None,
                 bool(fields.get("stream_options")),
+                [choice.prompt_ids for choice in job.choices] if job.returns_ids else (),
             )
             is_stream = bool(fields.get("stream"))
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
@@ -182,10 +184,15 @@ class Endpoints:
     def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
         """The token ids of each prompt and, for a chat, the parser of its answer."""
         service = self._service
+        count = fields.get("n", 1)
         if not is_chat:
-            return Prepared(service.encode(fields["prompt"]))
+            lark, wanted = Lark(service.engine.served.own_tokens), fields.get("structured_outputs")
+            grammar = lark.grammar(lark.structured(wanted)) if wanted else None
+            count *= len(fields["prompt"])
+            matchers = service.matchers(grammar, "structured_outputs", count)
+            return Prepared(service.encode(fields["prompt"]), matchers)
         made = service.conversations.make(fields)
-        matchers = service.matchers(made, fields.get("n", 1)) if made.lark else ()
+        matchers = service.matchers(made.lark, made.param, count)
         ids, images = service.encode_chat(made)
         return Prepared([ids], matchers, made.parser, made.texts, images)
 

@@ -97,7 +97,7 @@ def _seed(name: str, value: Any) -> int:
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+    if not isinstance(strings, list) or not all(map(_is_text, strings)):
         raise _refuse(name, value, "a string or several, none of them empty")
     if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_CHARS:
         wanted = f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
@@ -250,6 +250,34 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's: at most one entry, which says what the text must be."""
+    hints = ("disable_any_whitespace", "disable_fallback")  # JSON has no whitespace of its own.
+    rest = {
+        key: v for key, v in _object(name, value).items() if key not in hints and v is not False
+    }
+    given = _used(name, rest, ("json", "json_object", "regex", "choice", "grammar"))
+    if len(given) > 1:
+        raise _refuse(name, value, "one of json, json_object, regex, choice and grammar")
+    for kind, entry in given.items():
+        place = f"{name}.{kind}"
+        if kind == "json" and isinstance(entry, str):
+            try:
+                given[kind] = entry = json.loads(entry)
+            except (ValueError, RecursionError) as error:
+                raise _refuse(place, entry, f"a schema in JSON: {error}") from None
+        if kind == "choice":
+            if not isinstance(entry, list) or not entry or not all(map(_is_text, entry)):
+                raise _refuse(place, entry, "a list of strings, none of them empty")
+        else:
+            {"json": _object, "json_object": _boolean}.get(kind, _string)(place, entry)
+    return given
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def _part(name: str, value: Any) -> dict[str, Any]:
     kind = _object(name, value).get("type")
     if kind not in ("text", "refusal", "image_url"):
@@ -287,6 +315,9 @@ _BOTH: Mapping[str, Check] = {
     "repetition_penalty": _number,
     "min_tokens": _integer(0, 2**31 - 1),
     "ignore_eos": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "return_token_ids": _boolean,
+    "structured_outputs": _structured_outputs,
 }
 USED: Mapping[str, Mapping[str, Check]] = {
     "completions": {
@@ -407,6 +438,10 @@ def check_fields(endpoint: str, body: Any) -> tuple[dict[str, Any], set[str]]:
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
     _check_tools(checked)
+    asked = checked.get("response_format", {}).get("type", "text")
+    if checked.get("structured_outputs") and asked != "text":
+        message = "response_format is beside structured_outputs; expected one of them"
+        raise ApiError(400, message, "response_format")
     if checked.get("max_tokens") == 0 and not checked.get("echo"):
         raise _refuse("max_tokens", 0, f"an integer in 1..{MOST_TOKENS}, or 0 with echo: true")
     return checked, {name for name in idle if body.get(name) is not None} | _ignored(body)

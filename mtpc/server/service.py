@@ -123,17 +123,17 @@ class Service:
         encode = self.engine.served.encode
         return [encode(p, special_tokens) if isinstance(p, str) else p for p in prompts]
 
-    def matchers(self, conversation: Conversation, count: int) -> list[Matcher]:
-        """The grammars of `count` texts of a conversation that has one.
+    def matchers(self, lark: str | None, param: str, count: int) -> Sequence[Matcher]:
+        """The grammars of `count` texts; none without `lark`, which comes from the field `param`.
 
         Raises:
             ApiError: 400, the model was compiled without masks, or the grammar is invalid.
         """
-        param = conversation.param
+        if lark is None:
+            return ()
         if not self.engine.engine.options.token_mask:
             raise no_token_masks(param, param)
-        assert conversation.lark is not None
-        return self._grammars.matchers(conversation.lark, count, param)
+        return self._grammars.matchers(lark, count, param)
 
     def note_ignored(self, names: set[str]) -> None:
         """Log the names of fields that the server ignores, each of them once."""
