@@ -23,7 +23,7 @@ each, and twice as many while it converts them: 512 MiB."""
 MOST_SIDE = 2**16 - 1
 """The most pixels of a side, which is JPEG's own limit. Pillow has a pointer for each row."""
 MOST_SCANS = 64
-"""The most scans of a JPEG file. Each costs a pass over all pixels; progressive ones have some 10."""
+"""The most scans of a JPEG file. Each is a pass over all pixels; progressive files have some 10."""
 _SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -11,15 +12,17 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
+from mtpc import __version__
 from mtpc.errors import MtpcError
 from mtpc.server.answers import Answer
 from mtpc.server.bodies import HeldBody, parse_json
@@ -30,15 +33,29 @@ from mtpc.server.generation import Job, Prepared, make_job
 from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
 from mtpc.server.lark import Lark
-from mtpc.server.replies import Reply
+from mtpc.server.pages import docs_page
+from mtpc.server.replies import USAGE, Reply
 from mtpc.server.service import Service
 
 OPEN_PATHS = ("/health",)
 """Paths that need no API key and no known host."""
-PATHS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
-    *("/tokenize", "/detokenize", "/health", "/metrics"),
+ROUTES = (
+    ("POST", "/v1/completions", "completions"),
+    ("POST", "/v1/chat/completions", "chat"),
+    ("GET", "/v1/models", "models"),
+    ("GET", "/v1/models/{name:path}", "model"),
+    ("POST", "/tokenize", "tokenize"),
+    ("POST", "/detokenize", "detokenize"),
+    ("GET", "/health", "health"),
+    ("GET", "/metrics", "metrics"),
+    ("GET", "/version", "version"),
+    ("GET", "/docs", "docs"),
+    ("GET", "/", "docs"),
 )
+"""Method, path, and the method of `Endpoints`."""
+PATHS = tuple(path for _, path, _ in ROUTES if "{" not in path)
+QUIET = ("/health", "/metrics")
+"""Paths that programs ask for all the time: their requests are logged at the level debug."""
 LONG_BODY = 4096
 """A request with a body longer than this, in bytes, is parsed and tokenised outside the event
 loop."""
@@ -76,6 +93,16 @@ class Endpoints:
         engine = self._service.engine
         text = await engine.call(lambda: engine.engine.stats.prometheus())
         return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        """The version of mtpc."""
+        return JSONResponse({"version": __version__})
+
+    async def docs(self, request: Request) -> Response:
+        """A page about this server."""
+        paths = [(m, path, inspect.getdoc(getattr(self, name)) or "") for m, path, name in ROUTES]
+        first = [(method, path, text.partition("\n")[0]) for method, path, text in paths]
+        return HTMLResponse(docs_page(self._service.model_name, __version__, first))
 
     async def models(self, request: Request) -> Response:
         """The list of models. It has one entry."""
@@ -226,16 +253,7 @@ def make_app(
         lifespan: a context that is entered before the first request.
     """
     endpoints = Endpoints(service)
-    routes = [
-        Route("/v1/completions", endpoints.completions, methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/health", endpoints.health, methods=["GET"]),
-        Route("/metrics", endpoints.metrics, methods=["GET"]),
-    ]
+    routes = [Route(path, getattr(endpoints, n), methods=[method]) for method, path, n in ROUTES]
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         HTTPException: _http_error,
         ClientDisconnect: _client_left,
@@ -313,11 +331,13 @@ class Gate:
         connection = known.begin(scope) if known is not None else None
         if connection is not None:
             receive = _noting_body(scope, receive, connection)
-        path = scope["path"]
+        path, start_s, status = scope["path"], time.perf_counter(), "left"
         label = path if path in PATHS else "other"
 
         async def counted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = str(message["status"])
                 self.service.counters.responses[label, message["status"]] += 1
                 if connection is not None:
                     connection.refuse_answer()
@@ -335,6 +355,13 @@ class Gate:
         finally:
             if connection is not None:
                 connection.end()
+            level = logging.DEBUG if path in QUIET else logging.INFO
+            if log.isEnabledFor(level):
+                said = f"{(scope.get('client') or '?')[0]} {scope['method']} {quote(path)[:100]}"
+                usage = scope.get(USAGE, "")
+                log.log(
+                    level, "%s %s in %.3f s%s", said, status, time.perf_counter() - start_s, usage
+                )
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request that must not reach the application, or None."""

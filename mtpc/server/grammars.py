@@ -114,9 +114,7 @@ class Grammars:
         except ValueError as error:
             message = f"{param} cannot be followed: {LIBRARY} does not read this model's tokenizer"
             raise ApiError(400, f"{message}: {error}", param, "unsupported_tokenizer") from error
-        made = Matcher(
-            LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0), param
-        )
+        made = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0), param)
         made.check()
         made.copy().try_out(self._served.vocab_size)
         return [made, *(made.copy() for _ in range(count - 1))]

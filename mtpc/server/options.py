@@ -17,6 +17,7 @@ from mtpc.server.tool_formats import PARSERS
 REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
 """Values of `reasoning_parser`. vLLM's names all stand for one format, `<think>...</think>`. "auto"
 looks for it in the chat template."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 HTTP_PARSERS = ("auto", "httptools", "h11")
 _TEXT_BODY_BYTES, _IMAGES_BODY_BYTES = 2**20, 2**25
 _NEEDED = ("starlette", "uvicorn", "jinja2")
@@ -57,6 +58,7 @@ class ServerOptions:
         tool_call_parser: how the model writes tool calls, one of
             `mtpc.server.tool_formats.PARSERS`; "auto" finds the format in the chat template.
         reasoning_parser: how the model writes its reasoning, one of REASONING.
+        log_level: what `mtpc serve` logs, one of LOG_LEVELS.
 
     Raises:
         OptionError: a value is out of range.
@@ -84,6 +86,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -113,7 +116,11 @@ class ServerOptions:
                 f"allowed_origins is {self.allowed_origins!r}; expected origins without paths, "
                 "such as ('https://app.example',), or ('*',)"
             )
-        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING)):
+        for name, known in (
+            ("tool_call_parser", PARSERS),
+            ("reasoning_parser", REASONING),
+            ("log_level", LOG_LEVELS),
+        ):
             if getattr(self, name) not in known:
                 raise OptionError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
