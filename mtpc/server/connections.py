@@ -137,7 +137,10 @@ class GuardedProtocol:
         if self._is_refused or self._transport.is_closing():
             return
         if self._is_too_long(data):
-            self._transport.abort()
+            if self._is_body_read and not self._is_lingering:  # A head: h11 says so itself.
+                self._inner.data_received(data[: self._head_room + 1])
+            if not self.is_closing:
+                self._transport.abort()
             return
         self._head_bytes += len(data)
         self._last = (self._last + data[-_END_BYTES:])[-_END_BYTES:]
@@ -147,12 +150,16 @@ class GuardedProtocol:
             self._head_timer.start()
         self._inner.data_received(data)
 
+    @property
+    def _head_room(self) -> int:
+        return max(MAX_HEAD_BYTES - self._head_bytes, 0)
+
     def _is_too_long(self, data: bytes) -> bool:
         """Whether new data exceed the limit of a head, or of a body that is discarded."""
         if self._is_lingering or not self._is_body_read:
             most = MAX_HEAD_BYTES + (DISCARDED + 1) * self._options.max_body_bytes
             return self._head_bytes + len(data) > most
-        room = max(MAX_HEAD_BYTES - self._head_bytes, 0)
+        room = self._head_room
         # A body, or another request, may follow the head's end in the same data.
         return len(data) > room and not _HEAD_END.search(self._last + data[:room])
 
