@@ -137,9 +137,10 @@ class GuardedProtocol:
         if self._is_refused or self._transport.is_closing():
             return
         if self._is_too_long(data):
-            if self._is_body_read and not self._is_lingering:  # A head: h11 says so itself.
+            is_head = self._is_body_read and not self._is_lingering
+            if is_head:  # h11 says so itself, and closes.
                 self._inner.data_received(data[: self._head_room + 1])
-            if not self.is_closing:
+            if not (is_head and self.is_closing):
                 self._transport.abort()
             return
         self._head_bytes += len(data)
