@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +51,24 @@ def command(args: argparse.Namespace) -> int:
         for reason in model.stats.fallbacks:
             _say(f"note: {reason}")
         stack.callback(model.close)
+        stack.enter_context(_logged(server.log_level))
         run_server(model, server, lambda running: _announce(running, server), listener)
     _say("stopped")
     return 0
+
+
+@contextmanager
+def _logged(level: str) -> Iterator[None]:
+    """A context in which the server's log goes to stderr."""
+    log, handler = logging.getLogger("mtpc.server"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
 
 
 def adaptive(given: dict[str, Any]) -> dict[str, Any]:

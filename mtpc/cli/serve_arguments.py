@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.cli.parsing import add_values
-from mtpc.server.options import HTTP_PARSERS, REASONING, ServerOptions
+from mtpc.server.options import HTTP_PARSERS, LOG_LEVELS, REASONING, ServerOptions
 from mtpc.server.tool_formats import PARSERS
 
 _LIMITS = (
@@ -23,6 +23,10 @@ _LIMITS = (
     (
         *("max_body_bytes", int, "N"),
         "largest body of a request (default: 1048576; 33554432 with --images)",
+    ),
+    (
+        *("max_total_body_bytes", int, "N"),
+        "most bytes of the bodies of all requests together; the largest makes room",
     ),
     ("max_images", int, "N", "most images of a request, with --images"),
     ("max_connections", int, "N", "most open connections; further ones are closed"),
@@ -74,6 +78,8 @@ def _add_formats(add: Callable[..., Any]) -> None:
         text = f"how the model writes {what}: {', '.join(known)}"
         shown = _default(name.replace("-", "_"))
         add(f"--{name}", choices=known, metavar="NAME", help=f"{text} {shown}")
+    text = f"what to log: {', '.join(LOG_LEVELS)} {_default('log_level')}"
+    add("--log-level", choices=LOG_LEVELS, metavar="NAME", help=text)
     text = "ignored, for vLLM's users: tools are on if the format of tool calls is known"
     add("--enable-auto-tool-choice", action="store_true", help=text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that Pillow may decode. Of an animation, only the first picture is used."""
 MOST_PIXELS = 2**26
-"""The most pixels of an image, or of all images of a request to a server: 200 MB when decoded."""
+"""The most pixels of an image, or of all images of a request to a server. Pillow holds 4 bytes for
+each, and twice as many while it converts them: 512 MiB."""
+MOST_SIDE = 2**16 - 1
+"""The most pixels of a side, which is JPEG's own limit. Pillow has a pointer for each row."""
+MOST_SCANS = 64
+"""The most scans of a JPEG file. Each is a pass over all pixels; progressive files have some 10."""
+_SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 
@@ -50,11 +57,18 @@ def open_image(source: Any, what: str = "the image", most_pixels: int = MOST_PIX
         if isinstance(source, io.BytesIO):  # Only the head is read here.
             opened = Image.open(source, formats=FORMATS)
         width, height = opened.size
-        if width * height > most_pixels:
+        if width * height > most_pixels or max(width, height) > MOST_SIDE:
             raise RequestError(
-                f"{what} has {width} x {height} pixels; expected at most {most_pixels}"
+                f"{what} has {width} x {height} pixels; expected at most {most_pixels}, and "
+                f"{MOST_SIDE} a side"
             )
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        if isinstance(source, io.BytesIO):
+            if opened.format in ("JPEG", "MPO"):
+                _check_scans(source, what)
+            ImageOps.exif_transpose(opened, in_place=True)
+        else:
+            opened = ImageOps.exif_transpose(opened)
+        return opened if opened.mode == "RGB" else opened.convert("RGB")
     except RequestError:
         raise
     except UnidentifiedImageError:
@@ -66,6 +80,12 @@ def open_image(source: Any, what: str = "the image", most_pixels: int = MOST_PIX
         raise RequestError(
             f"{what} cannot be decoded: {type(error).__name__}: {error}; save it again"
         ) from None
+
+
+def _check_scans(file: io.BytesIO, what: str) -> None:
+    scans = sum(1 for _ in itertools.islice(_SCAN.finditer(file.getbuffer()), MOST_SCANS + 1))
+    if scans > MOST_SCANS:
+        raise RequestError(f"{what} has more than {MOST_SCANS} scans; save it again as JPEG")
 
 
 def read_data_url(url: str, what: str) -> bytes:

@@ -75,13 +75,14 @@ class StopStrings:
 
     Args:
         strings: the stop strings. None of them is empty.
+        keeps: whether to cut the text where the string ends instead.
 
     Attributes:
         found: whether a stop string is complete.
     """
 
-    def __init__(self, strings: tuple[str, ...]):
-        self._strings, self._held = strings, ""
+    def __init__(self, strings: tuple[str, ...], keeps: bool = False):
+        self._strings, self._keeps, self._held = strings, keeps, ""
         self.found = False
 
     def push(self, text: str, last: bool = False) -> str:
@@ -98,7 +99,7 @@ class StopStrings:
         ends = [(start + len(s), start) for start, s in starts if start >= 0]
         if ends:
             self.found = True
-            return text[: min(ends)[1]]
+            return text[: min(ends)[0 if self._keeps else 1]]
         held = 0 if last else max((overlap(text, s) for s in self._strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -116,14 +117,15 @@ class TextAssembler:
     Args:
         decode: decodes any ids.
         stop: strings that end the text.
+        keeps_stop: whether the text ends with the stop string instead of before it.
 
     Attributes:
         num_tokens: tokens so far, up to the one that completed a stop string.
     """
 
-    def __init__(self, decode: Decode, stop: tuple[str, ...] = ()):
+    def __init__(self, decode: Decode, stop: tuple[str, ...] = (), keeps_stop: bool = False):
         self._decode, self._strings = decode, stop
-        self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop)
+        self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop, keeps_stop)
         self.num_tokens = 0
 
     @property

@@ -38,6 +38,7 @@ class Piece:
         finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
         reasoning: new text of the reasoning.
         calls: new parts of tool calls.
+        token_ids: the new tokens, if the client asked for them.
     """
 
     text: str
@@ -45,13 +46,13 @@ class Piece:
     finish_reason: str | None
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    token_ids: Sequence[int] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not (
-            self.text or self.finish_reason or self.logprobs or self.reasoning or self.calls
-        )
+        said = self.text or self.reasoning or self.calls
+        return not (said or self.finish_reason or self.logprobs or self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Answer:
         decode: decodes token ids to text, for log-probabilities.
         wants_logprobs: whether the client asked for log-probabilities.
         wants_usage: whether a stream ends with a usage chunk.
+        prompt_ids: the prompt of each choice if the client asked for token ids, else empty.
         created: Unix time, in seconds.
         token: the random part of the answer's id.
     """
@@ -97,6 +99,7 @@ class Answer:
     decode: Decode
     wants_logprobs: bool
     wants_usage: bool
+    prompt_ids: Sequence[list[int]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     token: str = field(default_factory=lambda: uuid4().hex)
 
@@ -119,7 +122,10 @@ class Answer:
             choices: all pieces of each choice.
             usage: the token counts.
         """
-        frame = json.dumps(self._head(False))[:-1]
+        head = self._head(False)
+        if self.is_chat and self.prompt_ids:
+            head["prompt_token_ids"] = self.prompt_ids[0]
+        frame = json.dumps(head)[:-1]
         encoded = ", ".join(json.dumps(self._choice(i, each)) for i, each in enumerate(choices))
         return f'{frame}, "choices": [{encoded}], "usage": {json.dumps(usage.json())}}}'.encode()
 
@@ -131,6 +137,10 @@ class Answer:
             content = {"message": _message(text, pieces)}
         logprobs = self.logprobs(entries, 0)[0] if self.wants_logprobs else None
         reason = pieces[-1].finish_reason
+        if self.prompt_ids:
+            content["token_ids"] = [i for piece in pieces for i in piece.token_ids]
+            if not self.is_chat:
+                content["prompt_token_ids"] = self.prompt_ids[index]
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(
@@ -223,11 +233,21 @@ class Chunks:
         frame = json.dumps(answer._head(True))[:-1]
         opening = '"delta":{"content":' if answer.is_chat else '"text":'
         self._start = f'data: {frame}, "choices":[{{"index":{index},'
-        self._before = self._start + opening
+        self._opening = opening
+        # The first chunk has the prompt's ids: of a completion in the choice, as vLLM's.
+        prompt = (
+            f'"prompt_token_ids":{json.dumps(answer.prompt_ids[index])},'
+            if answer.prompt_ids
+            else ""
+        )
+        self._prompt = "" if answer.is_chat else prompt
         self._between = "}" if answer.is_chat else ""
         self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        self._role = self._start + role + self._after
+        start = (
+            self._start.replace('"choices":', f'{prompt}"choices":', 1) if prompt else self._start
+        )
+        self._role = start + role + self._after
 
     def encode(self, piece: Piece) -> bytes:
         """Encode a piece as an event. In a chat, an event with the role precedes the first one."""
@@ -237,11 +257,15 @@ class Chunks:
             logprobs = json.dumps(shape)
         reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
         role = self._role if self._is_first and self._answer.is_chat else ""
+        start = f"{role}{self._start}"
+        if self._answer.prompt_ids:
+            start += f'{self._prompt}"token_ids":{json.dumps([*piece.token_ids])},'
+            self._prompt = ""
         self._is_first = False
         if piece.reasoning or piece.calls:
-            opened = f'{role}{self._start}"delta":{json.dumps(_delta(piece))}'
+            opened = f'{start}"delta":{json.dumps(_delta(piece))}'
         else:
-            opened = f"{role}{self._before}{json.dumps(piece.text)}{self._between}"
+            opened = f"{start}{self._opening}{json.dumps(piece.text)}{self._between}"
         return (f'{opened},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._after}').encode()
 
 

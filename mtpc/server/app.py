@@ -4,43 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
+from mtpc import __version__
 from mtpc.errors import MtpcError
 from mtpc.server.answers import Answer
-from mtpc.server.bodies import parse_json, read_body
+from mtpc.server.bodies import HeldBody, parse_json
 from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
-from mtpc.server.generation import Prepared, make_job
+from mtpc.server.generation import Job, Prepared, make_job
 from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
-from mtpc.server.replies import Reply
+from mtpc.server.lark import Lark
+from mtpc.server.pages import docs_page
+from mtpc.server.replies import USAGE, Reply
 from mtpc.server.service import Service
 
 OPEN_PATHS = ("/health",)
 """Paths that need no API key and no known host."""
-PATHS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
-    *("/tokenize", "/detokenize", "/health", "/metrics"),
+ROUTES = (
+    ("POST", "/v1/completions", "completions"),
+    ("POST", "/v1/chat/completions", "chat"),
+    ("GET", "/v1/models", "models"),
+    ("GET", "/v1/models/{name:path}", "model"),
+    ("POST", "/tokenize", "tokenize"),
+    ("POST", "/detokenize", "detokenize"),
+    ("GET", "/health", "health"),
+    ("GET", "/metrics", "metrics"),
+    ("GET", "/version", "version"),
+    ("GET", "/docs", "docs"),
+    ("GET", "/", "docs"),
 )
+"""Method, path, and the method of `Endpoints`."""
+PATHS = tuple(path for _, path, _ in ROUTES if "{" not in path)
+QUIET = ("/health", "/metrics")
+"""Paths that programs ask for all the time: their requests are logged at the level debug."""
 LONG_BODY = 4096
-"""A request with a body longer than this, in bytes, is tokenised outside the event loop."""
+"""A request with a body longer than this, in bytes, is parsed and tokenised outside the event
+loop."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("mtpc.server")
+T = TypeVar("T")
+
+
+async def _in(threads: Executor, work: Callable[[], T]) -> T:
+    """Do work in a thread, so that the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _read_fields(endpoint: str, body: bytes) -> tuple[dict[str, Any], set[str]]:
+    return check_fields(endpoint, parse_json(body))
 
 
 class Endpoints:
@@ -63,6 +93,16 @@ class Endpoints:
         engine = self._service.engine
         text = await engine.call(lambda: engine.engine.stats.prometheus())
         return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        """The version of mtpc."""
+        return JSONResponse({"version": __version__})
+
+    async def docs(self, request: Request) -> Response:
+        """A page about this server."""
+        paths = [(m, path, inspect.getdoc(getattr(self, name)) or "") for m, path, name in ROUTES]
+        first = [(method, path, text.partition("\n")[0]) for method, path, text in paths]
+        return HTMLResponse(docs_page(self._service.model_name, __version__, first))
 
     async def models(self, request: Request) -> Response:
         """The list of models. It has one entry."""
@@ -88,28 +128,26 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or a conversation."""
         service = self._service
-        fields, _ = await self._fields("tokenize", request)
-        if ("prompt" in fields) == ("messages" in fields):
-            raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
+        with service.bodies.hold() as held:
+            fields = await self._fields("tokenize", request, held)
+            if ("prompt" in fields) == ("messages" in fields):
+                raise ApiError(400, "expected one of prompt and messages", "prompt", "missing")
+            threads = service.renderers if "messages" in fields else service.tokenisers
+            return await _in(threads, partial(self._token_ids, fields))
 
-        decode = service.engine.served.decode
-
-        def encode() -> tuple[list[int], list[str] | None]:
-            if "prompt" in fields:
-                prompt, special_tokens = fields["prompt"], True
-            else:
-                fields["tool_choice"] = "none"  # The template's prompt is the same with any.
-                made = service.conversations.make(fields)
-                if made.images:
-                    raise ApiError(400, "/tokenize takes text only; leave images out", "messages")
-                prompt, special_tokens = made.prompt, False
-            (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
-            wants = fields.get("return_token_strs")
-            return ids, [decode([i], True) for i in ids] if wants else None
-
-        loop = asyncio.get_running_loop()
-        threads = service.renderers if "messages" in fields else service.tokenisers
-        ids, strings = await loop.run_in_executor(threads, encode)
+    def _token_ids(self, fields: dict[str, Any]) -> Response:
+        service = self._service
+        if "prompt" in fields:
+            prompt, special_tokens = fields["prompt"], True
+        else:
+            fields["tool_choice"] = "none"  # The template's prompt is the same with any.
+            made = service.conversations.make(fields)
+            if made.images:
+                raise ApiError(400, "/tokenize takes text only; leave images out", "messages")
+            prompt, special_tokens = made.prompt, False
+        (ids,) = service.encode([prompt], fields.get("add_special_tokens", special_tokens))
+        decode, wants = service.engine.served.decode, fields.get("return_token_strs")
+        strings = [decode([i], True) for i in ids] if wants else None
         longest = service.engine.engine.longest
         answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
         return JSONResponse(answer)
@@ -117,58 +155,71 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, with special tokens."""
         service = self._service
-        served = service.engine.served
-        fields, _ = await self._fields("detokenize", request)
-        ids = fields["tokens"]
-        wrong = [i for i in ids if not 0 <= i < served.vocab_size]
-        if wrong:
-            message = f"tokens has {wrong[0]}; expected ids below {served.vocab_size}"
-            raise ApiError(400, message, "tokens", "invalid_value")
-        loop, decode = asyncio.get_running_loop(), partial(served.decode, ids, True)
-        return JSONResponse({"prompt": await loop.run_in_executor(service.tokenisers, decode)})
+        with service.bodies.hold() as held:
+            fields = await self._fields("detokenize", request, held)
+            return await _in(service.tokenisers, partial(self._text, fields["tokens"]))
 
-    async def _fields(self, endpoint: str, request: Request) -> tuple[dict[str, Any], int]:
-        """The checked fields of a request, and the bytes of its body."""
-        options = self._service.options
-        body = await read_body(request, options.max_body_bytes, options.body_seconds)
-        fields = check_fields(endpoint, parse_json(body))
+    def _text(self, ids: list[int]) -> Response:
+        served = self._service.engine.served
+        wrong = next((i for i in ids if not 0 <= i < served.vocab_size), None)
+        if wrong is not None:
+            message = f"tokens has {wrong}; expected ids below {served.vocab_size}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return JSONResponse({"prompt": served.decode(ids, True)})
+
+    async def _fields(self, endpoint: str, request: Request, held: HeldBody) -> dict[str, Any]:
+        """The checked fields of a request."""
+        service = self._service
+        read = partial(
+            _read_fields, endpoint, await service.bodies.read(request, held, service.options)
+        )
+        fields, ignored = await _in(service.parsers, read) if held.size > LONG_BODY else read()
+        service.note_ignored(ignored)
         if "model" in fields:
             self._check_model(fields["model"])
-        return fields, len(body)
+        return fields
 
     async def _generate(self, request: Request, is_chat: bool) -> ASGIApp:
         service, start_s = self._service, time.perf_counter()
         service.check_ready()
-        fields, length = await self._fields("chat" if is_chat else "completions", request)
-        count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
-        # Shutdown waits for this request from here to the end of the reply.
-        with ExitStack() as admission:
+        # Shutdown waits for this request from its admission to the end of the reply.
+        with service.bodies.hold() as held, ExitStack() as admission:
+            fields = await self._fields("chat" if is_chat else "completions", request, held)
+            count = fields.get("n", 1) * (1 if is_chat else len(fields["prompt"]))
             admission.enter_context(service.admitted(count))
-            make = partial(self._prepare, fields, is_chat)
-            if is_chat or length > LONG_BODY:
-                loop = asyncio.get_running_loop()
-                threads = service.renderers if is_chat else service.tokenisers
-                prepared = await loop.run_in_executor(threads, make)
+            make = partial(self._job, fields, is_chat)
+            if is_chat or held.size > LONG_BODY:
+                job = await _in(service.renderers if is_chat else service.tokenisers, make)
             else:
-                prepared = make()
-            job = make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
+                job = make()
             answer = Answer(
                 is_chat,
                 fields["model"],
                 job.decode,
                 job.choices[0].sampling.logprobs is not None,
                 bool(fields.get("stream_options")),
+                [choice.prompt_ids for choice in job.choices] if job.returns_ids else (),
             )
             is_stream = bool(fields.get("stream"))
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
+    def _job(self, fields: dict[str, Any], is_chat: bool) -> Job:
+        service = self._service
+        prepared = self._prepare(fields, is_chat)
+        return make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
+
     def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
         """The token ids of each prompt and, for a chat, the parser of its answer."""
         service = self._service
+        count = fields.get("n", 1)
         if not is_chat:
-            return Prepared(service.encode(fields["prompt"]))
+            lark, wanted = Lark(service.engine.served.own_tokens), fields.get("structured_outputs")
+            grammar = lark.grammar(lark.structured(wanted)) if wanted else None
+            count *= len(fields["prompt"])
+            matchers = service.matchers(grammar, "structured_outputs", count)
+            return Prepared(service.encode(fields["prompt"]), matchers)
         made = service.conversations.make(fields)
-        matchers = service.matchers(made, fields.get("n", 1)) if made.lark else ()
+        matchers = service.matchers(made.lark, made.param, count)
         ids, images = service.encode_chat(made)
         return Prepared([ids], matchers, made.parser, made.texts, images)
 
@@ -202,16 +253,7 @@ def make_app(
         lifespan: a context that is entered before the first request.
     """
     endpoints = Endpoints(service)
-    routes = [
-        Route("/v1/completions", endpoints.completions, methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/health", endpoints.health, methods=["GET"]),
-        Route("/metrics", endpoints.metrics, methods=["GET"]),
-    ]
+    routes = [Route(path, getattr(endpoints, n), methods=[method]) for method, path, n in ROUTES]
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         HTTPException: _http_error,
         ClientDisconnect: _client_left,
@@ -289,11 +331,13 @@ class Gate:
         connection = known.begin(scope) if known is not None else None
         if connection is not None:
             receive = _noting_body(scope, receive, connection)
-        path = scope["path"]
+        path, start_s, status = scope["path"], time.perf_counter(), "left"
         label = path if path in PATHS else "other"
 
         async def counted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = str(message["status"])
                 self.service.counters.responses[label, message["status"]] += 1
                 if connection is not None:
                     connection.refuse_answer()
@@ -311,6 +355,13 @@ class Gate:
         finally:
             if connection is not None:
                 connection.end()
+            level = logging.DEBUG if path in QUIET else logging.INFO
+            if log.isEnabledFor(level):
+                said = f"{(scope.get('client') or '?')[0]} {scope['method']} {quote(path)[:100]}"
+                usage = scope.get(USAGE, "")
+                log.log(
+                    level, "%s %s in %.3f s%s", said, status, time.perf_counter() - start_s, usage
+                )
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request that must not reach the application, or None."""

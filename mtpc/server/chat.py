@@ -8,6 +8,7 @@ template from the checkpoint's files and does not import transformers.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,13 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
 
 def _is_there(path: Path) -> bool:
     try:
-        path.stat()
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not stat.S_ISREG(mode):  # To open a pipe waits for ever.
+        raise CheckpointError(f"{path} is no regular file; expected one, or none: remove it")
     return True
 
 

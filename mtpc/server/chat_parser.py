@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
 
 from mtpc.engine.text import overlap
-from mtpc.server.tool_formats import Call, Schema, ToolFormat
+from mtpc.server.tool_formats import Call, Schema, ToolFormat, without_tail
 
 THINK, END_THINK = "<think>", "</think>"
-_SPACE = re.compile(r"\s*$")
 
 
 @dataclass(frozen=True)
@@ -162,11 +160,10 @@ class ChatParser:
     def _trimmed(self, text: str, ends: bool) -> str:
         """A section's text without leading space and, if the section ends here, trailing space."""
         text = self._drop_leading(text)
-        space = _SPACE.search(text)
-        cut = space.start() if space else len(text)
+        kept = text.rstrip()
         if not ends:
-            self._held = text[cut:] + self._held
-        return text[:cut]
+            self._held = text[len(kept) :] + self._held
+        return kept
 
     def _drop_leading(self, text: str) -> str:
         if self._is_empty:
@@ -206,5 +203,5 @@ class _OpenCall:
         """The arguments so far, without characters that may belong to the end of the call."""
         text = self.text[self._start :]
         if ends:
-            return self._form.tail.sub("", text, count=1)
+            return without_tail(text, self._form.tail)
         return text.rstrip("}`\n\t ")

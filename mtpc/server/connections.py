@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from mtpc.server.options import ServerOptions
 
 MAX_HEAD_BYTES = 2**16
 """The largest request line with headers, in bytes."""
+_HEAD_END, _END_BYTES = re.compile(rb"[^\r\n]\r?\n\r?\n"), 5
+"""A header line and the empty line after it."""
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim response, which clients skip. A closed socket answers it with a reset."""
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0
@@ -74,7 +77,7 @@ class GuardedProtocol:
         # A client may send the next request before the application has ended the previous one.
         self._num_requests = 0
         # Bytes that arrived since the last head, or the body after it, was complete.
-        self._head_bytes, self._is_body_read = 0, True
+        self._head_bytes, self._is_body_read, self._last = 0, True, b""
         # The client has closed its sending side. It may still read, or it may be gone.
         self._is_half_closed = False
         self.has_written = False  # Whether uvicorn has written an answer to the last request.
@@ -133,17 +136,33 @@ class GuardedProtocol:
         """
         if self._is_refused or self._transport.is_closing():
             return
-        may_be_body = self._is_lingering or not self._is_body_read
-        rest = (DISCARDED + 1) * self._options.max_body_bytes if may_be_body else 0
-        if self._head_bytes > MAX_HEAD_BYTES + rest:
-            self._transport.abort()
+        if self._is_too_long(data):
+            is_head = self._is_body_read and not self._is_lingering
+            if is_head:  # h11 says so itself, and closes.
+                self._inner.data_received(data[: self._head_room + 1])
+            if not (is_head and self.is_closing):
+                self._transport.abort()
             return
         self._head_bytes += len(data)
+        self._last = (self._last + data[-_END_BYTES:])[-_END_BYTES:]
         if self._is_lingering:
             return
         if not self._num_requests and not self._head_timer.is_running:
             self._head_timer.start()
         self._inner.data_received(data)
+
+    @property
+    def _head_room(self) -> int:
+        return max(MAX_HEAD_BYTES - self._head_bytes, 0)
+
+    def _is_too_long(self, data: bytes) -> bool:
+        """Whether new data exceed the limit of a head, or of a body that is discarded."""
+        if self._is_lingering or not self._is_body_read:
+            most = MAX_HEAD_BYTES + (DISCARDED + 1) * self._options.max_body_bytes
+            return self._head_bytes + len(data) > most
+        room = self._head_room
+        # A body, or another request, may follow the head's end in the same data.
+        return len(data) > room and not _HEAD_END.search(self._last + data[:room])
 
     def eof_received(self) -> bool | None:
         """The client has closed its sending side. It still gets the answers that it waits for.

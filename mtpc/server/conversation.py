@@ -16,14 +16,13 @@ from mtpc.errors import RequestError
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.chat_parser import END_THINK, THINK, ChatParser
 from mtpc.server.errors import ApiError
-from mtpc.server.lark import Lark
+from mtpc.server.lark import ANY_OBJECT, Lark
 from mtpc.server.tool_formats import PARSERS, Schema, ToolFormat, find_format
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ANY_OBJECT: Schema = {"type": "object"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function that names no parameters, as at OpenAI."""
 
@@ -97,7 +96,11 @@ class Conversations:
             )
         given, images = self._images(fields["messages"])
         messages = [self._message(message) for message in given]
-        kwargs = fields.get("chat_template_kwargs", {})
+        effort = fields.get("reasoning_effort")  # A hint, which templates may read.
+        hints = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            hints["enable_thinking"] = False
+        kwargs = {**hints, **fields.get("chat_template_kwargs", {})}
         prompt = self._template.render(messages, {"tools": tools or None, **kwargs})
         schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or NO_ARGUMENTS
@@ -111,7 +114,7 @@ class Conversations:
             return ChatParser(form, schemas, may_think, is_thinking, is_single)
 
         writer = _Writer(Lark(self._served.own_tokens), form, schemas, is_single)
-        body, param = writer.body(choice, fields.get("response_format"))
+        body, param = writer.body(choice, fields)
         # Reasoning up to its end, and the line breaks after it.
         thinking = f'{writer.lark.until(END_THINK)} ("\\n" "\\n"?)?'
         think = f"({'' if is_thinking else writer.lark.text(THINK)} {thinking})"
@@ -179,20 +182,26 @@ class _Writer:
     is_single: bool
 
     def body(
-        self, choice: str | dict[str, Any], wanted: Mapping[str, Any] | None
+        self, choice: str | dict[str, Any], fields: Mapping[str, Any]
     ) -> tuple[str | None, str]:
         """The grammar of the answer after the reasoning (None if it is free), and its field."""
+        structured, wanted = fields.get("structured_outputs"), fields.get("response_format")
         if isinstance(choice, dict):
             return self._calls([choice["function"]["name"]]), "tool_choice"
         if choice == "required":
             return self._calls([*self.schemas]), "tool_choice"
-        if wanted is None or wanted["type"] == "text":
+        if structured:
+            found, param = self.lark.structured(structured), "structured_outputs"
+        elif wanted is None or wanted["type"] == "text":
             return None, "response_format"
-        schema = wanted["json_schema"].get("schema", {}) if "json_schema" in wanted else ANY_OBJECT
-        found = self.lark.json(schema)
+        else:
+            given = (
+                wanted["json_schema"].get("schema", {}) if "json_schema" in wanted else ANY_OBJECT
+            )
+            found, param = self.lark.json(given), "response_format"
         if self.form is not None:
             found = f"({found} | {self._calls([*self.schemas])})"
-        return found, "response_format"
+        return found, param
 
     def _calls(self, names: list[str]) -> str:
         """A grammar of one or more calls of these functions."""

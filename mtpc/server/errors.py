@@ -99,6 +99,8 @@ def api_error(error: BaseException) -> ApiError:
     """The error response for an exception. Unexpected exceptions do not show their message."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, GrammarError) and isinstance(error.__cause__, ApiError):
+        return error.__cause__  # A limit of the library, which only this text reached.
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), code=_TOO_LONG)
     if isinstance(error, RequestError):

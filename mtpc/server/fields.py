@@ -1,9 +1,10 @@
 """The fields of a request, and the checks of their values.
 
 `USED` has the fields of OpenAI and vLLM (marked) that the server uses. `NO_OPS` has fields that
-change no answer by OpenAI's own definition; the server accepts and ignores them. `ONE_VALUE` has
-fields that the server accepts only with a value that has no effect. The server refuses any other
-field by name. A field with the value null counts as absent.
+change no answer by OpenAI's or vLLM's own definition, or are hints; the server accepts and ignores
+them. `ONE_VALUE` has fields that the server accepts only with a value that has no effect. Any other
+field asks for nothing if it is empty. Else the server refuses it by name. A field with the value
+null counts as absent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtpc.sampling_params import MAX_SEED
@@ -22,8 +24,15 @@ MAX_CHOICES = 128
 """The largest `n`, which is OpenAI's limit."""
 _TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
 """Fields of a message with text."""
-MAX_STOPS = 16
-"""The most stop strings. OpenAI allows 4, vLLM any number."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""The most stop strings, and the most characters of each. OpenAI allows 4, vLLM any number. What a
+text may hold back for a stop string grows with its length."""
+_IDLE = (
+    *("annotations", "cache_control", "id", "parsed", "provider_specific_fields"),
+    *("reasoning_details", "refusal", "thinking_blocks"),
+)
+"""Entries that servers and clients put beside the text of messages, parts and tools. They are no
+part of a prompt; only the refusal of a message that has no text is."""
 
 _NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean",
           type(None): "null"}  # fmt: skip
@@ -88,10 +97,11 @@ def _seed(name: str, value: Any) -> int:
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+    if not isinstance(strings, list) or not all(map(_is_text, strings)):
         raise _refuse(name, value, "a string or several, none of them empty")
-    if len(strings) > MAX_STOPS:
-        raise _refuse(name, value, f"at most {MAX_STOPS} strings")
+    if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_CHARS:
+        wanted = f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
+        raise _refuse(name, value, wanted)
     return tuple(strings)
 
 
@@ -108,12 +118,10 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 def _stream_options(name: str, value: Any) -> bool:
     """Whether the stream ends with the usage."""
     for key, flag in _object(name, value).items():
-        if key not in ("include_usage", "include_obfuscation"):
+        if key not in ("include_usage", "include_obfuscation") and flag not in (None, False):
             raise _refuse(f"{name}.{key}", flag, "include_usage alone")
         if flag is not None:
             _boolean(f"{name}.{key}", flag)
-    if value.get("include_obfuscation"):
-        raise _refuse(f"{name}.include_obfuscation", True, "false: this server pads no chunks")
     return bool(value.get("include_usage"))
 
 
@@ -157,18 +165,36 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 
+def _used(name: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The entries of an object that have these names. Others may be idle, or empty."""
+    found = {}
+    for key, entry in _object(name, value).items():
+        if key in names:
+            if entry is not None:
+                found[key] = entry
+        elif key not in _IDLE and not _is_empty(entry):
+            raise _refuse(f"{name}.{key}", entry, f"only {', '.join(names)}")
+    return found
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (None, "", [], {})
+
+
 def _message(name: str, value: Any) -> dict[str, Any]:
-    message = {key: v for key, v in _object(name, value).items() if v is not None}
-    for key in message.keys() - {*_TEXTS, "content", "tool_calls"}:
-        wanted = f"only {', '.join(_TEXTS)}, content (text alone) and tool_calls"
-        raise _refuse(f"{name}.{key}", message[key], wanted)
-    for key in _TEXTS:
+    message = _used(name, value, (*_TEXTS, "reasoning", "content", "tool_calls"))
+    for key in (*_TEXTS, "reasoning"):
         if key in message or key == "role":
             _string(f"{name}.{key}", message.get(key))
-    content = message.get("content")
-    if message.get("tool_calls"):
-        message["tool_calls"] = _calls(f"{name}.tool_calls", message["tool_calls"])
-        content = "" if content is None else content  # A message with calls alone has no content.
+    if "reasoning" in message:  # vLLM's newer name.
+        reasoning = message.pop("reasoning")
+        message.setdefault("reasoning_content", reasoning)
+    content, refusal = message.get("content"), value.get("refusal")
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    if content is None and (calls or message["role"] == "assistant"):
+        content = refusal if isinstance(refusal, str) else ""
     if isinstance(content, list):
         parts = [_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
         if any(part["type"] == "image_url" for part in parts):
@@ -201,7 +227,7 @@ def _tools(name: str, value: Any) -> list[dict[str, Any]]:
             raise _refuse(f"{place}.function.name", called, "1 to 64 of a-z, A-Z, 0-9, _, . and -")
         if function.get("parameters") is not None:
             _object(f"{place}.function.parameters", function["parameters"])
-    return value
+    return [{key: entry for key, entry in tool.items() if key not in _IDLE} for tool in value]
 
 
 def _tool_choice(name: str, value: Any) -> str | dict[str, Any]:
@@ -224,21 +250,50 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's: at most one entry, which says what the text must be."""
+    hints = ("disable_any_whitespace", "disable_fallback")  # JSON has no whitespace of its own.
+    rest = {
+        key: v for key, v in _object(name, value).items() if key not in hints and v is not False
+    }
+    given = _used(name, rest, ("json", "json_object", "regex", "choice", "grammar"))
+    if len(given) > 1:
+        raise _refuse(name, value, "one of json, json_object, regex, choice and grammar")
+    for kind, entry in given.items():
+        place = f"{name}.{kind}"
+        if kind == "json" and isinstance(entry, str):
+            try:
+                given[kind] = entry = json.loads(entry)
+            except (ValueError, RecursionError) as error:
+                raise _refuse(place, entry, f"a schema in JSON: {error}") from None
+        if kind == "choice":
+            if not isinstance(entry, list) or not entry or not all(map(_is_text, entry)):
+                raise _refuse(place, entry, "a list of strings, none of them empty")
+        else:
+            {"json": _object, "json_object": _boolean}.get(kind, _string)(place, entry)
+    return given
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def _part(name: str, value: Any) -> dict[str, Any]:
-    part = _object(name, value)
-    kind = part.get("type")
-    if kind not in ("text", "image_url") or part.keys() != {"type", kind}:
+    kind = _object(name, value).get("type")
+    if kind not in ("text", "refusal", "image_url"):
         raise _refuse(name, value, 'a part {"type": "text", "text": ...}, or of image_url')
-    if kind == "text":
-        _string(f"{name}.text", part["text"])
-        return part
-    image = _object(f"{name}.image_url", part["image_url"])
-    for key in image.keys() - {"url", "detail"}:
-        raise _refuse(f"{name}.image_url.{key}", image[key], "only url and detail")
+    part = _used(name, value, ("type", kind))
+    if kind != "image_url":
+        return {"type": "text", "text": _string(f"{name}.{kind}", part.get(kind))}
+    image = _used(f"{name}.image_url", part.get(kind), ("url", "detail"))
     if image.get("detail") not in (None, "auto"):
         raise _refuse(f"{name}.image_url.detail", image["detail"], '"auto", or no such field')
     _string(f"{name}.image_url.url", image.get("url"))
-    return part
+    return {"type": kind, "image_url": image}
+
+
+def _logprobs(name: str, value: Any) -> int | None:
+    return None if value is False else _integer(0, 64)(name, value)
 
 
 _BOTH: Mapping[str, Check] = {
@@ -260,12 +315,15 @@ _BOTH: Mapping[str, Check] = {
     "repetition_penalty": _number,
     "min_tokens": _integer(0, 2**31 - 1),
     "ignore_eos": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "return_token_ids": _boolean,
+    "structured_outputs": _structured_outputs,
 }
 USED: Mapping[str, Mapping[str, Check]] = {
     "completions": {
         **_BOTH,
         "prompt": _prompts,
-        "logprobs": _integer(0, 64),
+        "logprobs": _logprobs,
         "echo": _boolean,
         "max_tokens": _integer(0, MOST_TOKENS),
     },
@@ -279,6 +337,7 @@ USED: Mapping[str, Mapping[str, Check]] = {
         "tools": _tools,
         "tool_choice": _tool_choice,
         "parallel_tool_calls": _boolean,
+        "reasoning_effort": _string,
         "response_format": _response_format,
     },
     # vLLM's endpoints.
@@ -293,24 +352,43 @@ USED: Mapping[str, Mapping[str, Check]] = {
     },
     "detokenize": {"model": _string, "tokens": _row},
 }
+_IDLE_FIELDS: Mapping[str, Check] = {
+    "user": _string,
+    "safety_identifier": _string,
+    "prompt_cache_key": _string,
+    "prompt_cache_retention": _string,
+    "service_tier": _string,
+    "metadata": _object,
+    "store": _boolean,
+    # vLLM's.
+    "priority": _integer(-(2**63), 2**63 - 1),
+    "request_id": _string,
+    "length_penalty": _number,
+    "spaces_between_special_tokens": _boolean,
+}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
 NO_OPS: Mapping[str, Mapping[str, Check]] = {
-    "completions": {"user": _string},
-    "chat": {
-        "user": _string,
-        "safety_identifier": _string,
-        "prompt_cache_key": _string,
-        "metadata": _object,
-        "store": _boolean,
-    },
+    "completions": _IDLE_FIELDS,
+    "chat": {**_IDLE_FIELDS, "verbosity": _string, "prediction": _object},
 }
 ONE_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "completions": {"best_of": (1,), "suffix": ("",)},
+    "completions": {**_NEUTRAL, "best_of": (1,), "suffix": ("",), "add_special_tokens": (True,)},
     "chat": {
+        **_NEUTRAL,
         "functions": ([],),
-        "function_call": ("none",),
+        "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "include_reasoning": (True,),
     },
+    "tokenize": {"add_generation_prompt": (True,), "continue_final_message": (False,)},
 }
 
 
@@ -323,14 +401,17 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
 """Fields that every request has; `tokenize` needs a prompt or messages."""
 
 
-def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
-    """Check a request's fields, and return those that the server uses.
+def check_fields(endpoint: str, body: Any) -> tuple[dict[str, Any], set[str]]:
+    """Check a request's fields.
 
     `SamplingParams` checks the ranges of sampling parameters later.
 
     Args:
         endpoint: a key of `REQUIRED`.
         body: the parsed JSON.
+
+    Returns:
+        The fields that the server uses, and the names of known ones that it ignores.
 
     Raises:
         ApiError: 400, with the field's name.
@@ -341,41 +422,55 @@ def check_fields(endpoint: str, body: Any) -> dict[str, Any]:
     fixed = ONE_VALUE.get(endpoint, {})
     checked = {}
     for name, value in body.items():
-        if name not in used and name not in idle and name not in fixed:
-            raise _unknown(name, [*used, *idle, *fixed])
         if value is None:
             continue
         if name in used:
             checked[name] = used[name](name, value)
         elif name in idle:
             idle[name](name, value)
-        elif not any(value == v and type(value) is type(v) for v in fixed[name]):
-            allowed = " or ".join(json.dumps(v) for v in fixed[name])
-            raise _refuse(name, value, f"{allowed}, or no such field: more is not supported")
+        elif name in fixed:
+            if not any(value == v and type(value) is type(v) for v in fixed[name]):
+                allowed = " or ".join(json.dumps(v) for v in fixed[name])
+                raise _refuse(name, value, f"{allowed}, or no such field: more is not supported")
+        elif not _is_empty(value):
+            raise _unknown(name, [*used, *idle, *fixed])
     for name in REQUIRED[endpoint]:
         if name not in checked:
             raise ApiError(400, f"{name} is missing; every request needs it", name, "missing")
     _check_tools(checked)
+    asked = checked.get("response_format", {}).get("type", "text")
+    if checked.get("structured_outputs") and asked != "text":
+        message = "response_format is beside structured_outputs; expected one of them"
+        raise ApiError(400, message, "response_format")
     if checked.get("max_tokens") == 0 and not checked.get("echo"):
         raise _refuse("max_tokens", 0, f"an integer in 1..{MOST_TOKENS}, or 0 with echo: true")
-    if "stream_options" in checked and not checked.get("stream"):
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    return checked
+    return checked, {name for name in idle if body.get(name) is not None} | _ignored(body)
 
 
-def _check_tools(fields: Mapping[str, Any]) -> None:
+def _ignored(body: Mapping[str, Any]) -> set[str]:
+    """The names of idle entries in the messages of a checked body."""
+    messages: list[dict[str, Any]] = body.get("messages") or []
+    return {
+        f"messages[].{key}"
+        for message in messages
+        for key in _IDLE
+        if not _is_empty(message.get(key))
+    }
+
+
+def _check_tools(fields: dict[str, Any]) -> None:
     """Check that tools have different names, and that `tool_choice` names one of them."""
     names = [tool["function"]["name"] for tool in fields.get("tools", ())]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ApiError(400, f"tools has {twice!r} twice; expected one of each", "tools")
+    for name, count in Counter(names).most_common(1):
+        if count > 1:
+            raise ApiError(400, f"tools has {name!r} twice; expected one of each", "tools")
     choice = fields.get("tool_choice", "none")
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
     if wanted is not None and wanted not in names:
         known = ", ".join(names) or "none"
         message = f"tool_choice names {wanted!r}; expected one of the tools: {known}"
         raise ApiError(400, message, "tool_choice", "invalid_value")
-    if choice in ("auto", "required") and not names:
+    if choice == "required" and not names:
         raise ApiError(400, f"tool_choice {choice!r} needs tools", "tool_choice")
 
 

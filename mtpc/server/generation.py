@@ -79,6 +79,8 @@ class Job:
         num_copies: number of choices of each prompt.
         decode: decodes new tokens.
         parser: makes the parser of a choice's text, or None: the text is the content.
+        keeps_stop: whether a text ends with its stop string instead of before it.
+        returns_ids: whether the answer has token ids.
     """
 
     choices: tuple[Choice, ...]
@@ -88,6 +90,8 @@ class Job:
     num_copies: int
     decode: Decode
     parser: Callable[[], ChatParser] | None = None
+    keeps_stop: bool = False
+    returns_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,9 @@ def make_job(
     for choice in choices[:: fields.get("n", 1)]:
         choice.check(engine, stop_ids)
     total, copies = sum(len(prompt) for prompt in prepared.prompts), fields.get("n", 1)
-    stop = fields.get("stop", ())
-    return Job(tuple(choices), stop, stop_ids, total, copies, decode, prepared.parser)
+    flags = (fields.get(name, False) for name in ("include_stop_str_in_output", "return_token_ids"))
+    rest = (fields.get("stop", ()), stop_ids, total, copies, decode, prepared.parser, *flags)
+    return Job(tuple(choices), *rest)
 
 
 def _default_tokens(
@@ -182,7 +187,7 @@ def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> Sam
     given.setdefault("temperature", 1.0 if engine.engine.options.sampling else 0.0)
     logprobs = fields.get("logprobs")
     if is_chat:
-        if "top_logprobs" in fields and not logprobs:
+        if fields.get("top_logprobs") and not logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = fields.get("top_logprobs", 0) if logprobs else None
     return SamplingParams(logprobs=logprobs, **given)
@@ -219,7 +224,7 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
         await sink(choice.index, await _echo(engine, choice))
         if not choice.max_tokens:
             return 0, 0
-    text = TextAssembler(job.decode, job.stop)
+    text = TextAssembler(job.decode, job.stop, job.keeps_stop)
     parser = job.parser() if job.parser else None
     outputs = engine.generate(
         choice.prompt_ids,
@@ -236,10 +241,12 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
             reason = output.finish_reason
             if reason not in (None, "stop", "length"):
                 raise ServingError(f"the engine ended the request: {reason}")
-            # Drop the log-probabilities of tokens that a step emitted after a stop string.
-            logprobs = (output.logprobs or ())[: text.num_tokens - counted]
+            # Drop the tokens that a step emitted after a stop string.
+            new = slice(text.num_tokens - counted)
+            ids, logprobs = output.token_ids[new], (output.logprobs or ())[new]
             counted, cached = text.num_tokens, output.num_cached_tokens
-            await sink(choice.index, _piece(parser, output.text or "", logprobs, reason))
+            piece = _piece(parser, output.text or "", logprobs, reason)
+            await sink(choice.index, replace(piece, token_ids=ids) if job.returns_ids else piece)
     return counted, cached
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtpc.server.errors import ApiError
@@ -15,22 +16,57 @@ LIBRARY = "llguidance"
 
 
 class Matcher:
-    """A `mtpc.Grammar` over one of llguidance's matchers."""
+    """A `mtpc.Grammar` over one of llguidance's matchers.
 
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
+    Args:
+        matcher: the library's object.
+        param: the request's field that it comes from, for errors.
+    """
+
+    def __init__(self, matcher: Any, param: str):
+        self._matcher, self._param = matcher, param
 
     def fill_mask(self, words: Tensor) -> None:
         """Clear the bits of tokens that may not come next."""
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * words.numel())
+        self.check()
 
     def advance(self, token_id: int) -> bool:
         """Take a token, if it may come next."""
-        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        is_taken = bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        self.check()
+        return is_taken
 
     def rollback(self, count: int) -> None:
         """Go back by the last `count` tokens."""
         self._matcher.rollback(count)
+
+    def check(self) -> None:
+        """Raise if the library has given up: it has limits, which only some texts reach.
+
+        Raises:
+            ApiError: 400, with the library's words.
+        """
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().splitlines()[0]
+            message = f"{self._param} cannot be followed: {reason}"
+            raise ApiError(400, message, self._param, "invalid_value")
+
+    def copy(self) -> Matcher:
+        """Another one, at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._param)
+
+    def try_out(self, vocab_size: int) -> None:
+        """Take a token that may come first, so that most limits are found before any step.
+
+        Raises:
+            ApiError: 400, see `check`.
+        """
+        words = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+        self.fill_mask(words)
+        for place in words.nonzero().flatten()[:1].tolist():
+            word = int(words[place])
+            self.advance(32 * place + (word & -word).bit_length() - 1)
 
 
 class Grammars:
@@ -78,8 +114,7 @@ class Grammars:
         except ValueError as error:
             message = f"{param} cannot be followed: {LIBRARY} does not read this model's tokenizer"
             raise ApiError(400, f"{message}: {error}", param, "unsupported_tokenizer") from error
-        made = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
-        if made.is_error():
-            reason = made.get_error().strip().splitlines()[0]
-            raise ApiError(400, f"{param} cannot be followed: {reason}", param, "invalid_value")
-        return [Matcher(made), *(Matcher(made.deep_copy()) for _ in range(count - 1))]
+        made = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0), param)
+        made.check()
+        made.copy().try_out(self._served.vocab_size)
+        return [made, *(made.copy() for _ in range(count - 1))]

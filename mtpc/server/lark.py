@@ -14,6 +14,8 @@ from typing import Any
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as models write it. With whitespace of any length, a text might never end."""
 _ANY = r"/(.|\n)*/"
+_SLASH = re.compile(r"(\\[^/])|\\?/")
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Lark:
@@ -52,6 +54,18 @@ class Lark:
     def json(self, schema: Mapping[str, Any]) -> str:
         """An expression for JSON of a schema."""
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}")
+
+    def structured(self, wanted: Mapping[str, Any]) -> str:
+        """An expression for what vLLM's `structured_outputs` asks for: it has one entry."""
+        ((kind, entry),) = wanted.items()
+        if kind == "choice":
+            return f"({' | '.join(map(self.text, entry))})"
+        if kind == "grammar":
+            return self._rule(f"%lark {{\n{entry}\n}}")
+        if kind == "regex":  # A slash would end it, also behind a backslash.
+            slashes = _SLASH.sub(lambda each: each[0] if each[1] else r"\x2f", entry)
+            return self._rule(f"/{slashes}/".replace("\n", r"\n"))
+        return self.json(entry if kind == "json" else ANY_OBJECT)
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"

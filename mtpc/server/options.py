@@ -17,6 +17,7 @@ from mtpc.server.tool_formats import PARSERS
 REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
 """Values of `reasoning_parser`. vLLM's names all stand for one format, `<think>...</think>`. "auto"
 looks for it in the chat template."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 HTTP_PARSERS = ("auto", "httptools", "h11")
 _TEXT_BODY_BYTES, _IMAGES_BODY_BYTES = 2**20, 2**25
 _NEEDED = ("starlette", "uvicorn", "jinja2")
@@ -39,6 +40,8 @@ class ServerOptions:
             status 429.
         max_body_bytes: the largest body of a request, in bytes. The default becomes 32 MiB for a
             model that takes images.
+        max_total_body_bytes: the most bytes of the bodies of all requests, from their first byte
+            until they are prompts. At least one body always has room.
         max_images: the most images in a request, for a model that takes images.
         max_connections: the most open connections. The server closes further ones.
         header_seconds: time limit for a request's head.
@@ -55,6 +58,7 @@ class ServerOptions:
         tool_call_parser: how the model writes tool calls, one of
             `mtpc.server.tool_formats.PARSERS`; "auto" finds the format in the chat template.
         reasoning_parser: how the model writes its reasoning, one of REASONING.
+        log_level: what `mtpc serve` logs, one of LOG_LEVELS.
 
     Raises:
         OptionError: a value is out of range.
@@ -69,6 +73,7 @@ class ServerOptions:
     max_requests: int = 256
     max_queue: int = 256
     max_body_bytes: int = _TEXT_BODY_BYTES
+    max_total_body_bytes: int = 2**28
     max_images: int = 16
     max_connections: int = 1024
     header_seconds: float = 10.0
@@ -81,6 +86,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -110,7 +116,11 @@ class ServerOptions:
                 f"allowed_origins is {self.allowed_origins!r}; expected origins without paths, "
                 "such as ('https://app.example',), or ('*',)"
             )
-        for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING)):
+        for name, known in (
+            ("tool_call_parser", PARSERS),
+            ("reasoning_parser", REASONING),
+            ("log_level", LOG_LEVELS),
+        ):
             if getattr(self, name) not in known:
                 raise OptionError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"

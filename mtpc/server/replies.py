@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from mtpc.server.answers import DONE, Answer, Chunks, Piece, usage_chunk
+from mtpc.server.answers import DONE, Answer, Chunks, Piece, Usage, usage_chunk
 from mtpc.server.errors import api_error
 from mtpc.server.generation import Job, run_choices
 from mtpc.server.service import Service
 
+Note = Callable[[Usage], None]
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events.
 ]
+USAGE = "mtpc.usage"
+"""Where a request's scope has the end of its line in the log."""
+LONG_PIECE = 64
+"""More tokens with log-probabilities than this are encoded outside the event loop."""
 log = logging.getLogger("mtpc.server")
 
 
@@ -53,12 +59,19 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send the answer. If the client disconnects, abort its choices."""
         with self._admission:
-            work = self._send_events(send) if self._is_stream else self._send_whole(send)
+            answer = self._send_events if self._is_stream else self._send_whole
+            work = answer(send, partial(self._note_usage, scope))
             if not await _unless_left(work, receive):
                 self._service.counters.disconnects += 1
         self._service.counters.request_s.observe(time.perf_counter() - self._start_s)
 
-    async def _send_whole(self, send: Send) -> None:
+    def _note_usage(self, scope: Scope, usage: Usage) -> None:
+        scope[USAGE] = (
+            f": {usage.prompt_tokens} tokens of the prompt ({usage.cached_tokens} cached), "
+            f"{usage.completion_tokens} new"
+        )
+
+    async def _send_whole(self, send: Send, note: Note) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._job.choices]
 
         async def keep(index: int, piece: Piece) -> None:
@@ -66,12 +79,13 @@ class Reply:
             pieces[index].append(piece)
 
         usage = await run_choices(self._service.engine, self._job, keep)
+        note(usage)
         body = await asyncio.to_thread(self._answer.whole, pieces, usage)
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, note: Note) -> None:
         """Send the answer as events.
 
         The status line goes out with the first event, so an error before that has its own status.
@@ -81,7 +95,9 @@ class Reply:
 
         async def write(index: int, piece: Piece) -> None:
             self._note_first()
-            if not piece.is_empty:
+            if len(piece.logprobs) > LONG_PIECE:  # Of a prompt that is echoed.
+                await events.write(await asyncio.to_thread(chunks[index].encode, piece))
+            elif not piece.is_empty:
                 await events.write(chunks[index].encode(piece))
 
         try:
@@ -95,6 +111,7 @@ class Reply:
             # An error takes the place of a chunk.
             await events.write(b"data: " + response.body() + b"\n\n", more=False)
             return
+        note(usage)
         last = usage_chunk(self._answer, usage) if self._answer.wants_usage else b""
         await events.write(last + DONE, more=False)
 

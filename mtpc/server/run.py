@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -31,6 +32,9 @@ does not read."""
 GRACE_SECONDS = 5
 """Seconds that uvicorn waits for connections to close after the engine has ended."""
 BACKLOG = 2048
+RATES_SECONDS = 10
+"""Seconds between two lines of the log with the engine's throughput."""
+log = logging.getLogger("mtpc.server")
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ async def _serve(
     parser = import_from_string(HTTP_PROTOCOLS[service.options.http])
     connections = Connections(service.options, parser)
     server = _server(make_app(service, connections, lifespan), service.options, connections)
-    async with service.engine:
+    async with service.engine, AsyncExitStack() as stack:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -163,6 +167,8 @@ async def _serve(
             ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
         lost = asyncio.create_task(_lost_rank(service.engine))
+        if log.isEnabledFor(logging.INFO):
+            stack.callback(asyncio.create_task(_log_rates(service)).cancel)
         await asyncio.wait({stopped, lost, serving}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
@@ -174,6 +180,26 @@ async def _serve(
         lost.cancel()
     if faults:
         raise OSError(*faults[0].args)
+
+
+async def _log_rates(service: Service) -> None:
+    """Log what the engine does, at intervals, while it does something."""
+    engine = service.engine
+    last = await engine.call(lambda: replace(engine.engine.stats))
+    while True:
+        await asyncio.sleep(RATES_SECONDS)
+        stats = await engine.call(lambda: replace(engine.engine.stats))
+        names = ("prompt_tokens", "emitted_tokens", "decoded_tokens", "request_steps")
+        prompt, new, decoded, steps = (getattr(stats, n) - getattr(last, n) for n in names)
+        last = stats
+        if prompt or new or stats.num_running:
+            log.info(
+                "%d requests run, %d wait; %.1f tokens/s of prompts, %.1f new, %.2f a step; "
+                "%.0f%% of pages in use",
+                *(stats.num_running, stats.num_waiting),
+                *(prompt / RATES_SECONDS, new / RATES_SECONDS, decoded / max(steps, 1)),
+                100 * stats.pages_used / max(stats.num_pages, 1),
+            )
 
 
 async def _lost_rank(engine: AsyncEngine) -> LostRankError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from functools import cached_property
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.vision import Vision
+from mtpc.server.bodies import Bodies
 from mtpc.server.chat import ChatTemplate
 from mtpc.server.conversation import Conversation, Conversations
 from mtpc.server.counters import ServerCounters
@@ -19,8 +21,9 @@ from mtpc.server.errors import ApiError, no_token_masks
 from mtpc.server.grammars import Grammars, Matcher
 from mtpc.server.options import ServerOptions
 
+log = logging.getLogger("mtpc.server")
 TOKENISERS = 2
-"""The number of long texts that are tokenised at the same time."""
+"""The number of long texts that are tokenised at the same time, and of bodies that are parsed."""
 CHARS_PER_TOKEN, MIN_CHARS = 32, 2**16
 """A text is refused before it is tokenised if it has more than `MIN_CHARS` characters, and more
 than `CHARS_PER_TOKEN` for each token that the engine has room for."""
@@ -41,6 +44,8 @@ class Service:
         in_flight: number of choices that wait or run.
         counters: the counts of HTTP responses and their times.
         created: Unix time at which the service was made, in seconds.
+        bodies: the bodies of requests that are not prompts yet.
+        parsers: threads that only parse and check long bodies.
         tokenisers: threads that only tokenise long texts, so that other work in the event loop's
             own threads does not wait for them.
         renderers: threads that only prepare conversations. They wait for the process that renders
@@ -61,8 +66,11 @@ class Service:
         self._grammars = Grammars(engine.served)
         self.counters = ServerCounters()
         self.created = int(time.time())
+        self.bodies = Bodies(max(options.max_total_body_bytes, options.max_body_bytes))
+        self.parsers = ThreadPoolExecutor(TOKENISERS, "mtpc-parser")
         self.tokenisers = ThreadPoolExecutor(TOKENISERS, "mtpc-tokeniser")
         self.renderers = ThreadPoolExecutor(TOKENISERS, "mtpc-renderer")
+        self._ignored = set[str]()
         self.is_draining = False
         self.in_flight = 0
         self._is_idle = asyncio.Event()
@@ -115,17 +123,24 @@ class Service:
         encode = self.engine.served.encode
         return [encode(p, special_tokens) if isinstance(p, str) else p for p in prompts]
 
-    def matchers(self, conversation: Conversation, count: int) -> list[Matcher]:
-        """The grammars of `count` texts of a conversation that has one.
+    def matchers(self, lark: str | None, param: str, count: int) -> Sequence[Matcher]:
+        """The grammars of `count` texts; none without `lark`, which comes from the field `param`.
 
         Raises:
             ApiError: 400, the model was compiled without masks, or the grammar is invalid.
         """
-        param = conversation.param
+        if lark is None:
+            return ()
         if not self.engine.engine.options.token_mask:
             raise no_token_masks(param, param)
-        assert conversation.lark is not None
-        return self._grammars.matchers(conversation.lark, count, param)
+        return self._grammars.matchers(lark, count, param)
+
+    def note_ignored(self, names: set[str]) -> None:
+        """Log the names of fields that the server ignores, each of them once."""
+        new = names - self._ignored
+        if new:
+            self._ignored |= new
+            log.info("requests have fields that change no answer here: %s", ", ".join(sorted(new)))
 
     def check_ready(self) -> None:
         """Check that the server can serve requests.
@@ -180,7 +195,7 @@ class Service:
         for task in waiting:
             task.cancel()
         await self.engine.aclose()
-        for threads in (self.tokenisers, self.renderers):
+        for threads in (self.parsers, self.tokenisers, self.renderers):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.in_flight:
             await self._is_idle.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class ToolFormat:
         head: matches the text before the arguments; its group is the function's name. The
             arguments follow as JSON up to `tail` and are streamed. None: the arguments are sent
             when the call is complete.
-        tail: matches the text after the arguments.
+        tail: the text after the arguments, with space around it.
         takes_text: whether the template takes the arguments of earlier calls as JSON text instead
             of an object.
     """
@@ -62,7 +62,7 @@ class ToolFormat:
     closing: str = ""
     between: str = "\n"
     head: re.Pattern[str] | None = None
-    tail: re.Pattern[str] = re.compile(r"\s*$")
+    tail: str = ""
     takes_text: bool = False
 
     def texts(self) -> tuple[str, ...]:
@@ -94,12 +94,34 @@ def _parse_hermes(text: str, schemas: Mapping[str, Schema]) -> Call | None:
     return Call(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def _parse_headed(head: re.Pattern[str], tail: re.Pattern[str]) -> Callable[..., Call | None]:
-    """A parser of a name (the group of `head`) and the JSON arguments between two patterns."""
+def without_tail(text: str, tail: str) -> str:
+    """Arguments without the text after them.
+
+    Like all that reads an answer here, it takes time in proportion to the text, whatever a model
+    writes: it runs in the event loop.
+    """
+    return text.rstrip().removesuffix(tail).rstrip()
+
+
+def _between(text: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, str]]:
+    """The texts before and after each `middle`, from a `begin` to the first `end`."""
+    start = text.find(begin)
+    while start >= 0:
+        start += len(begin)
+        half = text.find(middle, start)
+        stop = text.find(end, half + len(middle)) if half >= 0 else -1
+        if stop < 0:
+            return
+        yield text[start:half], text[half + len(middle) : stop]
+        start = text.find(begin, stop + len(end))
+
+
+def _parse_headed(head: re.Pattern[str], tail: str) -> Callable[..., Call | None]:
+    """A parser of a name (the group of `head`), and then the arguments up to `tail`."""
 
     def parse(text: str, schemas: Mapping[str, Schema]) -> Call | None:
         match = head.match(text)
-        arguments = tail.sub("", text[match.end() :]) if match else ""
+        arguments = without_tail(text[match.end() :], tail) if match else ""
         return Call(match[1], arguments) if match and _object(arguments) is not None else None
 
     return parse
@@ -137,8 +159,6 @@ def _typed(values: list[tuple[str, str]], schema: Schema) -> str:
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>\s*)?$", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def _parse_qwen(text: str, schemas: Mapping[str, Schema]) -> Call | None:
@@ -146,8 +166,9 @@ def _parse_qwen(text: str, schemas: Mapping[str, Schema]) -> Call | None:
     match = _FUNCTION.match(text)
     if match is None:
         return None
-    name = match[1].strip()
-    return Call(name, _typed(_PARAMETER.findall(match[2]), schemas.get(name, {})))
+    name, values = match[1].strip(), _between(match[2], "<parameter=", ">", "</parameter>")
+    stripped = [(key, text.removeprefix("\n").removesuffix("\n")) for key, text in values if key]
+    return Call(name, _typed(stripped, schemas.get(name, {})))
 
 
 def _parse_glm(text: str, schemas: Mapping[str, Schema]) -> Call | None:
@@ -155,7 +176,10 @@ def _parse_glm(text: str, schemas: Mapping[str, Schema]) -> Call | None:
     name = text.partition("<arg_key>")[0].strip()
     if not name or any(space in name for space in " \n<{"):
         return None
-    return Call(name, _typed(_ARGUMENT.findall(text), schemas.get(name, {})))
+    values, begin = _between(text, "<arg_key>", "</arg_key>", "</arg_value>"), "<arg_value>"
+    split = [(key.strip(), value.lstrip()) for key, value in values]
+    given = [(key, text.removeprefix(begin)) for key, text in split if text.startswith(begin)]
+    return Call(name, _typed(given, schemas.get(name, {})))
 
 
 def _each_argument(lark: Lark, schema: Schema, before: str, after: str) -> str:
@@ -182,7 +206,6 @@ def _glm_grammar(lark: Lark, name: str, schema: Schema) -> str:
     return f"{start} {_each_argument(lark, schema, before, after)}"
 
 
-_FENCE_TAIL = re.compile(r"\s*(?:```\s*)?$")
 _DEEPSEEK: dict[str, Any] = {
     "begin": "<｜tool▁call▁begin｜>",
     "end": "<｜tool▁call▁end｜>",
@@ -195,16 +218,16 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "deepseek_v3",
         ("<｜tool▁sep｜>", "```json"),
-        parse=_parse_headed(_FENCE_HEAD, _FENCE_TAIL),
+        parse=_parse_headed(_FENCE_HEAD, "```"),
         grammar=_headed_grammar("function<｜tool▁sep｜>NAME\n```json\n", "\n```"),
         head=_FENCE_HEAD,
-        tail=_FENCE_TAIL,
+        tail="```",
         **_DEEPSEEK,
     ),
     ToolFormat(
         "deepseek_v31",
         ("<｜tool▁sep｜>",),
-        parse=_parse_headed(_BARE_HEAD, re.compile(r"\s*$")),
+        parse=_parse_headed(_BARE_HEAD, ""),
         grammar=_headed_grammar("NAME<｜tool▁sep｜>"),
         head=_BARE_HEAD,
         **{**_DEEPSEEK, "between": ""},
@@ -225,7 +248,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         parse=_parse_hermes,
         grammar=_headed_grammar('\n{"name": "NAME", "arguments": ', "}\n"),
         head=_HERMES_HEAD,
-        tail=re.compile(r"\s*\}\s*$"),
+        tail="}",
         **_CALL,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import httpx
 import pytest
@@ -93,6 +94,30 @@ def test_a_grammar_that_cannot_go_on_says_so() -> None:
     assert "allows no token" in str(error)
 
 
+LONG = 60_000
+LONG_TEXTS = {
+    "spaces in content": " " * LONG + "x",
+    "spaces in a call": f'<tool_call>{{"name": "weather", "arguments": {{{" " * LONG}x',
+    "spaces in a fence": f"{OPEN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    + " " * LONG + "x",
+    "open parameters": "<tool_call><function=weather>" + "<parameter=a>" * (LONG // 13),
+    "open brackets": "<tool_call><function=weather>" + "<parameter=" * (LONG // 11),
+    "open keys": "<tool_call>weather\n" + "<arg_key>" * (LONG // 9),
+    "keys without values": "<tool_call>weather\n" + "<arg_key>a</arg_key>" * (LONG // 20),
+    "spaces in keys": "<tool_call>weather\n<arg_key>" + " " * LONG + "x",
+    "open calls": "<tool_call>" * (LONG // 11),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("what", LONG_TEXTS)
+def test_long_texts_take_time_in_proportion(form, what: str) -> None:  # type: ignore[no-untyped-def]
+    """Whatever a model writes: the parser runs in the event loop, and a regex may backtrack."""
+    start = time.thread_time()
+    ChatParser(form, SCHEMAS, True, False).push(LONG_TEXTS[what], last=True)
+    assert time.thread_time() - start < 0.5
+
+
 def test_texts_that_are_no_calls_stay_content() -> None:
     hermes = find_format("hermes", "")
     for text in ("a <tool_call>no JSON</tool_call> b", "a <tool_cal", " \n a\n ", "<tool_call>{"):
@@ -114,7 +139,7 @@ def test_grammars_take_what_templates_write(form) -> None:  # type: ignore[no-un
 
     schemas = {"weather": SCHEMA, "stop": NO_ARGUMENTS}
     writer = _Writer(Lark({}), form, schemas, False)
-    body, _ = writer.body("required", None)
+    body, _ = writer.body("required", {})
     characters = sorted({*TWO[form.name], *"abc"})
     tokens = [*(c.encode() for c in characters), b"<eos>"]
 

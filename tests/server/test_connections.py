@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -14,7 +16,8 @@ from helpers.small_server import LIMIT, NAME, QUICK, body, nothing_is_left, serv
 from helpers.word_model import words
 
 import mtpc
-from mtpc.server.connections import GuardedProtocol
+from mtpc.server.connections import MAX_HEAD_BYTES, Connections, GuardedProtocol
+from mtpc.server.options import ServerOptions
 from mtpc.server.run import SEND_BUFFER_BYTES, Running
 
 __all__ = ["nothing_is_left", "server"]
@@ -75,6 +78,42 @@ def test_endless_heads(server: Running) -> None:
         sent = send_endless_head(client)
         assert sent < 8_000_000, "closed before all of it; buffers hold less"
         assert b" 200 " not in read_all(client)
+
+
+@pytest.mark.parametrize("num_reads", [1, 2, 50])
+@pytest.mark.parametrize("more", [-1, 0, 1, 200_000])
+@pytest.mark.parametrize("behind", [b"", b" " * 200_000, b"GET / HTTP/1.1\r\n" * 9000])
+def test_the_limit_of_heads_counts_new_data(num_reads: int, more: int, behind: bytes) -> None:
+    """To the byte, in any number of reads, whatever follows the head in the same read."""
+    start, end = b"\r\n\r\nGET / HTTP/1.1\r\nx: ", b"\r\n\r\n"
+    head = start + b"y" * (MAX_HEAD_BYTES + more - len(start) - len(end)) + end
+    size = -(-len(head) // num_reads)
+    reads = [head[place : place + size] for place in range(0, len(head), size)]
+    reads[-1] += behind
+
+    async def send() -> bool:
+        inner, transport = Mock(), Mock()
+        transport.is_closing.return_value = False
+        transport.get_extra_info.return_value = ("127.0.0.1", 1)
+        guard = GuardedProtocol(Connections(ServerOptions(), Mock()), inner)
+        guard.connection_made(transport)
+        for read in reads:
+            guard.data_received(read)
+            if transport.abort.called:
+                return False
+        assert [call.args[0] for call in inner.data_received.mock_calls] == reads
+        return True
+
+    assert asyncio.run(send()) == (more <= 0)
+
+
+def test_bodies_and_heads_behind_a_head_are_no_part_of_it(server: Running) -> None:
+    """One read has a small head and more than 64 KiB of what follows."""
+    one = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    with connect(server) as client:
+        client.sendall(one * 1000 + last)
+        assert read_all(client).count(b"HTTP/1.1 200") == 1001
 
 
 def kept(data: bytes, *where: str) -> bytes:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from helpers.word_model import words
 from PIL import Image
 
 import mtpc
+from mtpc.engine.image_files import open_image
+from mtpc.errors import RequestError
 from mtpc.server.run import Running
 
 __all__ = ["client"]
@@ -136,6 +141,93 @@ def test_what_is_refused(client: openai.OpenAI, parts: Any, code: str | None, sa
         ask(client, *parts)
     assert said in refused.value.message
     assert refused.value.code == code
+
+
+def flat_png(width: int, height: int) -> bytes:
+    """A black picture of any size, whose rows are never in memory together."""
+    rows, packed = bytes(1 + 3 * width), zlib.compressobj()
+    data = b"".join(packed.compress(rows) for _ in range(height)) + packed.flush()
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", data), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks
+    )
+
+
+def saved(kind: str, *pictures: Image.Image) -> bytes:
+    out, more = io.BytesIO(), dict[str, Any](save_all=True, append_images=pictures[1:])
+    pictures[0].save(out, kind, **(more if len(pictures) > 1 else {}))
+    return out.getvalue()
+
+
+def resized(data: bytes, place: int, form: str, *size: int) -> bytes:
+    """A file that states another size."""
+    new = struct.pack(form, *size)
+    return data[:place] + new + data[place + len(new) :]
+
+
+def many_scans() -> bytes:
+    """A small JPEG file with a pass over 4096 x 4096 pixels for every few bytes."""
+    out = io.BytesIO()
+    Image.new("L", (4096, 4096)).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * 2000 + data[-2:]
+
+
+TINY_GIF, TINY_JPEG = saved("GIF", picture(8, 8)), saved("JPEG", picture(8, 8))
+FRAME = TINY_JPEG.index(b"\xff\xc0") + 5
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "a PNG of 1 x 2**20": lambda: flat_png(1, 2**20),
+    "a PNG of 2**20 x 1": lambda: flat_png(2**20, 1),
+    "a PNG of 1 x 2**26": lambda: resized(flat_png(1, 8), 16, ">II", 1, 2**26),
+    "a PNG of 2**31 a side": lambda: resized(flat_png(1, 8), 16, ">II", 2**31 - 1, 2**31 - 1),
+    "a JPEG of 65535 a side": lambda: resized(TINY_JPEG, FRAME, ">HH", 65535, 65535),
+    "a JPEG of 2000 scans": many_scans,
+    "a GIF of 65535 a side": lambda: resized(TINY_GIF, 6, "<HH", 65535, 65535),
+    "an animated PNG": lambda: resized(
+        saved("PNG", picture(8, 8), picture(8, 8)), 16, ">II", 2**16, 2**12
+    ),
+    "an animated WebP": lambda: resized(
+        saved("WEBP", picture(8, 8), picture(8, 8).rotate(90)), 24, "<HBHB", *(0x3FFF, 0) * 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", COSTLY)
+def test_images_that_would_cost_much(what: str) -> None:
+    """Refused by what their heads say, before any row is decoded."""
+    data, start = COSTLY[what](), time.process_time()
+    with pytest.raises(RequestError, match=r"the image (has|cannot be decoded)"):
+        open_image(data)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_animations_cost_their_first_picture(kind: str) -> None:
+    """Whatever follows is not decoded."""
+    first, others = picture(60, 60), [picture(60, 60).rotate(90 * i) for i in range(1, 30)]
+    data = saved(kind, first, *others)
+    start = time.process_time()
+    opened = open_image(data)
+    assert time.process_time() - start < 0.5
+    assert (opened.size, opened.mode) == (first.size, "RGB")
+    if kind == "PNG":
+        assert opened.tobytes() == first.tobytes()
+
+
+def test_pictures_stay_their_owners() -> None:
+    """An image of the caller's is turned in a copy; a file is turned the right way up."""
+    made = picture(8, 16)
+    exif = made.getexif()
+    exif[0x0112] = 6
+    out = io.BytesIO()
+    made.save(out, "PNG", exif=exif)
+    opened = Image.open(out)
+    assert open_image(opened).size == (8, 16)
+    assert opened.size == (16, 8)
+    assert open_image(out.getvalue()).size == (8, 16)
+    assert open_image(picture(8, 16)).tobytes() == picture(8, 16).tobytes()
 
 
 def test_a_model_without_images(word_spec: mtpc.SpecModel) -> None:

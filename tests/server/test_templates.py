@@ -199,3 +199,20 @@ def test_the_process_ends_with_its_template() -> None:
     process = template._renderer._child._process
     del template
     assert process.returncode is not None
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to a pipe", "device"])
+def test_files_that_are_none(tmp_path: Path, name: str, kind: str) -> None:
+    """To open a pipe waits for a writer, and a device may never end: neither is opened."""
+    place = tmp_path / name
+    if kind == "directory":
+        place.mkdir()
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(place if kind == "pipe" else tmp_path / "pipe")
+        if kind != "pipe":
+            place.symlink_to(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        load_chat_template(tmp_path, None)

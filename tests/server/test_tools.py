@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from helpers.char_model import char_checkpoint
@@ -15,6 +17,8 @@ from helpers.families import TINY
 from helpers.served import is_idle, serving, until
 
 import mtpc
+from mtpc.errors import GrammarError
+from mtpc.server.errors import ApiError, api_error
 from mtpc.server.run import Running
 
 pytest.importorskip("llguidance")
@@ -83,6 +87,8 @@ def ask(servers: dict[int, Running]) -> Iterator[Callable[..., Any]]:
         def call(k: int, lead: str = "", **fields: Any) -> Any:
             variables = {"lead": lead, "enable_thinking": False, **fields.pop("vars", {})}
             body: dict[str, Any] = {"chat_template_kwargs": variables}
+            if "structured_outputs" in fields:
+                body["structured_outputs"] = fields.pop("structured_outputs")
             messages: Any = [{"role": "user", "content": "hi"}]
             fields = {"messages": messages, "temperature": 0, "max_tokens": 120, **fields}
             return clients[k].chat.completions.create(model=NAME, extra_body=body, **fields)
@@ -232,6 +238,156 @@ def test_refusals(ask: Callable[..., Any], fields: Any, param: str, message: str
         ask(0, **fields)
     assert error.value.param == param
     assert message in str(error.value)
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+PAIR: dict[str, Any] = {"type": "object", "required": ["x"]}
+LINK = {**PAIR, "properties": {"x": {"$ref": "#/$defs/a"}}}
+BEYOND: dict[str, Any] = {
+    "500 optional properties": optional(500),
+    "30000 optional properties": optional(30_000),
+    "5000 of anyOf": {
+        "anyOf": [
+            {"type": "object", "properties": {f"a{i}": {"const": i}}, "required": [f"a{i}"]}
+            for i in range(5000)
+        ]
+    },
+    "90000 of enum": {"enum": [f"v{i}" for i in range(90_000)]},
+    "a required cycle": {"$ref": "#/$defs/a", "$defs": {"a": LINK}},
+    "a reference to itself": {"$ref": "#"},
+    "a definition of itself": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "a reference to nothing": {"$ref": "#/nowhere"},
+    "a reference to a page": {"$ref": "http://example.org/x"},
+    "no value": {"type": "integer", "minimum": 5, "maximum": 3},
+    "two types": {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    "a broken pattern": {"type": "string", "pattern": "("},
+    "a pattern that looks ahead": {"type": "string", "pattern": "a(?=b)"},
+    "another keyword": {"not": {}},
+    "a long number": {"type": "integer", "multipleOf": 10**30},
+}
+"""Schemas beyond what llguidance can do, or beyond its limits."""
+
+
+@pytest.mark.parametrize("what", BEYOND)
+@pytest.mark.parametrize("place", ["tool", "streamed", "structured"])
+def test_what_the_library_refuses(
+    ask: Callable[..., Any], servers: dict[int, Running], what: str, place: str, caplog: Any
+) -> None:
+    """400 with its words, and nothing in the log: not a failure of the server."""
+    schema, fields = BEYOND[what], dict[str, Any]()
+    if place == "tool":
+        function = {"name": "f", "parameters": schema}
+        fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        fields["vars"] = {"hide_tools": True}
+    elif place == "structured":
+        fields = {"structured_outputs": {"json": schema}}
+    else:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        fields = {"response_format": wanted, "stream": place == "streamed"}
+    with pytest.raises(openai.BadRequestError, match="cannot be followed: ") as refused:
+        ask(3, **fields)
+    assert refused.value.param == {"tool": "tool_choice", "structured": "structured_outputs"}.get(
+        place, "response_format"
+    )
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
+def test_a_limit_that_only_a_text_reaches() -> None:
+    """The engine's error has it as its cause: the client gets the library's words."""
+    error = GrammarError("prompt 0: its grammar failed after 3 new tokens")
+    error.__cause__ = ApiError(400, "response_format cannot be followed: too complex", "x")
+    assert api_error(error) is error.__cause__
+
+
+STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"choice": ["cat", "dog", "a/b"]}, "cat|dog|a/b"),
+    "regex": ({"regex": r"[a-c]{2}/\d\/x\\"}, r"[a-c]{2}/\d/x\\"),
+    "json": ({"json": {"type": "integer", "minimum": 0, "maximum": 9}}, "[0-9]"),
+    "json as text": ({"json": '{"enum": [[1, 2]]}', "disable_any_whitespace": True}, r"\[1, 2\]"),
+    "grammar": ({"grammar": 'start: "}" | "x" y\ny: /[0-9]/', "json_object": False}, "}|x[0-9]"),
+}
+
+
+@pytest.mark.parametrize("what", STRUCTURED)
+def test_structured_outputs(
+    ask: Callable[..., Any], servers: dict[int, Running], what: str
+) -> None:
+    """vLLM's, in chats and completions, also behind reasoning."""
+    wanted, pattern = STRUCTURED[what]
+    content, *_ = same(ask, structured_outputs=wanted, temperature=1, seed=4)
+    assert re.fullmatch(pattern, content), content
+    thinking: Any = {"vars": {"enable_thinking": True}, "logit_bias": {"5": 4.0}}
+    content, *_ = same(ask, structured_outputs=wanted, temperature=1, seed=4, **thinking)
+    assert re.fullmatch(pattern, content), content
+    fields = {"model": NAME, "prompt": ["a", "b"], "n": 2, "seed": 1, "max_tokens": 99}
+    done = httpx.post(
+        f"{servers[3].url}/v1/completions", json={**fields, "structured_outputs": wanted}
+    )
+    texts = [choice["text"] for choice in done.json()["choices"]]
+    assert [bool(re.fullmatch(pattern, text)) for text in texts] == [True] * 4, texts
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"choice": ["a"], "regex": "b"}, "one of json, json_object"),
+        ({"json": "{"}, "a schema in JSON"),
+        ({"json": [1]}, "an object"),
+        ({"regex": 5}, "a string"),
+        ({"regex": "("}, "cannot be followed"),
+        ({"grammar": "start: nothing"}, "cannot be followed"),
+        ({"structural_tag": "{}"}, "only json, json_object"),
+    ],
+)
+def test_refused_structured_outputs(ask: Callable[..., Any], wanted: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(0, structured_outputs=wanted)
+    assert message in refused.value.message
+    with pytest.raises(openai.BadRequestError, match="expected one of them"):
+        ask(0, structured_outputs={"choice": ["a"]}, response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_token_ids_and_stop_strings(servers: dict[int, Running], is_chat: bool) -> None:
+    """`return_token_ids` and `include_stop_str_in_output`: the same at each K, streamed or not."""
+    path = "chat/completions" if is_chat else "completions"
+    asked: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 40, "n": 2}
+    asked |= {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+    found = []
+    for server in servers.values():
+        url = f"{server.url}/v1/{path}"
+        plain = httpx.post(url, json={**asked, "n": 1}).json()["choices"][0]
+        text = plain["message"]["content"] if is_chat else plain["text"]
+        stop = text[7:10]
+        fields = {**asked, "stop": stop, "include_stop_str_in_output": True}
+        whole = httpx.post(url, json={**fields, "return_token_ids": True}).json()
+        for choice in whole["choices"]:
+            said = choice["message"]["content"] if is_chat else choice["text"]
+            assert said == text[: text.index(stop) + 3]
+            assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"] / 2
+        prompt = (whole if is_chat else whole["choices"][0])["prompt_token_ids"]
+        assert len(prompt) == whole["usage"]["prompt_tokens"]
+        parts: list[list[int]] = [[], []]
+        seen = []
+        with httpx.stream(
+            "POST", url, json={**fields, "return_token_ids": True, "stream": True}
+        ) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    for choice in event["choices"]:
+                        parts[choice["index"]] += choice.get("token_ids", [])
+                        seen += [(event if is_chat else choice).get("prompt_token_ids")]
+        assert parts == [choice["token_ids"] for choice in whole["choices"]]
+        assert [ids for ids in seen if ids] == [prompt, prompt]
+        assert "token_ids" not in plain
+        found.append((parts, prompt))
+    assert found[0] == found[1]
 
 
 def drawn_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
