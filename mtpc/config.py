@@ -388,8 +388,7 @@ class CompileOptions:
         if max_positions is not None and self.max_len > max_positions:
             raise OptionError(
                 f"max_len is {self.max_len}; the model was made for at most {max_positions} "
-                "positions (max_position_embeddings, which rope_scaling of type linear or yarn "
-                "raises); lower max_len, or write such a rope_scaling into config.json"
+                "positions (max_position_embeddings and rope_scaling); lower it, or scale by yarn"
             )
         return self
 
