@@ -5,7 +5,8 @@
     python examples/gpu_decode.py --dry-run    # no GPU: the same steps on the null device
 
 Without `--checkpoint` it uses the demo model that ships with mtpc. It prints `stats.fallbacks`,
-which lists what ran differently from what was requested. It has never run on a GPU.
+which lists what ran differently from what was requested. docs/gpu.md says on which GPUs
+this backend has run.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class CompileOptions:
         batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
             smallest bucket that holds it.
         max_len: longest sequence (prompt and new tokens), in tokens. None is 4096, or the model's
-            max_position_embeddings if that is smaller.
+            limit if that is smaller: its max_position_embeddings, or what rope_scaling gives.
         page_size: tokens per KV page.
         num_pages: pages in the KV pool. None is enough for the largest bucket at max_len.
         prefill_chunk: tokens of one prefill step: those of one prompt or several, and K + 1 for
@@ -377,7 +377,7 @@ class CompileOptions:
         """These options with `max_len` as a number, for a model with so many positions.
 
         Args:
-            max_positions: the model's max_position_embeddings; None if it has no such limit.
+            max_positions: how far the model's angles reach; None if it has no such limit.
 
         Raises:
             OptionError: `max_len` exceeds the model's positions.
@@ -388,7 +388,7 @@ class CompileOptions:
         if max_positions is not None and self.max_len > max_positions:
             raise OptionError(
                 f"max_len is {self.max_len}; the model was made for at most {max_positions} "
-                "positions (max_position_embeddings); lower max_len"
+                "positions (max_position_embeddings and rope_scaling); lower it, or scale by yarn"
             )
         return self
 

@@ -295,7 +295,7 @@ LINES = {
     # LongCat-Flash, and layers with several caches. What a first draft hands to later ones.
     # Qwen4-Exp: choices of blocks and embeddings of n-grams (`qwen4_exp_layers.py`).
     # Rules by which ranks cut drafters.
-    "models": 7700,
+    "models": 7780,
     # Linear layers and experts on grouped weights (`grouped.py`), and on those with minima.
     # Mamba-2, and experts without gates. Codes of keys and values, in the cache write and in
     # attention. Collectives (`collectives.py`).

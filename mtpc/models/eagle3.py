@@ -39,6 +39,7 @@ from mtpc.models.hf import (
     use_seams,
 )
 from mtpc.models.read_config import describing
+from mtpc.models.rotary import check_rotary
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 ARCHITECTURES = (
@@ -90,6 +91,7 @@ class Eagle3Config:
         config = LlamaConfig(**describing(entries))
         use_seams(config)
         _check_known(entries, config, where)
+        check_rotary(config, f"{where}: ")
         vocab, width = config.vocab_size, entries.get("target_hidden_size") or config.hidden_size
         for what, found, expected in (
             ("vocab_size", vocab, target.vocab_size),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.layout.display import Tell
 from mtpc.models.load import load
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.weights.checkpoint import Checkpoint, listing
@@ -32,7 +33,6 @@ from mtpc.weights.shards import (
     write_json,
 )
 
-Tell = Callable[[str], None]
 Config = Mapping[str, Any]
 
 
@@ -58,7 +58,7 @@ class Grafted:
     left_out: tuple[str, ...]
 
 
-def graft(base: Path, finetune: Path, out: Path, tell: Tell = lambda line: None) -> Grafted:
+def graft(base: Path, finetune: Path, out: Path, tell: Tell = lambda *stage: None) -> Grafted:
     """Write a copy of a fine-tune with the MTP tensors of its base.
 
     Tensors stream from file to file; at most one file's worth of them is in memory.
@@ -106,12 +106,12 @@ class _Graft:
         with new_directory(out) as scratch:
             writer = ShardWriter(scratch)
             for done, name in enumerate(kept):
-                tell(f"{done} of {len(kept)} tensors of the fine-tune: {name}")
+                tell("copy the tensors of the fine-tune", done / len(kept))
                 writer.add({name: self._finetune.read(name).clone()})
                 self._finetune.release_stored(name)
             before = writer.nbytes
             for done, (name, read) in enumerate(reads.items()):
-                tell(f"{done} of {len(reads)} MTP tensors: {name}")
+                tell("copy the MTP tensors", done / len(reads))
                 writer.add({name: read(name).clone()})
             writer.finish()
             write_json(scratch / CONFIG, config)

@@ -36,6 +36,7 @@ from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
+from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
@@ -81,8 +82,8 @@ class LoadedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """The config's max_position_embeddings, where it has any."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """How far the angles of rotary embeddings reach; see `mtpc.models.rotary`."""
+        return max_positions(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,6 +119,12 @@ class LoadedModel:
         for layer in layers:
             layer.wiring = family.wiring
         return replace(self, family=family, mtp_layers=layers)
+
+    def for_length(self, max_len: int) -> LoadedModel:
+        """This model with angles for texts of up to `max_len` tokens; see `mtpc.models.rotary`."""
+        target = with_fixed_angles(self.target, max_len)
+        layers = tuple(with_fixed_angles(layer, max_len) for layer in self.mtp_layers)
+        return replace(self, target=target, mtp_layers=layers)
 
     @property
     def parts(self) -> StepParts:

@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 
 from mtpc.models.family import ModelFamily, check_computed
+from mtpc.models.rotary import check_rotary
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import LARGEST, wrong
 
@@ -52,7 +53,9 @@ def read_config(file: ConfigFile, family: ModelFamily) -> Any:
     check_numbers(file, kind)
     entries = file.config if TEXT in sub_configs(kind) else file.text_config
     check_computed(entries, family.computed)
-    return kind(**family.config_entries(describing(entries)))
+    config = kind(**family.config_entries(describing(entries)))
+    check_rotary(config.get_text_config(decoder=True))
+    return config
 
 
 @contextmanager

@@ -77,9 +77,10 @@ class StepCompiler:
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
     ):
+        self.options = options.for_model(loaded.max_positions)
+        loaded = loaded.for_length(self.options.sequence_limit)
         self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
         self.backend = backend
-        self.options = options.for_model(loaded.max_positions)
         self._check_draft_vocab()
         self.keys = step_keys(options)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None

@@ -99,6 +99,7 @@ def program_fields(
         "backend": backend,
         **model,
         "options.spec_tokens": str(options.spec_tokens),
+        "options.angles": str(options.max_len or "the model's") if _has_lengths(model) else "none",
         "options.rows_in_rings": str(options.prefill_tokens) if sizes_state else "none",
         "options.page_size": str(options.page_size),
         "options.kv_cache_dtype": options.kv_cache_dtype,
@@ -131,6 +132,11 @@ def size_fields(options: CompileOptions, fixed: Collection[str]) -> dict[str, st
         field: text if size in fixed or PAGES in fixed else ANY
         for field, (text, size) in given.items()
     }
+
+
+def _has_lengths(model: Fields) -> bool:
+    """Whether angles of rotary embeddings depend on `max_len`; see `mtpc.models.rotary`."""
+    return any(v == '"longrope"' for name, v in model.items() if name.endswith("type"))
 
 
 def _has_rings(model: Fields) -> bool:

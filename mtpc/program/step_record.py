@@ -39,7 +39,7 @@ class StepRecord:
         dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
         ends: embeddings and heads among `stored`, of which a checkpoint may store copies.
-        max_positions: the model's max_position_embeddings, where it has any.
+        max_positions: how far the model's angles reach, where its config says so.
         vocab_size: every token id is smaller.
         history: passes that ran.
         seconds: duration of each stage of the build.

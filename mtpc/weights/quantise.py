@@ -7,6 +7,7 @@ name, in checkpoints and in transformers' modules alike (`stays_plain`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,8 +73,12 @@ _FACTORS: Mapping[Kind, tuple[float, ...]] = {
     "int8": (0.85, 0.9, 0.95, 0.98, 1.0),
 }
 """Scales to try, in units of: a group's largest magnitude / the largest code."""
-_CHUNK = 1 << 20
-"""Weights that are rounded at once, so that temporaries stay in the processor's caches."""
+_CHUNK, _CHUNK_ON_GPU = (1 << 15) - 1, 1 << 20
+"""Weights that are rounded at once. On a processor temporaries stay in its caches, and PyTorch
+splits no operation: its threads would wait for each other in each of hundreds of short ones."""
+_MOST_THREADS, _LEAST_SPLIT = 8, 4
+_TO_WHOLE = 1.5 * 2.0**23
+"""Adding this to a float32 number below 2^22, and subtracting it, rounds it as `round` does."""
 
 
 def stays_plain(name: str) -> bool:
@@ -117,7 +122,7 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
     Returns:
         On the weight's device. A group of zeros has scale 0.
     """
-    form, flat = spec.form, weight.reshape(-1, weight.shape[-1])
+    form, flat = spec.form, weight.detach().reshape(-1, weight.shape[-1])
     groups = weight.shape[-1] // form.group
     is_float = form.kind == "float8"
     codes = torch.empty(
@@ -125,8 +130,9 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
     )
     dtype = getattr(torch, spec.scales)
     scales = torch.empty((len(flat), groups), dtype=dtype, device=weight.device)
-    rows = max(1, _CHUNK // max(weight.shape[-1], 1))
-    for start in range(0, len(flat), rows):
+    rows = max(1, (_CHUNK_ON_GPU if weight.is_cuda else _CHUNK) // max(weight.shape[-1], 1))
+
+    def fill(start: int) -> None:
         part = flat[start : start + rows].float().unflatten(-1, (groups, form.group))
         step = _float8_scales(part, dtype) if is_float else _scales(part, spec, dtype)
         scales[start : start + rows] = step
@@ -137,6 +143,14 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
         else:
             numbers = (_round(part, inverse, form.kind) + form.default_zero).to(torch.uint8)
         codes[start : start + rows] = numbers.flatten(1)
+
+    starts = range(0, len(flat), rows)
+    if weight.device.type != "cpu" or len(starts) < _LEAST_SPLIT:
+        for start in starts:
+            fill(start)
+    else:
+        with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as threads:
+            list(threads.map(fill, starts))
     shape = (*weight.shape[:-1], groups)
     return GroupedWeight(form, codes.view(weight.shape), scales.view(shape))
 
@@ -156,7 +170,7 @@ def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
 
 def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:
     low, high = _LARGEST[kind]
-    return (part * inverse).round_().clamp_(low, high)
+    return (part * inverse).clamp_(low, high).add_(_TO_WHOLE).sub_(_TO_WHOLE)
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def quantise_checkpoint(
     scheme: str,
     head: bool = False,
     keep: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Written:
     """Write a quantised copy of a checkpoint.
 
@@ -64,7 +64,7 @@ def quantise_checkpoint(
         scheme: one of `mtpc.config.SCHEMES`.
         head: quantise output heads, too. vLLM reads them since March 2026; SGLang does not.
         keep: patterns of names of modules that stay plain, as "*.self_attn.*".
-        tell: hears of progress.
+        tell: hears of progress: the stage, and the share of it that is done.
 
     Raises:
         OptionError: there is no such scheme, or `out` exists.
@@ -97,7 +97,7 @@ class _Writer:
     scheme: str
     head: bool
     keep: Sequence[str]
-    tell: Callable[[str], None]
+    tell: Callable[[str, float], None]
 
     def write(self) -> Written:
         """Write all files."""
@@ -137,28 +137,29 @@ class _Writer:
         writer = ShardWriter(self.directory)
         names = sorted(self.checkpoint.stored)
         for done, name in enumerate(names):
-            self.tell(f"{done} of {len(names)} tensors: {name}")
+            self.tell(f"quantise {len(names)} tensors", done / len(names))
             tensor = self.checkpoint.read(name)
             if not is_finite(tensor):
                 refuse_not_finite([name], str(self.checkpoint.directory))
             spec = specs.get(name)
-            parts = {name: tensor.clone()} if spec is None else dict(self._parts(name, spec))
+            parts = {name: tensor.clone()} if spec is None else dict(_parts(name, tensor, spec))
             self.checkpoint.release(name)
             writer.add(parts)
         writer.finish()
         return writer.nbytes
 
-    def _parts(self, name: str, spec: GroupSpec) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that a weight is stored as."""
-        weight = quantise(self.checkpoint.read(name), spec)
-        yield f"{name}_scale", weight.scales
-        if spec.form.kind == "int4":
-            yield f"{name}_packed", pack_words(weight.codes)
-            yield f"{name}_shape", torch.tensor(weight.codes.shape)
-        elif spec.form.kind == "float8":
-            yield name, weight.codes
-        else:  # Signed, as compressed-tensors stores them.
-            yield name, (weight.codes ^ weight.form.default_zero).view(torch.int8)
+
+def _parts(name: str, tensor: Tensor, spec: GroupSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a weight is stored as."""
+    weight = quantise(tensor, spec)
+    yield f"{name}_scale", weight.scales
+    if spec.form.kind == "int4":
+        yield f"{name}_packed", pack_words(weight.codes)
+        yield f"{name}_shape", torch.tensor(weight.codes.shape)
+    elif spec.form.kind == "float8":
+        yield name, weight.codes
+    else:  # Signed, as compressed-tensors stores them.
+        yield name, (weight.codes ^ weight.form.default_zero).view(torch.int8)
 
 
 def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:

@@ -36,7 +36,39 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_there(site: Path) -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"tutorial", "changelog"}
     assert pages <= {path.name for path in site.iterdir()}
-    assert "One Multi-Token-Prediction iteration, one graph" in (site / "index.html").read_text()
+    home = (site / "index.html").read_text()
+    assert "One Multi-Token-Prediction iteration, one graph" in home
+    assert "<title>Overview - mtpc</title>" in home
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+
+
+def test_code_is_not_clipped(site: Path) -> None:
+    """Its lines wrap, by a style that every page loads."""
+    assert "white-space: pre-wrap" in (site / "site.css").read_text()
+    for page in site.glob("*/index.html"):
+        assert "site.css" in page.read_text(), page
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_table_cells_are_short(page: Path) -> None:
+    """At most 300 characters: what needs more is a paragraph or a list."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell) > 300] == []
+
+
+def test_gpus_are_not_said_to_be_untried() -> None:
+    """The cuda backend has run on an H100: the example names the page that says what has run."""
+    example = (ROOT / "examples" / "gpu_decode.py").read_text()
+    assert "never run" not in example
+    assert "docs/gpu.md" in example
 
 
 def test_reading_needs_no_network(site: Path) -> None:

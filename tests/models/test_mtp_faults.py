@@ -189,7 +189,9 @@ def test_graft(
     assert main(["graft", str(base), str(tune), str(out)]) == 0
     written, of_base, of_tune = Checkpoint(out), Checkpoint(base), Checkpoint(tune)
     added = written.stored.keys() - of_tune.stored.keys()
-    assert f"{out}: {len(added)} MTP tensors" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{out}: {len(added)} MTP tensors" in said.out
+    assert said.err.count(" s] ") == 5  # A pipe gets a line a stage, not one a tensor.
     assert added == of_base.stored.keys() - of_tune.stored.keys() != set()
     for name in written.stored:
         source = of_base if name in added else of_tune

@@ -16,7 +16,7 @@ from mtpc.cli.main import main
 from mtpc.errors import CheckpointError
 from mtpc.weights import shards
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.quantise import quantise
+from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -62,6 +62,14 @@ def test_the_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {p.name for p in out.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(ignored) == {name.removesuffix(".weight") for name in PLAIN}
+
+
+def test_a_pipe_gets_a_few_lines(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many tensors there are."""
+    assert main(["quantize", str(source), str(source.parent / "out"), "--scheme", "fp8"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("] ")[2] for line in lines[:-1]] == ["quantise 7 tensors"]
+    assert "done in" in lines[-1]
 
 
 def test_heads_and_patterns(source: Path) -> None:
@@ -122,6 +130,73 @@ def test_a_quantised_checkpoint_is_refused(source: Path) -> None:
         CheckpointError, match="is quantised already; expected a checkpoint of plain"
     ):
         quantise_checkpoint(out, source.parent / "again", "fp8")
+
+
+def _one_by_one(weight: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a bfloat16 weight, by the search as it is described, of each group."""
+    low, high = {"int4": (-8, 7), "int8": (-128, 127)}[kind]
+    factors = {"int4": [0.66 + 0.04 * i for i in range(12)], "int8": [0.85, 0.9, 0.95, 0.98, 1.0]}
+    groups = weight.float().reshape(-1, group)
+    dtype = torch.bfloat16 if kind == "int4" else torch.float32
+
+    def tried(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = scales.to(dtype).float()[:, None]
+        codes = torch.where(wide == 0, 0, groups * (1 / wide)).round().clamp(low, high)
+        return codes, (codes * wide - groups).square().sum(-1)
+
+    whole = groups.abs().amax(-1) / high
+    best, least = whole.to(dtype), torch.full_like(whole, torch.inf)
+    for factor in factors[kind]:
+        codes, _ = tried(whole * factor)
+        squares = codes.square().sum(-1)
+        fitted = torch.where(squares == 0, 0, (codes * groups).sum(-1) / squares)
+        for scales in (whole * factor, fitted):
+            error = tried(scales)[1]
+            best = torch.where(error < least, scales.to(dtype), best)
+            least = torch.minimum(error, least)
+    return tried(best)[0], best
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g128", "int8"])
+def test_the_search(scheme: str) -> None:
+    """By parts and threads, codes and scales are those of one search over all groups, bit for bit:
+    of weights that are spread evenly, mostly small, and zero; halves between codes are among them.
+    """
+    torch.manual_seed(0)
+    rows = [torch.randn(300, 256), torch.randn(300, 256) ** 3, torch.zeros(3, 256)]
+    rows += [torch.randint(-14, 15, (300, 256)) / 2, 1e30 * torch.randn(9, 256)]
+    weight = torch.cat(rows).bfloat16()
+    spec = SCHEMES[scheme].spec(256, torch.bfloat16)
+    assert spec is not None
+    found = quantise(weight, spec)
+    codes, scales = _one_by_one(weight, spec.form.kind, spec.form.group)
+    assert torch.equal(found.scales.flatten(), scales)
+    assert torch.equal(found.codes.float().reshape(codes.shape) - spec.form.default_zero, codes)
+
+
+def test_no_threads_that_wait_for_each_other() -> None:
+    """PyTorch's threads meet at the end of each operation. In hundreds of short ones they wait ten
+    times longer than they work, as soon as anything else runs: the search starts none of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _THREADS], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["0"]
+
+
+_THREADS = """
+import os, time, torch
+from mtpc.weights.quantise import SCHEMES, quantise
+torch.set_num_threads(1)
+weight = torch.randn(600, 1024).bfloat16()
+torch.set_num_threads(2)
+before = len(os.listdir("/proc/self/task"))
+for name in ("int4-g32", "int8", "fp8"):
+    quantise(weight, SCHEMES[name].spec(1024, weight.dtype))
+end = time.monotonic() + 20  # Threads that were joined leave the list a little later.
+while len(os.listdir("/proc/self/task")) > before and time.monotonic() < end:
+    time.sleep(0.1)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
 
 
 @pytest.mark.slow
