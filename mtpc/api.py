@@ -40,7 +40,7 @@ from mtpc.program.background import Background
 from mtpc.program.binding import bind_program
 from mtpc.program.cost_entry import CostEntry
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.open_steps import Assembler, open_steps
+from mtpc.program.open_steps import Wanted, open_steps
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
@@ -77,14 +77,13 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         CacheError: another user can write the cache; or it is frozen, and lacks a step.
     """
     with show_compiling(progress) as listener:
-        bind = partial(bind_program, listener=listener)
-        assembler = Assembler("fused", True, bind, lambda compiler: compiler.compile())
-        opened = open_steps(model, options, assembler, listener)
+        wanted = Wanted("fused", True, partial(bind_program, listener=listener))
+        opened = open_steps(model, options, wanted, listener)
     opened.made.identity = opened.identity
-    if opened.cache is not None and opened.options.spec_tiers:
+    if opened.cache is not None and opened.model.options.spec_tiers:
         opened.made.costs = CostEntry(opened.cache)
     program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
-    spec = SpecModel(opened.served, opened.options, program, opened.loaded)
+    spec = SpecModel(opened.model.served, opened.model.options, program, opened.model.loaded)
     spec.stats.fallbacks.update(opened.fallbacks)
     if opened.rest is not None:
         background = Background(opened.rest, program, listener)

@@ -25,6 +25,7 @@ from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
 from mtpc.backends.check_device import capability_of, check_device, device_name
 from mtpc.backends.expand import Function, trace_call
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.invariance import CheckInvariance
 from mtpc.backends.kept_steps import KeptSteps, sources_digest
@@ -80,7 +81,7 @@ def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
     return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
 
 
-class GpuBackend:
+class GpuBackend(GraphBackend):
     """The part of a GPU backend that rewrites steps. It needs no device.
 
     Args:
@@ -96,7 +97,6 @@ class GpuBackend:
 
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
-    package = None
 
     def __init__(self, bindings: Sequence[Binding], device: str, batch_invariant: bool):
         self.enables = enabled_passes(batch_invariant)

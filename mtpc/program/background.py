@@ -12,18 +12,17 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, line_reporter
-from mtpc.program.binding import StepBinder
+from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.child_process import building_child
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.processes import WORKER, how_it_ended
 from mtpc.program.program import Program
-from mtpc.program.restore import Restored
 from mtpc.program.step_cache import StepCache
+from mtpc.weights.checkpoint import Checkpoint
 
 _POLL_S = 0.1
 
@@ -34,15 +33,15 @@ class Rest:
 
     Attributes:
         begun: the steps that it begins with.
-        weights: the program's weights.
+        source: the checkpoint.
         cache: where steps are built.
         options: what they are built with.
         graphs: the missing steps, by ascending K.
         tiers: the numbers of drafts to choose from in the end.
     """
 
-    begun: Restored
-    weights: WeightTable
+    begun: BuiltSteps
+    source: Checkpoint
     cache: StepCache
     options: CompileOptions
     graphs: Graphs
@@ -94,7 +93,7 @@ class Background:
     def _build(self) -> None:
         rest = self._rest
         graphs = [graph for graphs in self._missing.values() for graph in graphs]
-        directory = rest.begun.checkpoint.directory.absolute()
+        directory = rest.source.directory.absolute()
         free = free_bytes()
         if free is not None and free < WORKER:  # Or the system might kill a process for the memory.
             raise CapacityError(
@@ -135,8 +134,9 @@ class Background:
             if len(found) < len(steps) or self._closed.is_set():
                 return
             start = time.perf_counter()
-            binder = StepBinder(program.shared, rest.weights, rest.begun.source)
+            binder = StepBinder(rest.begun, program.shared)
             bound = [binder.bind(step) for step in found]
+            assert rest.begun.source is not None
             rest.begun.source.check()
             del self._missing[tier]
             self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]

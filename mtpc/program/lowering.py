@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from mtpc.backends.base import Backend
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.config import CompileOptions
 from mtpc.passes import Sharding, Verifier, run_pipeline, select_passes
 from mtpc.program.program import CapturedStep
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""
-Tell = Callable[[str], None]
-"""Called with the stage that begins."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,12 @@ class Lowering:
         options: say which passes run, on which token ids and by which scheme, and how each pass is
             verified.
         sharding: what this rank holds of the model; None is all.
-        meet: called before a step runs for the first time: ranks compile at their own pace.
     """
 
     backend: Backend
     buffer_names: Mapping[int, str]
     options: CompileOptions
     sharding: Sharding | None = None
-    meet: Callable[[], object] = lambda: None
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
@@ -75,22 +71,11 @@ class Lowering:
         return graph
 
     @torch.no_grad()
-    def capture(
-        self, graph: StepGraph, shared: Mapping[str, Tensor], tell: Tell = lambda stage: None
-    ) -> CapturedStep:
-        """Lower and capture a rewritten graph.
-
-        Args:
-            graph: after all passes.
-            shared: buffers of other graphs that the step's user reaches through it, by name.
-            tell: hears of "lower" and "capture".
-        """
+    def capture(self, graph: StepGraph) -> CapturedStep:
+        """Build a rewritten graph, and open it over the tensors that it holds."""
         start = time.perf_counter()
-        tell("lower")
-        run = self.backend.lower(graph)
-        self.meet()
-        tell("capture")
-        replay = self.backend.capture(run, graph)
+        sizes = {str(symbol): number for symbol, number in graph.layout.sizes.items()}
+        opened = self.backend.build(graph).open(partial(get_tensor, graph.module), sizes)
         seconds = time.perf_counter() - start
-        buffers = {**graph.buffers(), **shared}
-        return CapturedStep(graph.key, graph.layout, buffers, replay, seconds, graph)
+        own = opened.graph or graph
+        return CapturedStep(graph.key, graph.layout, graph.buffers(), opened.run, seconds, own)

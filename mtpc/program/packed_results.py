@@ -1,33 +1,33 @@
 """A step's results side by side in one memory, so that one copy brings them to the host.
 
-Results are the buffers with `BufferSpec.is_result`. They are packed if steps stay in the process
-that compiled them. Packages are bound to separate buffers instead.
+Results are the buffers with `BufferSpec.is_result`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from mtpc.capture.graph import StepGraph, set_tensor
+from mtpc.layout import Layout
 
 _ALIGNMENT = 16
 """Bytes that kernels read or write at once, from the beginning of a tensor."""
 
 
-def pack_results(graph: StepGraph) -> None:
-    """Move the results of a step, which has not been lowered yet, to one memory."""
-    buffers = graph.buffers()
-    held = {name: buffers[name] for name in graph.layout.results}
+def allocate_results(
+    layout: Layout, names: Iterable[str], device: torch.device
+) -> dict[str, Tensor]:
+    """Buffers that are side by side in one memory, filled with their padding, by name."""
+    held = {name: layout.allocate(name, device) for name in names}
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in held.values()]
-    memory = next(iter(held.values())).new_empty(sum(sizes), dtype=torch.uint8)
-    for (name, tensor), part in zip(held.items(), memory.split(sizes), strict=True):
-        packed = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        packed.copy_(tensor)
-        set_tensor(graph.module, name, packed)
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    return {
+        name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for (name, tensor), part in zip(held.items(), memory.split(sizes), strict=True)
+    }
 
 
 class HostCopies:
@@ -37,26 +37,18 @@ class HostCopies:
     after the launch of the next step, and before the launch of the one after that.
 
     Args:
-        results: a step's, by name. If they are packed, one copy takes them all.
+        results: a step's, by name, side by side as `allocate_results` has them.
     """
 
     def __init__(self, results: Mapping[str, Tensor]):
-        held = list(results.values())
-        is_packed = len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
-        self._sources = [_whole(held[0])] if is_packed else held
-        self._turns = itertools.cycle([self._place(results, is_packed) for _ in range(2)])
+        self._source = _whole(next(iter(results.values())))
+        self._turns = itertools.cycle([self._place(results) for _ in range(2)])
 
-    def _place(
-        self, results: Mapping[str, Tensor], is_packed: bool
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """New memory for a copy of every source; and the results in it."""
-        copies = [
-            torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-            for source in self._sources
-        ]
-        if not is_packed:
-            return copies, dict(zip(results, copies, strict=True))
-        return copies, {name: _like(tensor, copies[0]) for name, tensor in results.items()}
+    def _place(self, results: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """New memory for a copy; and the results in it."""
+        source = self._source
+        copy = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        return copy, {name: _like(tensor, copy) for name, tensor in results.items()}
 
     def take(self) -> Mapping[str, Tensor]:
         """Copy the results behind the work that is launched already; the host does not wait.
@@ -64,9 +56,8 @@ class HostCopies:
         Returns:
             The results by name. The call after the next one overwrites them.
         """
-        copies, results = next(self._turns)
-        for copy, source in zip(copies, self._sources, strict=True):
-            copy.copy_(source, non_blocking=True)
+        copy, results = next(self._turns)
+        copy.copy_(self._source, non_blocking=True)
         return results
 
 

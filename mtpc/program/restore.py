@@ -8,46 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
+from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import Graphs, step_name
-from mtpc.program.binding import WeightSource
-from mtpc.program.step_cache import CachedStep, StepCache, Steps
+from mtpc.program.binding import BuiltSteps, WeightSource
+from mtpc.program.step_cache import StepCache, Steps
 from mtpc.store.entries import Entry
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.served_model import ServedModel
 
 
-@dataclass(frozen=True)
-class Restored:
-    """Cached steps of a checkpoint, and the source of their weights.
-
-    Attributes:
-        checkpoint: where the weights are stored.
-        steps: the entries, largest first.
-        source: makes the weights.
-    """
-
-    checkpoint: Checkpoint
-    steps: Steps
-    source: WeightSource
-
-    def served(self) -> ServedModel:
-        """The model as the engine's callers see it."""
-        directory, vocab_size = self.checkpoint.directory, self._first.record.vocab_size
-        return ServedModel(str(directory), vocab_size, self.checkpoint.stop_ids(), directory)
-
-    def settled(self, options: CompileOptions) -> CompileOptions:
-        """Options for this model, `max_len` settled."""
-        return options.for_model(self._first.record.max_positions)
-
-    @property
-    def _first(self) -> CachedStep:
-        return next(iter(self.steps.values()))
+def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
+    """Built steps, to be bound to weights of a checkpoint's files."""
+    return BuiltSteps(steps, WeightTable({}), WeightSource(checkpoint, fill_packed))
 
 
 def restore(
@@ -56,7 +32,7 @@ def restore(
     cache: StepCache,
     graphs: Graphs,
     parts: Sequence[StepCache | None] = (None,),
-) -> Restored | None:
+) -> BuiltSteps | None:
     """Steps of a checkpoint, if the cache has them all.
 
     Args:
@@ -100,7 +76,7 @@ def restore(
             "somebody else; `mtpc build` prints the digest of what it built"
         )
     load_library(kernels)
-    return Restored(checkpoint, steps, WeightSource(checkpoint, fill_packed))
+    return from_files(checkpoint, steps)
 
 
 def pin_of(kernels: Entry | Path, *parts: Steps) -> str:

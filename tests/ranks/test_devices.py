@@ -25,8 +25,9 @@ import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends import cuda, make_backend
 from mtpc.backends.cuda import lower_by_inductor
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import GraphReplay
-from mtpc.capture.graph import operators
+from mtpc.capture.graph import get_tensor, operators
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
@@ -34,9 +35,9 @@ from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
 from mtpc.passes.spell_collectives import SpellCollectives
 from mtpc.program import rank_devices, step_watch
+from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.lowering import Lowering
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.part_weights import read_part
 from mtpc.program.rank_devices import Seen, choose_device, make_group, why_apart
@@ -232,7 +233,7 @@ def test_ranks_meet_before_a_step_runs() -> None:
     """When it is compiled, and before it warms up."""
     seen = list[str]()
 
-    class Backend:
+    class Backend(GraphBackend):
         def lower(self, graph: Any) -> Callable[[], None]:
             seen.append("lower")
             return lambda: None
@@ -244,10 +245,10 @@ def test_ranks_meet_before_a_step_runs() -> None:
     def step(out: Tensor, x: Tensor) -> None:
         out.copy_(x)
 
-    backend: Any = Backend()
     graph = small_graph(step, batch_out=torch.zeros(3), x=torch.ones(3))
-    meet = partial(seen.append, "meet")
-    Lowering(backend, {}, CompileOptions(), meet=meet).capture(graph, {})
+    built = BuiltSteps({}, graph.weights, meet=partial(seen.append, "meet"))
+    artifact, binder = Backend().build(graph), StepBinder(built, graph.buffers())
+    artifact.open(partial(get_tensor, graph.module), {}, binder._begin)
     assert seen == ["lower", "meet", "capture"]
 
 
