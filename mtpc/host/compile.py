@@ -46,7 +46,8 @@ def compile_host(
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
     options = {"sampling": False, **options}
     with show_compiling(progress) as listener:
-        opened = open_steps(model, options, Wanted(form, False, lambda built: built), listener)
+        wanted = Wanted(form, False, lambda found: found.built)
+        opened = open_steps(model, options, wanted, listener)
     found = opened.model
     of_model = (found.served, found.options, form, found.device, opened.fallbacks)
-    return HostedModel(*of_model, opened.made, found.check, opened.cache)
+    return HostedModel(*of_model, opened.made, found.check)

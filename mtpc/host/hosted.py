@@ -38,7 +38,6 @@ class HostedModel:
     fallbacks: Counter[str]
     _built: BuiltSteps = field(repr=False)
     _check: Callable[[], None] = field(repr=False)
-    _keep: object = field(default=None, repr=False)
 
     @property
     def keys(self) -> tuple[StepKey, ...]:

@@ -17,6 +17,7 @@ from mtpc.backends.package import signature_bytes
 from mtpc.capture.graph import WeightTable, is_buffer_name
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
+from mtpc.program.cost_entry import CostEntry
 from mtpc.program.free_memory import free_bytes
 from mtpc.program.packed_results import allocate_results
 from mtpc.program.program import CapturedStep, Program
@@ -149,12 +150,19 @@ class StepBinder:
             weights.bind(name, load(step.read(CONSTANTS))[name])
 
 
-def bind_program(built: BuiltSteps, listener: Listener = lambda progress: None) -> Program:
+def bind_program(
+    built: BuiltSteps,
+    listener: Listener = lambda progress: None,
+    identity: str = "",
+    costs: CostEntry | None = None,
+) -> Program:
     """A program of whole steps.
 
     Args:
         built: the steps; those of a split step are no part of a program.
         listener: hears of each step.
+        identity: see `Program`.
+        costs: see `Program`.
     """
     steps, weights, source, shared = built.steps, built.weights, built.source, built.shared
     layout = next(iter(steps.values())).layout
@@ -168,7 +176,7 @@ def bind_program(built: BuiltSteps, listener: Listener = lambda progress: None) 
         for done, ((key, _), step) in enumerate(steps.items()):
             loading.begins(key, done)
             bound[key] = binder.bind(step)
-    return Program(bound, shared)
+    return Program(bound, shared, identity=identity, costs=costs)
 
 
 class _Loading:

@@ -7,14 +7,13 @@ besides what the steps' keys have.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import torch
 
 from mtpc.errors import CacheError
 from mtpc.program.step_cache import StepCache
 from mtpc.store.key import digest
-from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.lookup import find, keep
 from mtpc.store.machine import cpu_name
 
 FILE = "costs.json"
@@ -45,14 +44,8 @@ class CostEntry:
         """Keep costs in place of the earlier ones; `notes` counts why that failed."""
         if self._frozen:
             return
-
-        def fill(directory: Path) -> None:
-            (directory / KEY).write_bytes(key_bytes(self._fields))
-            (directory / FILE).write_bytes(data)
-
-        name = digest(self._fields)
         try:
-            with self._store.lock(name, lambda line: None):
-                self._store.write(name, fill)
+            with self._store.lock(digest(self._fields), lambda line: None):
+                keep(self._store, self._fields, {FILE: data})
         except CacheError as error:
             notes[f"costs of steps were not kept: {error}"] += 1

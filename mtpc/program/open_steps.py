@@ -54,12 +54,12 @@ class Wanted(Generic[T]):
         form: which graphs each step has.
         owns_buffers: whether the result has state, caches and batch buffers of its own. If not,
             steps are traced over stand-ins, and nothing is written to them.
-        bind: makes the result from built steps.
+        bind: makes the result of a model.
     """
 
     form: Form
     owns_buffers: bool
-    bind: Callable[[BuiltSteps], T]
+    bind: Callable[[Prepared], T]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Prepared:
         check: raises CheckpointError if weights that binding read are unusable.
         done: says that all is done.
         loaded: the model in memory; None where its weights come from files.
+        cache: the steps' entries; None if no cache keeps them.
+        identity: see `page_identity`; "" without the option `kv_offload_dir`.
     """
 
     built: BuiltSteps
@@ -85,6 +87,8 @@ class Prepared:
     check: Callable[[], None]
     done: Callable[[], None] = lambda: None
     loaded: LoadedModel | None = None
+    cache: StepCache | None = None
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,19 +99,15 @@ class Opened(Generic[T]):
         made: what the caller has bound.
         model: what it was made of.
         fallbacks: what runs differently from what was asked for, counted, with reasons.
-        cache: the steps' entries; None if no cache keeps them.
         rest: the steps that are still to be built, with `build_in_background`; None if all are
             there.
-        identity: see `page_identity`; "" without the option `kv_offload_dir`.
         ranks: the processes that share the model; None: this one has all of it.
     """
 
     made: T
     model: Prepared
     fallbacks: Counter[str]
-    cache: StepCache | None
     rest: Rest | None
-    identity: str
     ranks: Ranks | None
 
 
@@ -344,41 +344,42 @@ class _Road(Generic[T]):
         listener = self.interrupts.tell
         return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks, cache)
 
-    def bound(self, model: Prepared, cache: StepCache | None) -> Opened[T]:
+    def bound(self, found: Prepared, cache: StepCache | None) -> Opened[T]:
         """Make of the steps what is wanted, and check the weights that this reads."""
-        built = model.built
+        model = replace(found, cache=cache, identity=self._identity(found))
+        built, source, rest = model.built, self.source, None
         if built.source is None:
-            made = self.wanted.bind(built)
+            made = self.wanted.bind(model)
         else:
             need = need_of_steps(built.steps, model.options, self.wanted.owns_buffers)
             need.check(model.options, free_bytes())
-            made = self._bound_to_files(built)
+            made = self._bound_to_files(model)
         model.done()
-        identity = ""
-        if model.options.kv_offload_dir is not None:
-            self.report("read the weights, to know their pages in kv_offload_dir")
-            identity = page_identity(self.source, model.options, model.backend)
         model.check()
-        rest = None
         if self.rest and cache is not None:
-            rest = Rest(built, self.source, cache, self.options, self.rest, self.tiers)
-        fallbacks, checkpoint = Counter[str](), self.source
-        if model.loaded is not None:
-            checkpoint = model.loaded.checkpoint
+            rest = Rest(built, source, cache, self.options, self.rest, self.tiers)
+        checkpoint = model.loaded.checkpoint if model.loaded is not None else source
+        fallbacks = Counter[str]()
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             fallbacks.update(notes)
-        return Opened(made, model, fallbacks, cache, rest, identity, self.ranks)
+        return Opened(made, model, fallbacks, rest, self.ranks)
 
-    def _bound_to_files(self, built: BuiltSteps) -> T:
+    def _bound_to_files(self, model: Prepared) -> T:
         try:
-            return self.wanted.bind(built)
+            return self.wanted.bind(model)
         except MtpcError:
             raise
         except Exception as error:
             raise CacheError(
-                f"built steps do not fit {self.source.directory}: {type(error).__name__}: {error}; "
+                f"built steps do not fit {model.served.name}: {type(error).__name__}: {error}; "
                 "remove them: mtpc cache prune --all"
             ) from error
+
+    def _identity(self, model: Prepared) -> str:
+        if model.options.kv_offload_dir is None:
+            return ""
+        self.report("read the weights, to know their pages in kv_offload_dir")
+        return page_identity(self.source, model.options, model.backend)
 
 
 def settle_scheduling(compiler: StepCompiler, ranks: Ranks | None) -> CompileOptions:

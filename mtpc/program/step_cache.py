@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mtpc.backends.base import Artifact
 from mtpc.backends.package import TAPE, TapeArtifact
@@ -17,7 +16,7 @@ from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
+from mtpc.store.lookup import find, keep, nearest, peek
 from mtpc.store.machine import environment_fields
 from mtpc.weights.paired_checkpoint import DRAFT
 from mtpc.wiring import rule_text
@@ -379,14 +378,9 @@ class StepCache(OwnSteps):
         step = super().obtain(key, build, part)
         own = frozenset(step.record.package.fixed)
         fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
-        record = {RECORD: step.record.to_json().encode(), KEY: key_bytes(fields)}
-
-        def fill(directory: Path) -> None:
-            for name, data in {**step.files, **record}.items():
-                (directory / name).write_bytes(data)
-
+        files = {**step.files, RECORD: step.record.to_json().encode()}
         try:
-            return self._read(self.store.write(digest(fields), fill))
+            return self._read(keep(self.store, fields, files))
         except CacheWriteError as error:
             self.note(f"not kept in the cache: {error}")
             return step
