@@ -36,12 +36,11 @@ from mtpc.errors import OptionError, RequestError
 from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
-from mtpc.program.background import Background
 from mtpc.program.binding import bind_program
-from mtpc.program.cost_entry import CostEntry
+from mtpc.program.child_process import Background
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.open_steps import Prepared, Wanted, open_steps
-from mtpc.program.program import Program
+from mtpc.program.program import CostEntry, Program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 

@@ -17,10 +17,8 @@ from mtpc.backends.package import signature_bytes
 from mtpc.capture.graph import WeightTable, is_buffer_name
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
-from mtpc.program.cost_entry import CostEntry
-from mtpc.program.free_memory import free_bytes
-from mtpc.program.packed_results import allocate_results
-from mtpc.program.program import CapturedStep, Program
+from mtpc.program.processes import free_bytes
+from mtpc.program.program import CapturedStep, CostEntry, Program, allocate_results
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite

@@ -22,13 +22,11 @@ from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.forecast import Forecast, Graph
-from mtpc.program.free_memory import free_bytes
-from mtpc.program.open_cache import open_cache
-from mtpc.program.processes import WORKER
+from mtpc.program.open_cache import open_cache, pin_of
+from mtpc.program.processes import WORKER, free_bytes
 from mtpc.program.ranks import Ranks
-from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.program.step_record import Forecast, Graph
 from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint

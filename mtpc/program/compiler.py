@@ -62,14 +62,12 @@ from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_groups, weight_recipes
 from mtpc.passes import Verifier
 from mtpc.program.binding import BuiltSteps, bind_program
-from mtpc.program.forecast import Forecast
-from mtpc.program.lowering import Lowering, Seen
+from mtpc.program.lowering import Lowering, Seen, agree_on_calls
 from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
-from mtpc.program.same_calls import agree_on_calls
 from mtpc.program.step_cache import CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
-from mtpc.program.step_record import StepRecord, settled_buffers
+from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
 

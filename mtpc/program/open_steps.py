@@ -22,16 +22,13 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
-from mtpc.program.background import Rest
 from mtpc.program.binding import BuiltSteps
-from mtpc.program.child_process import build_in_child
-from mtpc.program.free_memory import free_bytes
+from mtpc.program.child_process import Rest, build_in_child
 from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.interrupts import HeldInterrupts
-from mtpc.program.open_cache import kernel_store, open_cache
-from mtpc.program.page_identity import page_identity
-from mtpc.program.processes import without_collections
-from mtpc.program.restore import from_files, restore
+from mtpc.program.model_key import page_identity
+from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
+from mtpc.program.processes import free_bytes, without_collections
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
@@ -129,8 +126,7 @@ def open_steps(
     parsed = CompileOptions.parse(options)
     if parsed.tensor_parallel_size == 1:
         return _road(model, parsed, wanted, progress).open()
-    from mtpc.program.group_memory import share_memory
-    from mtpc.program.ranks import join_ranks
+    from mtpc.program.ranks import join_ranks, share_memory
 
     row = first_choice(parsed.backend)
     ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))

@@ -15,9 +15,8 @@ from mtpc.errors import CacheError, CheckpointError
 from mtpc.layout import graph_keys
 from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.build import build
-from mtpc.program.open_cache import open_cache
+from mtpc.program.open_cache import open_cache, restore
 from mtpc.program.ranks import Ranks, all_parts
-from mtpc.program.restore import restore
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Rows, make, take_early
 
