@@ -187,13 +187,12 @@ class _Road(Generic[T]):
 
     def open(self) -> Opened[T]:
         """Look up, build and bind; with several ranks, this rank's part of each step."""
-        cache, road = open_cache(self.source, self.options, self.report, self.ranks), self
-        model = self.look_up(cache)
+        cache = open_cache(self.source, self.options, self.report, self.ranks)
+        road, model = self, self.look_up(cache)
         if model is None and self.options.build_in_background:
             road = self.beginning(cache)
             model = road.look_up(cache)
-        if model is None and road.build_in_child(cache):
-            model = road.look_up(cache)
+        model = model or road.built_in_child(cache)
         if model is not None:
             return road.bound(model, cache)
         # The backend comes first: a missing GPU must be reported before minutes of loading.
@@ -256,14 +255,14 @@ class _Road(Generic[T]):
         rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
         return replace(self, options=options, graphs=tuple(first), rest=rest)
 
-    def build_in_child(self, cache: StepCache | None) -> bool:
-        """Fill the cache in another process if the checkpoint is large; returns whether it did."""
+    def built_in_child(self, cache: StepCache | None) -> Prepared | None:
+        """Build what the cache lacks in another process; None if the checkpoint is small."""
         if cache is None or not isinstance(self.source, Checkpoint):
-            return False
+            return None
         listener, owns, rank = self.interrupts.tell, self.wanted.owns_buffers, self.ranks
-        return build_in_child(
-            self.source, self.options, self.graphs, cache, listener, owns, rank and rank.place
-        )
+        to_build = (self.source, self.options, self.graphs, cache)
+        is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
+        return self.look_up(cache) if is_built else None
 
     def build(self, cache: StepCache | None, backend: Backend) -> Prepared:
         """Trace and build what the cache lacks."""

@@ -263,6 +263,11 @@ _END_S = 5.0
 class StepWatch:
     """Watches the steps of one program; each rank has one.
 
+    A thread of rank 0 looks at the clock while the host waits for a step. When the time is over, it
+    asks the other ranks through the process group's store, and gives up the group's communicator,
+    so that kernels that wait end. If they do not, the process ends. In each other rank a thread
+    answers with the number of steps that the rank has launched.
+
     Args:
         rank: of this process.
         size: number of ranks.
