@@ -97,8 +97,8 @@ class SpecModel:
         served: vocabulary, end-of-sequence ids, tokenizer.
         options: what it was compiled with; `max_len` is a number.
         program: the captured steps.
-        loaded: the model's modules. None if every step was loaded from the graph cache, as after
-            any compilation of a checkpoint whose steps the cache could keep.
+        loaded: the model's modules. None where the weights come from a checkpoint's files, as on
+            the cpu backend, whether the steps were in the graph cache or not.
         engine: schedules requests on the program.
         vision: opens and embeds images for the engine; None without `images=True`.
     """
