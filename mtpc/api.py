@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from mtpc.acceptance import settle
@@ -36,12 +36,11 @@ from mtpc.errors import OptionError, RequestError
 from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
-from mtpc.program.background import Background
 from mtpc.program.binding import bind_program
-from mtpc.program.cost_entry import CostEntry
+from mtpc.program.child_process import Background
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.open_steps import Assembler, open_steps
-from mtpc.program.program import Program
+from mtpc.program.open_steps import Prepared, Wanted, open_steps
+from mtpc.program.program import CostEntry, Program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
@@ -77,19 +76,18 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         CacheError: another user can write the cache; or it is frozen, and lacks a step.
     """
     with show_compiling(progress) as listener:
-        bind = partial(bind_program, listener=listener)
-        assembler = Assembler("fused", True, bind, lambda compiler: compiler.compile())
-        opened = open_steps(model, options, assembler, listener)
-    opened.made.identity = opened.identity
-    if opened.cache is not None and opened.options.spec_tiers:
-        opened.made.costs = CostEntry(opened.cache)
-    program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
-    spec = SpecModel(opened.served, opened.options, program, opened.loaded)
-    spec.stats.fallbacks.update(opened.fallbacks)
-    if opened.rest is not None:
-        background = Background(opened.rest, program, listener)
-        spec._end_building = weakref.finalize(spec, background.close)
-    return spec
+
+        def bind(found: Prepared) -> Program:
+            costs = CostEntry(found.cache) if found.cache and found.options.spec_tiers else None
+            return bind_program(found.built, listener, found.identity, costs)
+
+        opened = open_steps(model, options, Wanted("fused", True, bind), listener)
+    found, program = opened.model, opened.made
+    if opened.ranks is not None:
+        program = ranked(program, opened.ranks)
+    rest = None if opened.rest is None else Background(opened.rest, program, listener)
+    of_model = (found.served, found.options, program, found.loaded)
+    return SpecModel(*of_model, opened.fallbacks, rest)
 
 
 class SpecModel:
@@ -99,8 +97,8 @@ class SpecModel:
         served: vocabulary, end-of-sequence ids, tokenizer.
         options: what it was compiled with; `max_len` is a number.
         program: the captured steps.
-        loaded: the model's modules. None if every step was loaded from the graph cache, as after
-            any compilation of a checkpoint whose steps the cache could keep.
+        loaded: the model's modules. None where the weights come from a checkpoint's files, as on
+            the cpu backend, whether the steps were in the graph cache or not.
         engine: schedules requests on the program.
         vision: opens and embeds images for the engine; None without `images=True`.
     """
@@ -111,6 +109,8 @@ class SpecModel:
         options: CompileOptions,
         program: Program,
         loaded: LoadedModel | None = None,
+        fallbacks: Mapping[str, int] = MappingProxyType({}),
+        background: Background | None = None,
     ):
         self.options, self.program, self.loaded = options, program, loaded
         self.engine = Engine(program, options, served.vocab_size)
@@ -119,7 +119,10 @@ class SpecModel:
         if options.images:
             rows = program.shared[PROMPT_EMBEDS]
             self.vision = Vision(self.served, rows.dtype, rows.device, self.stats)
+        self.stats.fallbacks.update(fallbacks)
         self._end_building: Callable[[], object] = lambda: None
+        if background is not None:
+            self._end_building = weakref.finalize(self, background.close)
 
     def follow(self) -> None:
         """On a rank other than 0: run the steps that rank 0 runs, until it calls `close`.

@@ -27,7 +27,6 @@ from mtpc.config import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.models.load import load
 from mtpc.program.binding import bind_program
-from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.weights.checkpoint import Checkpoint
@@ -136,10 +135,10 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
             loaded = load(source, options.dtype, needs_mtp=True)
             cache = open_cache(source, options, print)
             backend = CpuBackend(print, cache.store)
-            compiler = CachingCompiler(StepCompiler(loaded, options, backend), cache)
+            compiler = StepCompiler(loaded, options, backend, cache=cache)
             steps = compiler.obtain_all(graph_keys(options, "fused"))
-            program = bind_program(steps, compiler.compiler.weights)
-            spec = SpecModel(loaded.served(), compiler.compiler.options, program, loaded)
+            program = bind_program(compiler.built(steps))
+            spec = SpecModel(loaded.served(), compiler.options, program, loaded)
             made[family] = CpuBuilt(spec, backend, compiler)
         return made[family]
 

@@ -62,19 +62,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mtpc.backends.base import Run
+from mtpc.backends.base import Artifact
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import Pass
 
 
 class ToyBackend:
-    """Lowers as the eager backend does."""
+    """Builds what the eager backend builds."""
 
     name = "toy"
     enables: tuple[str, ...] = ()
     device = "cpu"
-    package = None
+    makes_files = False
 
     def __init__(self) -> None:
         self.notes: Counter[str] = Counter()
@@ -86,12 +86,9 @@ class ToyBackend:
     def legalise(self) -> tuple[Pass, ...]:
         return ()
 
-    def lower(self, graph: StepGraph) -> Run:
-        self.notes["lowered"] += 1
-        return self._eager.lower(graph)
-
-    def capture(self, run: Run, graph: StepGraph) -> Run:
-        return run
+    def build(self, graph: StepGraph) -> Artifact:
+        self.notes["built"] += 1
+        return self._eager.build(graph)
 ''',
 }
 ROWS = {
@@ -128,7 +125,7 @@ assert not any(name.startswith("neg") for name in operations(graph))
 sizes = dict(batch_buckets=(1,), max_len=64, page_size=4, prefill_chunk=8)
 spec = mtpc.compile(sys.argv[1], backend="toy", spec_tokens=2, dtype="float64", **sizes)
 passed = [record.name for record in next(iter(spec.program.steps.values())).graph.history]
-print(json.dumps([spec.generate([3, 4, 5], 8), spec.stats.fallbacks["lowered"], passed]))
+print(json.dumps([spec.generate([3, 4, 5], 8), spec.stats.fallbacks["built"], passed]))
 """
 
 
@@ -163,8 +160,8 @@ def test_a_file_and_a_row_each(
         env=env, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    text, lowered, passed = json.loads(done.stdout)
-    assert lowered == 2, "a decode step and a prefill step"
+    text, built, passed = json.loads(done.stdout)
+    assert built == 2, "a decode step and a prefill step"
     assert "drop-double-negation" in passed
     mimo = compiled("mimo", 2, batch_buckets=(1,))
     assert text == mimo.generate([3, 4, 5], 8)  # type: ignore[attr-defined]

@@ -273,7 +273,7 @@ LINES = {
     "engine": 5875,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 610,
-    "host": 650,
+    "host": 520,
     # Ends of a layer's own are found in a host's checkpoint. A backend of torch.compile
     # (`dynamo/`). Linear layers and experts by the host (`layer_sites.py`, `layer_weights.py`).
     # Weights that a graph reads by `.data` (`dynamo/`).
@@ -315,17 +315,17 @@ LINES = {
     # not counted twice. Memory by rank and the time of a step, on paper (`scale.py`).
     # Ranks: what each holds, agrees on and repeats (`ranks.py`, `rank_share.py`, `follow.py`).
     # Steps built while others serve (`background.py`).
-    # Time left (`forecast.py`); whose pages a file holds (`page_identity.py`); ranks in builds and
+    # Time left (`Forecast`); whose pages a file holds (`page_identity`); ranks in builds and
     # keys; why a build in the background failed. Processes that build beside the one that traced
     # the model (`workers.py`).
-    # Memory that ranks of one machine share (`group_memory.py`). What is read ahead (`binding.py`).
-    # Results in one memory (`packed_results.py`). An entry of costs (`cost_entry.py`).
+    # Memory that ranks of one machine share (`ranks.py`). What is read ahead (`binding.py`).
+    # Results in one memory, an entry of costs (`program.py`).
     # Slices of codes, checked as they are read (`binding.py`).
-    # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`same_calls.py`), a bound on
-    # steps (`step_watch.py`). A rank's slices where no cache keeps steps (`part_weights.py`).
+    # Ranks on GPUs: devices and groups (`rank_devices.py`), agreement (`lowering.py`), a bound on
+    # steps (`StepWatch`). A rank's slices where no cache keeps steps (`part_weights.py`).
     # Memory of GPUs that ranks share (`rank_devices.py`). Steps that are planned and then run
     # (`memory_plan.py`).
-    "program": 5750,
+    "program": 5640,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
@@ -337,7 +337,7 @@ LINES = {
     # What a first draft hands to later ones.
     "step": 1415,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
-    "store": 945,
+    "store": 955,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
     # Experts on round numbers of rows (`experts.py`).
     "tuning": 1065,

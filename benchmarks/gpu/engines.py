@@ -22,6 +22,7 @@ from mtpc.config import CompileOptions
 from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import LoadedModel
 from mtpc.models.save import save_checkpoint
+from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep, Program
 
@@ -102,7 +103,11 @@ class Fused:
             loaded, options, machine.direct(), new_buffer=lambda layout, name, device: shared[name]
         )
         by_phase = {"decode": compiler, "prefill": prompts}
-        steps = {key: by_phase[key.phase].capture(key) for key in largest_first(compiler.keys)}
+        binders = {phase: StepBinder(c.built({}), shared) for phase, c in by_phase.items()}
+        steps = {
+            key: binders[key.phase].bind(by_phase[key.phase].obtain(key))
+            for key in largest_first(compiler.keys)
+        }
         self.program = Program(steps, shared)
         self.build_s = time.perf_counter() - start
         self.options, self._served = compiler.options, loaded.served()

@@ -32,6 +32,7 @@ from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.backends.gpu.passes.merge_projections import MergeProjections
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import ALIGNMENT, Captured, Graphs, Lower, TorchGraphs, capture_step
 from mtpc.backends.kept_steps import KeptSteps, sources_digest
 from mtpc.backends.measured import Table
@@ -80,7 +81,7 @@ def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
     return (*(name for name in ENABLES if name != FuseSkinnyLinears.name), BatchInvariant.name)
 
 
-class GpuBackend:
+class GpuBackend(GraphBackend):
     """The part of a GPU backend that rewrites steps. It needs no device.
 
     Args:
@@ -96,7 +97,6 @@ class GpuBackend:
 
     name = "cuda"
     enables: tuple[str, ...] = ENABLES
-    package = None
 
     def __init__(self, bindings: Sequence[Binding], device: str, batch_invariant: bool):
         self.enables = enabled_passes(batch_invariant)

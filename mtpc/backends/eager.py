@@ -10,17 +10,17 @@ from collections import Counter
 import torch
 
 from mtpc.backends.base import Run
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import Pass
 
 
-class EagerBackend:
+class EagerBackend(GraphBackend):
     """Runs StepGraphs in Python; every other backend must give its results."""
 
     name = "eager"
     enables: tuple[str, ...] = ()
     device = "cpu"
-    package = None
 
     def __init__(self) -> None:
         self.notes: Counter[str] = Counter()
@@ -41,8 +41,4 @@ class EagerBackend:
         def run() -> None:
             module()
 
-        return run
-
-    def capture(self, run: Run, graph: StepGraph) -> Run:
-        """No capture: every call runs the graph."""
         return run

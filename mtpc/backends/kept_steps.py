@@ -29,7 +29,7 @@ from mtpc.errors import CacheError, DamagedEntryError
 from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes
+from mtpc.store.lookup import find, keep
 from mtpc.store.machine import torch_field
 from mtpc.store.safety import DIRECTORY_MODE, check_owner
 from mtpc.store.sources import PACKAGE
@@ -132,17 +132,11 @@ class KeptSteps:
 
     def _write(self, fields: Fields, lowering: Artifacts, first: Artifacts) -> None:
         """Write an entry, whose lock is held, if that is possible."""
-
-        def fill(directory: Path) -> None:
-            (directory / LOWERING).write_bytes(lowering.data)
-            if first.data:
-                (directory / FIRST_RUN).write_bytes(first.data)
-            (directory / KEY).write_bytes(key_bytes(fields))
-
         if not lowering.data:
             return  # Inductor's caches are switched off.
         try:
-            self.store.write(digest(fields), fill)
+            files = {LOWERING: lowering.data, FIRST_RUN: first.data}
+            keep(self.store, fields, {name: data for name, data in files.items() if data})
         except CacheError as error:
             self.note(f"{fields['step']} is not kept in the graph cache: {error}")
 

@@ -13,13 +13,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mtpc.errors import BackendError, CacheError, DamagedEntryError
 from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest
-from mtpc.store.lookup import KEY, key_bytes, key_of
+from mtpc.store.lookup import keep, key_of
 
 KIND = "gpu-tuning"
 ROW = "tuning.json"
@@ -171,10 +170,5 @@ def _choice(entry: Entry, known: tuple[str, ...]) -> str:
 
 def _write(store: EntryStore, fields: Fields, choice: str, times: Mapping[str, float]) -> None:
     seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
-
-    def fill(directory: Path) -> None:
-        row = {"choice": choice, "seconds": seconds}
-        (directory / ROW).write_text(json.dumps(row, indent=1) + "\n")
-        (directory / KEY).write_bytes(key_bytes(fields))
-
-    store.write(digest(fields), fill)
+    row = json.dumps({"choice": choice, "seconds": seconds}, indent=1) + "\n"
+    keep(store, fields, {ROW: row.encode()})

@@ -6,7 +6,7 @@ A warm start needs no other part of the cpu backend: no tracing and no compiler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpc.backends.base import Run
+from mtpc.backends.base import Begin, OpenStep, TensorOf
 from mtpc.backends.tape import open_tape
 from mtpc.errors import BackendError
 from mtpc.layout import dtype_name
@@ -52,41 +52,52 @@ class Package:
         return None
 
 
-def open_package(
-    directory: Path,
-    package: Package,
-    tensor_of: Callable[[str], Tensor],
-    sizes: Mapping[str, int] = NO_SIZES,
-) -> Run:
-    """Load a package and bind it to tensors, which it uses in place.
+@dataclass(frozen=True)
+class TapeArtifact:
+    """The artifact of the cpu backend.
 
-    The kernels must be loaded before (`cpu_kernels.load_kernels`). The returned callable releases
-    Python's lock. It must not run in two threads at the same time.
-
-    Args:
-        directory: holds TAPE.
+    Attributes:
         package: what it is bound to.
-        tensor_of: name -> tensor.
-        sizes: numbers for the sizes that the package leaves open.
-
-    Raises:
-        BackendError: the tape is damaged, or a tensor or a size does not fit the package.
+        tape: what `write_tape` wrote, or the file that holds it.
     """
-    refusal = package.refusal(sizes)
-    if refusal is not None:
-        raise BackendError(f"a step does not fit: {refusal}; build it for these options")
-    tensors = {name: tensor_of(name).detach() for name in package.tensors}
-    _check_signatures(package, tensors, sizes)
 
-    def named(name: str) -> Tensor:
-        if name not in tensors:
-            raise BackendError(
-                f"{directory / TAPE} reads {name}, which its record does not name; run `mtpc cache "
-                "verify`, and build the step again"
-            )
-        return tensors[name]
+    package: Package
+    tape: bytes | Path
 
-    return open_tape((directory / TAPE).read_bytes(), named, sizes)
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The tape."""
+        return {TAPE: self.tape if isinstance(self.tape, bytes) else self.tape.read_bytes()}
+
+    def open(
+        self,
+        tensor_of: TensorOf,
+        sizes: Mapping[str, int] = NO_SIZES,
+        begin: Begin = lambda stage: None,
+    ) -> OpenStep:
+        """Load the tape and bind it; see `Artifact.open`.
+
+        The kernels must be loaded before (`cpu_kernels.load_kernels`). The run releases Python's
+        lock. It must not run in two threads at the same time.
+
+        Raises:
+            BackendError: the tape is damaged, or a tensor or a size does not fit the package.
+        """
+        refusal = self.package.refusal(sizes)
+        if refusal is not None:
+            raise BackendError(f"a step does not fit: {refusal}; build it for these options")
+        tensors = {name: tensor_of(name).detach() for name in self.package.tensors}
+        _check_signatures(self.package, tensors, sizes)
+
+        def named(name: str) -> Tensor:
+            if name not in tensors:
+                raise BackendError(
+                    f"a tape reads {name}, which its record does not name; run `mtpc cache "
+                    "verify`, and build the step again"
+                )
+            return tensors[name]
+
+        return OpenStep(open_tape(self.files[TAPE], named, sizes))
 
 
 def _check_signatures(

@@ -404,6 +404,8 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         if not hasattr(module, part):
             module.add_module(part, nn.Module())
         module = getattr(module, part)
+    if isinstance(getattr(module, leaf, None), Tensor):
+        delattr(module, leaf)  # A parameter may take the place of a buffer, or a buffer its place.
     if isinstance(tensor, nn.Parameter):
         module.register_parameter(leaf, tensor)
     else:

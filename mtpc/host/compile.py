@@ -1,27 +1,15 @@
-"""From a model to a `HostedModel`: steps from the graph cache, or traced, cut and lowered."""
+"""From a model to a `HostedModel`: built steps, that are bound to a host's tensors later."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
-from mtpc.host.parts import CachedPart, GraphPart, Lowered, PackagePart, Parts
-from mtpc.layout import Form, Part, graph_keys, parts_of
+from mtpc.layout import Form
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
-from mtpc.program.binding import WeightSource
-from mtpc.program.open_steps import Assembler, open_steps
-from mtpc.program.step_cache import Steps
-
-if TYPE_CHECKING:
-    from mtpc.backends import Backend
-    from mtpc.capture.graph import StepGraph
-    from mtpc.program.compiler import StepCompiler
+from mtpc.program.open_steps import Wanted, open_steps
 
 _ENGINE_OPTIONS = (
     *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
@@ -58,48 +46,8 @@ def compile_host(
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
     options = {"sampling": False, **options}
     with show_compiling(progress) as listener:
-        assembler = Assembler(form, False, _cached, partial(_compiled, form))
-        opened = open_steps(model, options, assembler, listener)
-    return HostedModel(
-        opened.served,
-        opened.options,
-        form,
-        opened.device,
-        opened.fallbacks,
-        opened.made,
-        opened.check,
-        opened.cache,
-    )
-
-
-def _cached(steps: Steps, weights: WeightTable, source: WeightSource | None) -> Parts:
-    """Packages of the graph cache, which share one table of weights."""
-    return {key: CachedPart(step, weights, source) for key, step in steps.items()}
-
-
-def _compiled(form: Form, compiler: StepCompiler) -> Parts:
-    """Packages of this process, or graphs."""
-    from mtpc.capture.split import split_step
-
-    parts: Parts = {}
-    graphs: dict[Part, StepGraph] = {}
-    for key, part in graph_keys(compiler.options, form):
-        if part == parts_of(key, form)[0]:
-            graph = compiler.rewritten(key)
-            graphs = {"step": graph}
-            if form != "fused" and key.spec_tokens:
-                split = split_step(graph)
-                graphs |= {"verify": split.verify, "propose": split.propose}
-        parts[key, part] = _lower(graphs[part], compiler.backend)
-    return parts
-
-
-def _lower(graph: StepGraph, backend: Backend) -> Lowered:
-    """A package where the backend makes one, which opens over any tensors; else the graph."""
-    if backend.package is None:
-        for name, tensor in graph.buffers().items():  # No memory is held for stand-ins.
-            set_tensor(graph.module, name, tensor.to("meta"))
-        return GraphPart(graph, backend)
-    directory = TemporaryDirectory(prefix="mtpc-host-")
-    package = backend.package(graph, Path(directory.name))
-    return PackagePart(graph.layout, directory, package, graph.weights)
+        wanted = Wanted(form, False, lambda found: found.built)
+        opened = open_steps(model, options, wanted, listener)
+    found = opened.model
+    of_model = (found.served, found.options, form, found.device, opened.fallbacks)
+    return HostedModel(*of_model, opened.made, found.check)

@@ -13,9 +13,9 @@ from mtpc.config import CompileOptions
 from mtpc.errors import HostError
 from mtpc.host.checks import check_tensors
 from mtpc.host.contract import HostBuffer, host_buffers
-from mtpc.host.parts import Lowered
 from mtpc.host.program import HostProgram
-from mtpc.layout import Form, Layout, Part, StepKey, parts_of, step_keys
+from mtpc.layout import Form, Layout, StepKey, parts_of, step_keys
+from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.weights.served_model import ServedModel
 
 
@@ -36,9 +36,8 @@ class HostedModel:
     form: Form
     device: str
     fallbacks: Counter[str]
-    _parts: Mapping[tuple[StepKey, Part], Lowered] = field(repr=False)
+    _built: BuiltSteps = field(repr=False)
     _check: Callable[[], None] = field(repr=False)
-    _keep: object = field(default=None, repr=False)
 
     @property
     def keys(self) -> tuple[StepKey, ...]:
@@ -71,7 +70,7 @@ class HostedModel:
         }
 
     def _layout(self, key: StepKey) -> Layout:
-        return self._parts[key, parts_of(key, self.form)[-1]].layout
+        return self._built.steps[key, parts_of(key, self.form)[-1]].layout
 
     @property
     def prefill_key(self) -> StepKey:
@@ -134,9 +133,10 @@ class HostedModel:
         """
         check_tensors((self.buffers, shared), (self._step_buffers, steps), self.device)
         common = _as_stated(self.buffers, shared)
+        own = {key: _as_stated(self._step_buffers[key], steps[key]) for key in self.keys}
         runs = {
-            (key, part): lowered.bind(common | _as_stated(self._step_buffers[key], steps[key]))
-            for (key, part), lowered in self._parts.items()
+            (key, part): StepBinder(self._built, common | own[key]).bind(step).replay
+            for (key, part), step in self._built.steps.items()
         }
         self._check()
         return HostProgram(shared, steps, runs)

@@ -178,7 +178,7 @@ class DraftChain:
             [],
             "propose",
         )
-        return self._lowering.capture(self._lowering.rewrite(graph), {})
+        return self._lowering.capture(self._lowering.rewrite(graph))
 
 
 class _ChainedLayer(nn.Module):

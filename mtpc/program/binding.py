@@ -10,15 +10,15 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
-from mtpc.backends.package import open_package, signature_bytes
+from mtpc.backends.package import signature_bytes
 from mtpc.capture.graph import WeightTable, is_buffer_name
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
-from mtpc.program.free_memory import free_bytes
-from mtpc.program.program import CapturedStep, Program
+from mtpc.program.processes import free_bytes
+from mtpc.program.program import CapturedStep, CostEntry, Program, allocate_results
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.program.step_record import StepRecord
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
@@ -67,86 +67,114 @@ class Explains(Protocol):
     def ends(self) -> tuple[str, ...]: ...
 
 
-@dataclass
-class StepBinder:
-    """Binds packages to tensors.
+@dataclass(frozen=True)
+class BuiltSteps:
+    """Steps that are built, and what they are bound to.
 
     Attributes:
-        shared: tensors of state and caches by name.
-        weights: the program's weights; the binder adds those that it reads or makes.
+        steps: by step and part, the largest first.
+        weights: the program's weights; binding adds those that it reads or makes.
         source: where to read weights that the table lacks; None if it lacks none.
-        added: called with the name of each weight that the binder has added.
+        shared: tensors of state and caches; None if a program has to make its own.
+        meet: called before a step runs for the first time: ranks compile at their own pace.
     """
 
-    shared: Mapping[str, Tensor]
+    steps: Steps
     weights: WeightTable
     source: WeightSource | None = None
+    shared: Mapping[str, Tensor] | None = None
+    meet: Callable[[], object] = lambda: None
+
+
+@dataclass
+class StepBinder:
+    """Binds steps to tensors.
+
+    Attributes:
+        built: the steps' weights.
+        shared: tensors of state and caches by name.
+        added: called with the name of each weight that the binder has added.
+        begin: called with each stage that begins, where a step is lowered only now.
+    """
+
+    built: BuiltSteps
+    shared: Mapping[str, Tensor]
     added: Callable[[str], None] = lambda name: None
+    begin: Callable[[str], None] = lambda stage: None
 
     def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
         """Open a step over its tensors.
 
         Args:
-            step: from the cache.
+            step: to open.
             own: buffers that only this step uses, by name. Missing ones are allocated and added, so
                 that both halves of a split step can be bound to the same set.
         """
-        start = time.perf_counter()
-        self.weights.settle()
+        start, weights = time.perf_counter(), self.built.weights
+        weights.settle()
         own = {} if own is None else own
         layout = step.layout
-        for name in layout:
-            if name not in self.shared and name not in own:
-                own[name] = layout.allocate(name)
+        missing = [name for name in layout if name not in self.shared and name not in own]
+        if missing:
+            device = next(iter(self.shared.values())).device
+            results = [name for name in missing if layout[name].is_result]
+            own |= allocate_results(layout, results, device)
+            own |= {n: layout.allocate(n, device) for n in missing if n not in results}
         buffers = {**self.shared, **own}
 
         def tensor_of(name: str) -> Tensor:
-            if name not in buffers and name not in self.weights:
+            if name not in buffers and name not in weights:
                 self._add_weight(name, step)
                 self.added(name)
-            return buffers[name] if name in buffers else self.weights[name]
+            return buffers[name] if name in buffers else weights[name]
 
-        replay = open_package(step.directory, step.record.package, tensor_of, step.sizes)
+        opened = step.artifact.open(tensor_of, step.sizes, self._begin)
         seconds = time.perf_counter() - start
-        return CapturedStep(step.record.step, layout, buffers, replay, seconds)
+        return CapturedStep(step.record.step, layout, buffers, opened.run, seconds, opened.graph)
+
+    def _begin(self, stage: str) -> None:
+        if stage == "capture":
+            self.built.meet()
+        self.begin(stage)
 
     def _add_weight(self, name: str, step: CachedStep) -> None:
         """Add a weight that a step reads: from the checkpoint, by a recipe, or a constant."""
-        record = step.record
-        if self.source is not None and _stored_recipe(name, record) is not None:
-            self.weights.bind(name, self.source.weight(name, record))
+        record, weights, source = step.record, self.built.weights, self.built.source
+        if source is not None and _stored_recipe(name, record) is not None:
+            weights.bind(name, source.weight(name, record))
         elif name in record.derived:
-            self.weights.derive(name, record.derived[name])
+            weights.derive(name, record.derived[name])
         else:
-            with safe_open(step.directory / CONSTANTS, framework="pt") as file:
-                self.weights.bind(name, file.get_tensor(name))
+            weights.bind(name, load(step.read(CONSTANTS))[name])
 
 
 def bind_program(
-    steps: Steps,
-    weights: WeightTable,
-    source: WeightSource | None = None,
+    built: BuiltSteps,
     listener: Listener = lambda progress: None,
+    identity: str = "",
+    costs: CostEntry | None = None,
 ) -> Program:
-    """A program of whole steps, over buffers of its own.
+    """A program of whole steps.
 
     Args:
-        steps: the entries; those of a split step are no part of a program.
-        weights: the weights that exist, by name.
-        source: makes the other weights; None if all exist.
+        built: the steps; those of a split step are no part of a program.
         listener: hears of each step.
+        identity: see `Program`.
+        costs: see `Program`.
     """
+    steps, weights, source, shared = built.steps, built.weights, built.source, built.shared
     layout = next(iter(steps.values())).layout
-    shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
+    if shared is None:
+        shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
     loading = _Loading(steps, weights, listener)
-    binder = StepBinder(shared, weights, source, loading.added)
+    binder = StepBinder(built, shared, loading.added, loading.begin)
     bound = {}
     needed = loading.total + sum(tensor.nbytes for tensor in shared.values())
     with source.reading_ahead(steps, weights, needed) if source else nullcontext():
         for done, ((key, _), step) in enumerate(steps.items()):
             loading.begins(key, done)
             bound[key] = binder.bind(step)
-    return Program(bound, shared)
+    return Program(bound, shared, identity=identity, costs=costs)
 
 
 class _Loading:
@@ -168,6 +196,10 @@ class _Loading:
         self._key, self._done = key, done
         self._tell(time.perf_counter() - self._start)
 
+    def begin(self, stage: str) -> None:
+        """A stage of a step begins that is lowered only now."""
+        self._tell(time.perf_counter() - self._start, stage)
+
     def added(self, name: str) -> None:
         """A weight is there."""
         self._there += self._sizes.get(name, 0)
@@ -175,11 +207,11 @@ class _Loading:
         if elapsed_s > self._told_s + _TELL_S:
             self._tell(elapsed_s)
 
-    def _tell(self, elapsed_s: float) -> None:
+    def _tell(self, elapsed_s: float, stage: str = "load") -> None:
         self._told_s = elapsed_s
         place = (self._key, self._done, self._steps, elapsed_s)
-        fraction = self._there / self.total if self.total else 1.0
-        self._listener(Progress("load", *place, fraction, left_at(fraction, elapsed_s)))
+        fraction = self._there / self.total if self.total else self._done / self._steps
+        self._listener(Progress(stage, *place, fraction, left_at(fraction, elapsed_s)))
 
 
 class WeightSource:

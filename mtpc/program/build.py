@@ -21,15 +21,12 @@ from mtpc.errors import CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load
-from mtpc.program.caching_compiler import CachingCompiler
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.forecast import Forecast, Graph
-from mtpc.program.free_memory import free_bytes
-from mtpc.program.open_cache import open_cache
-from mtpc.program.processes import WORKER
+from mtpc.program.open_cache import open_cache, pin_of
+from mtpc.program.processes import WORKER, free_bytes
 from mtpc.program.ranks import Ranks
-from mtpc.program.restore import pin_of
 from mtpc.program.step_cache import CachedStep, StepCache
+from mtpc.program.step_record import Forecast, Graph
 from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
@@ -158,7 +155,7 @@ def _expected(
     expected: dict[Graph, Mapping[str, float]] = {}
     for program, cache in caches.items():
         tasks = [task for task in todo if task.program == program]
-        seconds = cache.seconds_of_nearest((task.key, task.part) for task in tasks)
+        seconds = cache.seconds_of_nearest([(task.key, task.part) for task in tasks])
         expected |= zip((task.graph for task in tasks), seconds, strict=True)
     return expected
 
@@ -254,7 +251,7 @@ class Builder:
         self._directory, self._options, self._check, self.tell = directory, options, check, tell
         self._caches: dict[_Program, StepCache] = {}
         self._models: dict[bool, LoadedModel] = {}
-        self._compilers: dict[_Program, CachingCompiler] = {}
+        self._compilers: dict[_Program, StepCompiler] = {}
 
     def open_cache(self, spec_tokens: int, ranks: Ranks | None = None) -> StepCache:
         """The cache of the program for one K, and one rank."""
@@ -279,23 +276,25 @@ class Builder:
                 raise CacheWriteError("; ".join(compiler.cache.notes))
             self.tell.finished(task)
 
-    def _compiler(self, task: Task) -> CachingCompiler:
+    def _compiler(self, task: Task) -> StepCompiler:
         """The compiler of a task's program, whose progress is that of the task from now on."""
         if task.program not in self._compilers:
             self._compilers[task.program] = self._new_compiler(task)
         compiler = self._compilers[task.program]
-        compiler.compiler.listener = lambda progress: self.tell(progress.stage, task)
+        compiler.listener = lambda progress: self.tell(progress.stage, task)
         return compiler
 
-    def _new_compiler(self, task: Task) -> CachingCompiler:
+    def _new_compiler(self, task: Task) -> StepCompiler:
         cache, loaded = self._caches[task.program], self._model(task)
         backend = make_backend(PACKAGING, self._line, cache.store)
         options = replace(self._options, spec_tokens=task.spec_tokens)
         reserve, ranks = Layout.reserve, task.ranks
-        compiler = StepCompiler(loaded, options, backend, new_buffer=reserve, ranks=ranks)
+        compiler = StepCompiler(
+            loaded, options, backend, new_buffer=reserve, ranks=ranks, cache=cache
+        )
         if self._check is not None:
             self._check(compiler)
-        return CachingCompiler(compiler, cache)
+        return compiler
 
     def _model(self, task: Task) -> LoadedModel:
         """The model of a task, with MTP layers or without."""

@@ -1,23 +1,40 @@
-"""From a loaded model to a program: trace, rewrite, lower, capture, for every bucket.
+"""From a loaded model to built steps: trace, rewrite, build an artifact, for every bucket.
 
-loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.lower -> backend.capture
+loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.build -> artifact and record
 """
 
 from __future__ import annotations
 
+import gzip
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cached_property, partial
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from mtpc.backends.base import Backend
-from mtpc.capture.graph import PassRecord, StepGraph, WeightTable, set_tensor
+from mtpc.backends.base import Artifact, Backend
+from mtpc.capture.graph import PassRecord, StepGraph, WeightTable, is_buffer_name, set_tensor
+from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.repeat_layers import repeat_layers
+from mtpc.capture.split import SplitStep, split_step
+from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import IMAGE_STATE, MAX_STOP_IDS, Layout, StepKey, largest_first, step_keys
+from mtpc.layout import (
+    IMAGE_STATE,
+    MAX_STOP_IDS,
+    Layout,
+    Part,
+    StepKey,
+    dtype_name,
+    largest_first,
+    step_keys,
+)
 from mtpc.layout.buffers import (
     K_MAX,
     OPEN_SIZES,
@@ -35,37 +52,42 @@ from mtpc.layout.buffers import (
     sampling_specs,
     state_specs,
     synthetic_specs,
+    text_of,
 )
 from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
-from mtpc.models.weight_recipes import stored_groups
+from mtpc.models.weight_recipes import stored_groups, weight_recipes
 from mtpc.passes import Verifier
-from mtpc.program.forecast import Forecast
-from mtpc.program.lowering import Lowering, Seen
-from mtpc.program.packed_results import pack_results
-from mtpc.program.program import CapturedStep, Program
+from mtpc.program.binding import BuiltSteps, bind_program
+from mtpc.program.lowering import Lowering, Seen, agree_on_calls
+from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
-from mtpc.program.same_calls import agree_on_calls
+from mtpc.program.step_cache import CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
+from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
+from mtpc.weights.recipes import Recipe, names
 
+_Write = Callable[[int, str, StepGraph], None]
+"""Called with the number and name of a pass, and the graph after it."""
 COPY_LAYERS = "copy-layers"
 """Name in a graph's history of the step that adds layers that were not traced."""
 
 
 class StepCompiler:
-    """Compiles steps of one model over one set of shared buffers.
+    """Builds steps of one model, or takes them from a cache.
 
     Args:
         loaded: the model.
         options: sizes and choices.
         backend: what the steps are compiled for.
         listener: hears of progress.
-        new_buffer: makes each shared buffer; `Layout.reserve` if other tensors replace them later.
+        new_buffer: makes each shared buffer; `Layout.reserve` if steps are bound to other tensors.
         ranks: the processes that share the model; None: this one has all of it.
+        cache: where steps are looked up and kept, of this very model and options; None: nowhere.
     """
 
     def __init__(
@@ -76,11 +98,13 @@ class StepCompiler:
         listener: Listener = lambda progress: None,
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
+        cache: OwnSteps | None = None,
     ):
         self.options = options.for_model(loaded.max_positions)
         loaded = loaded.for_length(self.options.sequence_limit)
         self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
         self.backend = backend
+        self.cache = OwnSteps(self.options) if cache is None else cache
         self._check_draft_vocab()
         self.keys = step_keys(options)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
@@ -95,12 +119,15 @@ class StepCompiler:
         names = {id(t): name for name, t in (*self.shared.items(), *self._pools.items())}
         sharding = self.share.sharding(self._cut) if self.share else None
         # A rank that builds for the cache does so without the others.
-        self._ranks = ranks if ranks and ranks.control and backend.package is None else None
-        meet = self._ranks.meet if self._ranks else lambda: None
-        self._lowering = Lowering(backend, names, options, sharding, meet)
+        self._ranks = ranks if ranks and ranks.control and not backend.makes_files else None
+        self._lowering = Lowering(backend, names, options, sharding)
         self._traces: ModelTraces | None = None
         self._kept: dict[StepKey, StepGraph] = {}
+        self._split: tuple[StepKey, SplitStep, dict[str, bytes]] | None = None
+        self._timer = _Timer()
         self.pattern = find_pattern(self.loaded, self.weights.spec)
+        # Tapes are bound later, and to weights that are made then.
+        self.weights.defers = backend.makes_files
 
     def _check_draft_vocab(self) -> None:
         largest, size = max(self.options.draft_vocab, default=0), self.loaded.vocab_size
@@ -152,7 +179,7 @@ class StepCompiler:
             specs += synthetic_specs()
         if options.sampling:
             specs += sampling_specs(key, bool(options.token_mask))
-        return Layout(specs, sizes, OPEN_SIZES if self.backend.package is not None else ())
+        return Layout(specs, sizes, OPEN_SIZES if self.backend.makes_files else ())
 
     def _make_shared(
         self, new_buffer: Callable[[Layout, str, torch.device], Tensor]
@@ -185,15 +212,13 @@ class StepCompiler:
         whole = self.layout(self.keys[0], whole=True)
         return pools | {name: whole.reserve(name, tensor.device) for name, tensor in cut.items()}
 
-    def tell(self, stage: str, key: StepKey | None) -> None:
+    def tell(self, stage: str, key: StepKey | None, part: Part = "step") -> None:
         """Say what begins."""
+        if key is not None:
+            self.forecast.begins((self.options.spec_tokens, key, part), stage)
         elapsed = time.perf_counter() - self._start
         done = (self._done, len(self.keys), elapsed)
         self.listener(Progress(stage, key, *done, *self.forecast.now()))
-
-    def finished(self) -> None:
-        """Count one more step as done."""
-        self._done += 1
 
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass; of layers that repeat, it has the first ones."""
@@ -235,46 +260,167 @@ class StepCompiler:
         """Run the pass pipeline in place; see `Lowering.rewrite`."""
         return self._lowering.rewrite(graph, until, seen)
 
-    def capture(self, key: StepKey) -> CapturedStep:
-        """Trace, rewrite, lower and capture one step."""
-        graph = self.rewritten(key)
-        if self.backend.package is None:
-            pack_results(graph)
-        return self.capture_graph(key, graph)
-
-    @torch.no_grad()
     def rewritten(self, key: StepKey) -> StepGraph:
         """One step after all passes; that of `rewrite_all`, once, where there is one."""
         if key in self._kept:
             return self._kept.pop(key)
-        self.tell("trace", key)
-        graph = self.trace(key)
-        self.tell("rewrite", key)
-        whole = self.all_layers(self.rewrite(graph))
+        return self._rewritten(key)
+
+    @torch.no_grad()
+    def _rewritten(
+        self, key: StepKey, part: Part = "step", write: _Write = lambda index, name, graph: None
+    ) -> StepGraph:
+        """Trace a step and run all passes; `write` gets the graph as traced, and after each."""
+        self.tell("trace", key, part)
+        with self._timer("trace"):
+            graph = self.trace(key)
+        write(0, "traced", graph)
+        self.tell("rewrite", key, part)
+        with self._timer("rewrite"):
+            self.rewrite(graph, seen=lambda name, graph: write(len(graph.history), name, graph))
+            whole = self.all_layers(graph)
         if whole is None:
-            return self.rewritten(key)
+            return self._rewritten(key, part, write)
+        if len(whole.history) > len(graph.history):
+            write(len(whole.history), whole.history[-1].name, whole)
         if self._ranks is not None:
             agree_on_calls(whole, self._ranks)
         return whole
 
     def rewrite_all(self) -> Mapping[StepKey, StepGraph]:
-        """Every step after all passes. They are kept, and `capture` takes them."""
+        """Every step after all passes. They are kept until they are built."""
         for key in self.keys:
             self._kept[key] = self.rewritten(key)
         return self._kept
 
-    def capture_graph(self, key: StepKey, graph: StepGraph) -> CapturedStep:
-        """Lower and capture one step, or a part of one, after all passes."""
-        return self._lowering.capture(graph, self.shared, lambda stage: self.tell(stage, key))
+    def compile(self) -> Program:
+        """Every step of `keys`, over the shared buffers of the compiler."""
+        steps = self.obtain_all([(key, "step") for key in largest_first(self.keys)])
+        return bind_program(self.built(steps, self.shared), self.listener)
+
+    def built(self, steps: Steps, shared: Mapping[str, Tensor] | None = None) -> BuiltSteps:
+        """Steps with the weights of this model.
+
+        Args:
+            steps: built by this compiler, or of its cache.
+            shared: what they are bound to; None: state and caches of their own.
+        """
+        meet = self._ranks.meet if self._ranks else lambda: None
+        return BuiltSteps(steps, self.weights, None, shared, meet)
+
+    def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
+        """Every step, in order: from the cache, or built."""
+        steps, graphs = {}, tuple(wanted)
+        lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
+        seconds, tier = self.cache.seconds_of_nearest(lacking), self.options.spec_tokens
+        self.forecast = Forecast(
+            dict(zip([(tier, *graph) for graph in lacking], seconds, strict=True))
+        )
+        for key, part in graphs:
+            steps[key, part] = self.obtain(key, part)
+            self.forecast.finished((tier, key, part))
+            self._done += 1
+        self._split = None
+        return steps
+
+    def prepare(self, key: StepKey) -> None:
+        """Trace the model, which all steps share. The next step's record gets the seconds."""
+        with torch.no_grad(), self._timer("trace"):
+            self.trace_model(key)
+
+    def obtain(self, key: StepKey, part: Part = "step") -> CachedStep:
+        """One step, built if the cache lacks it."""
+        return self.cache.obtain(key, partial(self._build, key, part), part)
 
     @torch.no_grad()
-    def compile(self) -> Program:
-        """Every step of `keys`, the largest bucket first."""
-        steps: dict[StepKey, CapturedStep] = {}
-        for key in largest_first(self.keys):
-            steps[key] = self.capture(key)
-            self.finished()
-        return Program(steps, self.shared)
+    def _build(self, key: StepKey, part: Part) -> tuple[StepRecord, Artifact, Mapping[str, bytes]]:
+        """Build a step: its record, its artifact, and all its files but the record."""
+        graph, files = self._graph(key, part)
+        self.tell("lower", key, part)
+        with self._timer("lower"):
+            artifact = self.backend.build(graph)
+        record = self._record(graph, artifact)
+        if not self.backend.makes_files:
+            return record, artifact, {}
+        constants = [n for n in artifact.package.tensors if self._is_constant(n)]
+        tensors = {name: self.weights[name].detach().clone() for name in constants}
+        return record, artifact, {**files, **artifact.files, CONSTANTS: save(tensors)}
+
+    def _graph(self, key: StepKey, part: Part) -> tuple[StepGraph, dict[str, bytes]]:
+        """A step, or its half, after all passes; and files with its text after each pass.
+
+        The halves of a step are cut from one graph if they are built one after the other.
+        """
+        texts: dict[str, bytes] = {}
+
+        def write(index: int, name: str, graph: StepGraph) -> None:
+            if self.backend.makes_files:
+                text = gzip.compress(graph.text().encode(), mtime=0)
+                texts[graph_file(index, name)] = text
+
+        if part == "step":
+            graph = self._kept.pop(key, None) or self._rewritten(key, part, write)
+        else:
+            if self._split is None or self._split[0] != key:
+                whole = self._rewritten(key, part, write)
+                with self._timer("split"):
+                    self._split = key, split_step(whole), texts
+            _, split, earlier = self._split
+            graph = split.verify if part == "verify" else split.propose
+            texts = {**earlier}
+            write(len(graph.history) + 1, part, graph)
+        return graph, texts
+
+    def _record(self, graph: StepGraph, artifact: Artifact) -> StepRecord:
+        """What binding needs to know of a built step."""
+        mode, weights, loaded = fake_mode_of(graph.graph), self.weights, self.loaded
+        held = [name for name in artifact.package.tensors if not is_buffer_name(name)]
+        derived = {n: r for n, r in weights.recipes.items() if n in held}
+        base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
+        stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
+        others = base - self._recipes.keys()
+        seconds, self._timer = self._timer.seconds, _Timer()
+        settle = mode.form if isinstance(mode, StepMode) else graph.layout.value
+        return StepRecord(
+            step=graph.key,
+            part=graph.part,
+            buffers=settled_buffers(graph.layout, lambda dim: text_of(settle(dim))),
+            package=artifact.package,
+            derived=derived,
+            stored=stored,
+            dtypes={n: dtype_name(weights[n].dtype) for n in stored},
+            unexplained=tuple(sorted(n for n in others if not self._is_constant(n))),
+            ends=tuple(sorted(loaded.ends() & stored.keys())),
+            max_positions=loaded.max_positions,
+            vocab_size=loaded.served().vocab_size,
+            history=tuple(graph.history),
+            seconds=seconds,
+            source=loaded.source,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe | None]:
+        return weight_recipes(self.loaded)
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether no checkpoint holds a weight."""
+        is_known = name in self._recipes and self._recipes[name] is None
+        return name.startswith("constant.") or is_known
+
+
+class _Timer:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.seconds[stage] = round(seconds, 3)
 
 
 def _rows_of_one_request(key: StepKey) -> int:

@@ -23,9 +23,8 @@ from mtpc.backends.graphs import GraphReplay
 from mtpc.errors import LostRankError, RankError, RequestError
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
-from mtpc.program.rank_devices import end_exchanges, leave_devices, watch_steps
+from mtpc.program.rank_devices import StepWatch, end_exchanges, leave_devices, watch_steps
 from mtpc.program.ranks import Ranks, step_timeout_s
-from mtpc.program.step_watch import StepWatch
 
 _FIRST_BYTES, _LENGTHS = 256, struct.Struct("<2Q")
 """A message of up to so many bytes is one broadcast. A longer one is two. It begins with the

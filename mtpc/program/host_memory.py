@@ -17,7 +17,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.slot_state import snapshots_nbytes
-from mtpc.program.free_memory import free_bytes
+from mtpc.program.processes import free_bytes
 from mtpc.program.step_cache import Steps
 from mtpc.weights.packing import can_pack, held_bytes
 from mtpc.weights.quantise import spec_by_scheme

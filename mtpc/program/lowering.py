@@ -1,25 +1,34 @@
-"""From a traced graph to a captured step: the pass pipeline, then one backend."""
+"""From a traced graph to an artifact: the pass pipeline, the calls that ranks agree on, a backend.
+
+Each rank computes routers, norms and choices from the same bits, and must get the same bits: by the
+same kernels in the same configurations. And each must make the same exchanges in the same order, or
+all would hang.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import fx
 
 from mtpc.backends.base import Backend
 from mtpc.backends.pipeline import select_passes
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, get_tensor, operators
 from mtpc.config import CompileOptions
+from mtpc.errors import RankError
+from mtpc.ops.collectives import is_collective
 from mtpc.passes import Sharding, Verifier, run_pipeline
 from mtpc.program.program import CapturedStep
+from mtpc.program.ranks import Ranks
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""
-Tell = Callable[[str], None]
-"""Called with the stage that begins."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,12 @@ class Lowering:
         options: say which passes run, on which token ids and by which scheme, and how each pass is
             verified.
         sharding: what this rank holds of the model; None is all.
-        meet: called before a step runs for the first time: ranks compile at their own pace.
     """
 
     backend: Backend
     buffer_names: Mapping[int, str]
     options: CompileOptions
     sharding: Sharding | None = None
-    meet: Callable[[], object] = lambda: None
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
@@ -76,22 +83,59 @@ class Lowering:
         return graph
 
     @torch.no_grad()
-    def capture(
-        self, graph: StepGraph, shared: Mapping[str, Tensor], tell: Tell = lambda stage: None
-    ) -> CapturedStep:
-        """Lower and capture a rewritten graph.
-
-        Args:
-            graph: after all passes.
-            shared: buffers of other graphs that the step's user reaches through it, by name.
-            tell: hears of "lower" and "capture".
-        """
+    def capture(self, graph: StepGraph) -> CapturedStep:
+        """Build a rewritten graph, and open it over the tensors that it holds."""
         start = time.perf_counter()
-        tell("lower")
-        run = self.backend.lower(graph)
-        self.meet()
-        tell("capture")
-        replay = self.backend.capture(run, graph)
+        sizes = {str(symbol): number for symbol, number in graph.layout.sizes.items()}
+        opened = self.backend.build(graph).open(partial(get_tensor, graph.module), sizes)
         seconds = time.perf_counter() - start
-        buffers = {**graph.buffers(), **shared}
-        return CapturedStep(graph.key, graph.layout, buffers, replay, seconds, graph)
+        own = opened.graph or graph
+        return CapturedStep(graph.key, graph.layout, graph.buffers(), opened.run, seconds, own)
+
+
+_CHOICE = "configs"
+"""The argument of a kernel that names its configurations."""
+
+
+def agree_on_calls(graph: StepGraph, ranks: Ranks) -> int:
+    """Give each call the configuration that rank 0 has chosen for it.
+
+    Args:
+        graph: bound to kernels, not lowered yet. Every rank calls this for the same steps.
+        ranks: this process among those that share the model.
+
+    Returns:
+        How many calls have another configuration now.
+
+    Raises:
+        RankError: another rank's step makes other exchanges.
+    """
+    calls = dict(_named(graph))
+    exchanges = [str(target) for _, target in operators(graph.graph) if is_collective(target)]
+    own = {name: node.kwargs.get(_CHOICE, "") for name, node in calls.items()}
+    every = ranks.tell_all((exchanges, own))
+    for rank, (theirs, _) in enumerate(every):
+        for index, (one, other) in enumerate(zip_longest(theirs, exchanges)):
+            if one != other:
+                raise RankError(
+                    f"{graph.name}: exchange {index} of rank {rank} of {ranks.size} is {one}, and "
+                    f"rank {ranks.rank}'s is {other}; ranks would wait for each other for ever: "
+                    "give all ranks the same machine, libraries and options"
+                )
+    changed = 0
+    for name, choice in every[0][1].items():
+        if name in own and own[name] != choice:
+            node = calls[name]
+            node.kwargs = {**node.kwargs, _CHOICE: choice}
+            changed += 1
+    return changed
+
+
+def _named(graph: StepGraph) -> Iterator[tuple[tuple[str, int], fx.Node]]:
+    """Calls of kernels that have configurations, by name and how often it came before."""
+    seen = Counter[str]()
+    for node, target in operators(graph.graph):
+        schema = getattr(target, "_schema", None)
+        if schema is not None and any(one.name == _CHOICE for one in schema.arguments):
+            yield (str(target), seen[str(target)]), node
+            seen[str(target)] += 1

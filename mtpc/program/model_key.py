@@ -1,4 +1,8 @@
-"""Key fields of a model: all that shapes its graphs, but not the values of its weights."""
+"""What a model is known by: key fields of all that shapes its graphs, and an identity of its pages.
+
+The key has no values of weights. The identity has them: it is one digest of what the content of KV
+pages depends on, besides tokens, for `kv_offload_dir`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,13 @@ from typing import Any
 import torch
 
 from mtpc.backends.package import signature
-from mtpc.store.key import hash_of
+from mtpc.config import CompileOptions
+from mtpc.errors import OptionError
+from mtpc.program.step_cache import program_fields
+from mtpc.store.key import digest, hash_of
+from mtpc.store.machine import processor_fields
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.content import content_digest
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 _PROVENANCE = ("_name_or_path", "transformers_version")
@@ -125,3 +134,33 @@ def _tensor_fields(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
         f"{prefix}.{pattern}": " | ".join(sorted(found)) for pattern, found in groups.items()
     }
     return {prefix: f"{len(tensors)} tensors, {exact}", **readable}
+
+
+_ROWS_IN_RINGS = "options.rows_in_rings"
+"""A key field that only sizes buffers. A snapshot's own form states their sizes."""
+MEMORY = ".mtpc-weights.json"
+"""File of `kv_offload_dir` that keeps the digests of weights' files."""
+
+
+def page_identity(checkpoint: Checkpoint, options: CompileOptions, backend: str) -> str:
+    """A digest of the weights, the options, mtpc's sources, libraries and the processor.
+
+    Args:
+        checkpoint: holds the weights. All its files are read, the first time.
+        options: as the steps were compiled with them, with a `kv_offload_dir`.
+        backend: name of the backend that runs the steps.
+
+    Raises:
+        OptionError: `kv_offload_dir` cannot be made.
+        OSError: a file of the checkpoint cannot be read.
+    """
+    directory = options.kv_offload_dir
+    assert directory is not None
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"kv_offload_dir is {directory}, which cannot be made: {error}") from None
+    fields = program_fields(backend, checkpoint_fields(checkpoint), options)
+    del fields[_ROWS_IN_RINGS]
+    weights = content_digest(checkpoint.paths, directory / MEMORY)
+    return digest({**fields, **processor_fields(), "weights": weights})

@@ -1,7 +1,11 @@
-"""One way from a model and its options to steps that run: from the graph cache, or compiled.
+"""One road from a model and its options to steps that run.
 
-`mtpc.compile` assembles the steps into a program, `mtpc.compile_host` into parts that are bound to
-a host's tensors. An `Assembler` says how; everything else is the same for both.
+source -> what is asked for -> look up, or build what is missing -> bind to weights and buffers
+
+`mtpc.compile` binds the steps as a program, `mtpc.compile_host` to a host's tensors; everything
+before is the same for both. Steps are built without weights, from a checkpoint's headers, and bound
+to its files. Only where that is not possible, they are built from a loaded model: a model object,
+weights that transformers alone can read, and backends whose artifacts are no files.
 """
 
 from __future__ import annotations
@@ -9,28 +13,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
-from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.backends.package import DEVICE
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, MtpcError, OptionError
-from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
+from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
-from mtpc.program.background import Rest
-from mtpc.program.binding import WeightSource
-from mtpc.program.child_process import build_in_child
-from mtpc.program.free_memory import free_bytes
+from mtpc.program.binding import BuiltSteps
+from mtpc.program.child_process import Rest, build_in_child
 from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.interrupts import HeldInterrupts
-from mtpc.program.open_cache import kernel_store, open_cache
-from mtpc.program.page_identity import page_identity
-from mtpc.program.processes import without_collections
-from mtpc.program.restore import Restored, Steps, restore
+from mtpc.program.model_key import page_identity
+from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
+from mtpc.program.processes import free_bytes, without_collections
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
@@ -46,22 +44,48 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Assembler(Generic[T]):
-    """Makes what its caller runs from compiled steps.
+class Wanted(Generic[T]):
+    """What a caller wants of a model.
 
     Attributes:
         form: which graphs each step has.
         owns_buffers: whether the result has state, caches and batch buffers of its own. If not,
             steps are traced over stand-ins, and nothing is written to them.
-        assemble: makes the result from entries of the graph cache. Its arguments are the entries,
-            largest first; the weights that exist, by name; and the source of the others, or None.
-        compile: makes the result from steps that no cache keeps.
+        bind: makes the result of a model.
     """
 
     form: Form
     owns_buffers: bool
-    assemble: Callable[[Steps, WeightTable, WeightSource | None], T]
-    compile: Callable[[StepCompiler], T]
+    bind: Callable[[Prepared], T]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Steps that are built, and what is known of their model.
+
+    Attributes:
+        built: the steps.
+        served: vocabulary, end-of-sequence ids, tokenizer.
+        options: what the steps were built with, settled for the model.
+        backend: name of the backend that runs them.
+        device: where they run, as torch names it.
+        check: raises CheckpointError if weights that binding read are unusable.
+        done: says that all is done.
+        loaded: the model in memory; None where its weights come from files.
+        cache: the steps' entries; None if no cache keeps them.
+        identity: see `page_identity`; "" without the option `kv_offload_dir`.
+    """
+
+    built: BuiltSteps
+    served: ServedModel
+    options: CompileOptions
+    backend: str
+    device: str
+    check: Callable[[], None]
+    done: Callable[[], None] = lambda: None
+    loaded: LoadedModel | None = None
+    cache: StepCache | None = None
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,44 +93,31 @@ class Opened(Generic[T]):
     """A model whose steps are ready.
 
     Attributes:
-        made: the assembler's result.
-        served: vocabulary, end-of-sequence ids, tokenizer.
-        options: what the steps were compiled with, `max_len` settled.
-        device: where the steps run, as torch names it.
+        made: what the caller has bound.
+        model: what it was made of.
         fallbacks: what runs differently from what was asked for, counted, with reasons.
-        check: raises CheckpointError if weights that binding read are unusable.
-        loaded: the model in memory; None where all of it came from the cache.
-        cache: the steps' entries; it also holds the files of steps that the cache could not keep,
-            until they are bound.
         rest: the steps that are still to be built, with `build_in_background`; None if all are
             there.
-        identity: see `page_identity`; "" without the option `kv_offload_dir`.
         ranks: the processes that share the model; None: this one has all of it.
     """
 
     made: T
-    served: ServedModel
-    options: CompileOptions
-    device: str
+    model: Prepared
     fallbacks: Counter[str]
-    check: Callable[[], None]
-    loaded: LoadedModel | None = None
-    cache: StepCache | None = None
-    rest: Rest | None = None
-    identity: str = ""
-    ranks: Ranks | None = None
+    rest: Rest | None
+    ranks: Ranks | None
 
 
 def open_steps(
-    model: Any, options: dict[str, Any], assembler: Assembler[T], progress: Listener
+    model: Any, options: dict[str, Any], wanted: Wanted[T], progress: Listener
 ) -> Opened[T]:
-    """Take every step from the graph cache, or compile what the cache lacks.
+    """Take every step from the graph cache, or build what the cache lacks; then bind them.
 
     Args:
         model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
             model loaded from one.
         options: fields of `CompileOptions`, or their aliases.
-        assembler: makes the result of the steps.
+        wanted: what to make of it.
         progress: called at each stage.
 
     Raises:
@@ -114,27 +125,26 @@ def open_steps(
     """
     parsed = CompileOptions.parse(options)
     if parsed.tensor_parallel_size == 1:
-        return _prepare(model, parsed, assembler, progress).open()
-    from mtpc.program.group_memory import share_memory
-    from mtpc.program.ranks import join_ranks
+        return _road(model, parsed, wanted, progress).open()
+    from mtpc.program.ranks import join_ranks, share_memory
 
     row = first_choice(parsed.backend)
     ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
-    opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
-    ranks.compare(opener.source, opener.options)
-    opened = ranks.all_succeed(opener.open)
+    road = ranks.all_succeed(lambda: _road(model, parsed, wanted, progress, ranks))
+    ranks.compare(road.source, road.options)
+    opened = ranks.all_succeed(road.open)
     fault = share_memory(ranks) if row and row.has_packages else ranks.apart
     opened.fallbacks.update([fault] if fault else [])
     return opened
 
 
-def _prepare(
+def _road(
     model: Any,
     options: CompileOptions,
-    assembler: Assembler[T],
+    wanted: Wanted[T],
     progress: Listener,
     ranks: Ranks | None = None,
-) -> _Opener[T]:
+) -> _Road[T]:
     """Open the checkpoint and settle what follows from it; no step is looked for yet."""
     interrupts = HeldInterrupts(progress)
     report = line_reporter(interrupts.tell)
@@ -149,9 +159,8 @@ def _prepare(
             "expected a checkpoint's directory"
         )
     settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
-    graphs = tuple(graph_keys(settled, assembler.form))
-    tiers = settled.tiers
-    return _Opener(source, settled, assembler, report, interrupts, graphs, tiers, ranks=ranks)
+    graphs = tuple(graph_keys(settled, wanted.form))
+    return _Road(source, settled, wanted, report, interrupts, graphs, settled.tiers, ranks=ranks)
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -163,66 +172,45 @@ def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
 
 
 @dataclass(frozen=True)
-class _Opener(Generic[T]):
-    """The ways to open one model."""
+class _Road(Generic[T]):
+    """The road of one model: what is known before any step is looked for."""
 
     source: Any
     options: CompileOptions
-    assembler: Assembler[T]
+    wanted: Wanted[T]
     report: Report
     interrupts: HeldInterrupts
-    graphs: tuple[tuple[StepKey, Part], ...]
+    graphs: Graphs
     tiers: tuple[int, ...]
     rest: Graphs = ()
     ranks: Ranks | None = None
 
     def open(self) -> Opened[T]:
-        """From the cache, or compiled; with several ranks, this rank's part of each step."""
-        opener, source = self, self.source
-        cache = open_cache(source, self.options, self.report, self.ranks)
-        opened = opener.restored(cache)
-        if opened is None and self.options.build_in_background:
-            opener = opener.beginning(cache)
-            opened = opener.restored(cache)
-        if opened is None and opener.build_in_child(cache):
-            opened = opener.restored(cache)
-        if opened is None:
-            opened = opener.compiled(cache)
-        opened.check()
-        checkpoint = opened.loaded.checkpoint if opened.loaded else source
-        for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
-            opened.fallbacks.update(notes)
-        return replace(opened, ranks=self.ranks)
+        """Look up, build and bind; with several ranks, this rank's part of each step."""
+        cache = open_cache(self.source, self.options, self.report, self.ranks)
+        road, model = self, self.look_up(cache)
+        if model is None and self.options.build_in_background:
+            road = self.beginning(cache)
+            model = road.look_up(cache)
+        model = model or road.built_in_child(cache)
+        if model is not None:
+            return road.bound(model, cache)
+        # The backend comes first: a missing GPU must be reported before minutes of loading.
+        options, store = self.options, kernel_store(self.options, cache)
+        backend, fallback = choose_backend(
+            options.backend, options.strict, self.report, store, options.batch_invariant
+        )
+        with self.interrupts:
+            opened = road.bound(road.build(cache, backend), cache)
+        opened.fallbacks.update(backend.notes + Counter([fallback] if fallback else []))
+        return opened
 
-    def beginning(self, cache: StepCache | None) -> _Opener[T]:
-        """A copy for the steps with which a program can begin; the others become its `rest`.
-
-        A program begins with the prefill step, and with the decode steps of every K that the cache
-        has. If it has none, that is the smallest K, or 0 where K is one number. The opener itself
-        is returned if nothing can be built in the background.
-        """
-        options = self.options
-        tiers = options.tiers if len(options.tiers) > 1 else (0, *options.tiers)
-        if cache is None or cache.frozen or not isinstance(self.source, Checkpoint):
-            return self
-        if options.spec_tokens == 0 or self.assembler.form != "fused":
-            return self
-        options = replace(options, spec_tiers=tiers)
-        graphs = graph_keys(options, "fused")
-        decode = [graph for graph in graphs if graph[0].phase == "decode"]
-        lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
-        begin = set(tiers) - lacking or {min(tiers)}
-        first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
-        later = [graph for graph in graphs if graph not in first]
-        rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
-        return replace(self, options=options, graphs=tuple(first), rest=rest)
-
-    def restored(self, cache: StepCache | None) -> Opened[T] | None:
+    def look_up(self, cache: StepCache | None) -> Prepared | None:
         """All steps from the cache, or None if one is missing; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
         found = restore(self.source, self.options, cache, self.graphs, self._caches_of_ranks())
-        return None if found is None else self._bound(found, cache)
+        return None if found is None else self._of_files(found)
 
     def _caches_of_ranks(self) -> tuple[StepCache | None, ...]:
         """The caches of all ranks, None for this one; only `require_sha256` needs the others."""
@@ -235,103 +223,89 @@ class _Opener(Generic[T]):
             for place in self.ranks.all_places
         )
 
-    def _bound(self, found: Restored, cache: StepCache) -> Opened[T]:
-        """Steps with weights straight from the checkpoint's files."""
-        options = found.settled(self.options)
-        need = need_of_steps(found.steps, options, self.assembler.owns_buffers)
-        need.check(options, free_bytes())
-        try:
-            weights = WeightTable({})
-            made = self.assembler.assemble(found.steps, weights, found.source)
-        except MtpcError:
-            raise
-        except Exception as error:
-            raise CacheError(
-                f"steps of the graph cache {cache.store.root} do not fit "
-                f"{found.checkpoint.directory}: {type(error).__name__}: {error}; remove them: "
-                "mtpc cache prune --all"
-            ) from error
-        later = (found, weights, cache, self.options, self.rest, self.tiers)
-        return Opened(
-            made, found.served(), options, DEVICE, Counter(), found.source.check, None, cache,
-            Rest(*later) if self.rest else None, self._identity(options, PACKAGING),
-        )  # fmt: skip
+    def _of_files(self, built: BuiltSteps) -> Prepared:
+        """Steps whose weights come straight from the checkpoint's files."""
+        assert built.source is not None
+        record, directory = next(iter(built.steps.values())).record, self.source.directory
+        ends = self.source.stop_ids()
+        served = ServedModel(str(directory), record.vocab_size, ends, directory)
+        options = self.options.for_model(record.max_positions)
+        return Prepared(built, served, options, PACKAGING, DEVICE, built.source.check)
 
-    def _identity(self, options: CompileOptions, backend: str) -> str:
-        """The identity of pages in files; "" without the option `kv_offload_dir`."""
-        if options.kv_offload_dir is None:
-            return ""
-        self.report("read the weights, to know their pages in kv_offload_dir")
-        return page_identity(self.source, options, backend)
+    def beginning(self, cache: StepCache | None) -> _Road[T]:
+        """A copy for the steps with which a program can begin; the others become its `rest`.
 
-    def build_in_child(self, cache: StepCache | None) -> bool:
-        """Fill the cache in another process if the checkpoint is large; returns whether it did."""
+        A program begins with the prefill step, and with the decode steps of every K that the cache
+        has. If it has none, that is the smallest K, or 0 where K is one number. The road itself is
+        returned if nothing can be built in the background.
+        """
+        options = self.options
+        tiers = options.tiers if len(options.tiers) > 1 else (0, *options.tiers)
+        if cache is None or cache.frozen or not isinstance(self.source, Checkpoint):
+            return self
+        if options.spec_tokens == 0 or self.wanted.form != "fused":
+            return self
+        options = replace(options, spec_tiers=tiers)
+        graphs = graph_keys(options, "fused")
+        decode = [graph for graph in graphs if graph[0].phase == "decode"]
+        lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
+        begin = set(tiers) - lacking or {min(tiers)}
+        first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
+        later = [graph for graph in graphs if graph not in first]
+        rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
+        return replace(self, options=options, graphs=tuple(first), rest=rest)
+
+    def built_in_child(self, cache: StepCache | None) -> Prepared | None:
+        """Build what the cache lacks in another process; None if the checkpoint is small."""
         if cache is None or not isinstance(self.source, Checkpoint):
-            return False
-        listener, owns, rank = self.interrupts.tell, self.assembler.owns_buffers, self.ranks
-        return build_in_child(
-            self.source, self.options, self.graphs, cache, listener, owns, rank and rank.place
-        )
+            return None
+        listener, owns, rank = self.interrupts.tell, self.wanted.owns_buffers, self.ranks
+        to_build = (self.source, self.options, self.graphs, cache)
+        is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
+        return self.look_up(cache) if is_built else None
 
-    def compiled(self, cache: StepCache | None) -> Opened[T]:
-        """Trace and lower what the cache lacks."""
-        # The backend comes first: a missing GPU must be reported before minutes of loading.
-        options, store = self.options, kernel_store(self.options, cache)
-        backend, fallback = choose_backend(
-            options.backend, options.strict, self.report, store, options.batch_invariant
-        )
-        with self.interrupts:
-            opened = self._compiled(cache, backend)
-        opened.fallbacks.update(backend.notes + Counter([fallback] if fallback else []))
-        return opened
-
-    def _compiled(self, cache: StepCache | None, backend: Backend) -> Opened[T]:
+    def build(self, cache: StepCache | None, backend: Backend) -> Prepared:
+        """Trace and build what the cache lacks."""
         # Imported here: a warm start needs neither transformers nor export.
-        from mtpc.program.caching_compiler import CachingCompiler
         from mtpc.program.memory_plan import planned_compiler
 
-        keeps = cache if backend.package is not None else None
-        if keeps is not None and isinstance(self.source, Checkpoint):
+        keeps = cache if backend.makes_files else None
+        if backend.makes_files and isinstance(self.source, Checkpoint):
             with without_collections():
-                opened = self._built_from_headers(self.source, keeps, backend)
-            if opened is not None:
-                return opened
-        loaded = self._load(backend)
-        make = partial(self._compiler, loaded, backend, keeps)
-        if self.assembler.owns_buffers:
+                built = self._built_from_headers(self.source, keeps, backend)
+            if built is not None:
+                return self._of_files(built)
+        loaded, owns = self._load(backend), self.wanted.owns_buffers
+
+        def make(options: CompileOptions) -> StepCompiler:
+            return self._compiler(loaded, backend, keeps, options)
+
+        if owns:
             options = self.options.for_model(loaded.max_positions)
             compiler = planned_compiler(make, options, backend, self.report, self.ranks)
         else:
             compiler = make(self.options)
-        if keeps is not None:
-            steps = CachingCompiler(compiler, keeps).obtain_all(self.graphs)
-            made = self.assembler.assemble(steps, compiler.weights, None)
-        else:
-            made = self.assembler.compile(compiler)
-        compiler.tell("done", None)
-        served, settled = loaded.served(), settle_scheduling(compiler, self.ranks)
-        identity = self._identity(settled, backend.name)
+        own = compiler.shared if owns and not backend.makes_files else None
+        built = compiler.built(compiler.obtain_all(self.graphs), own)
         check = loaded.elsewhere.check if loaded.elsewhere else lambda: None
-        return Opened(
-            made, served, settled, backend.device, Counter(), check, loaded, cache, None, identity,
-        )  # fmt: skip
+        options, done = settle_scheduling(compiler, self.ranks), lambda: compiler.tell("done", None)
+        of_backend = (backend.name, backend.device, check, done)
+        return Prepared(built, loaded.served(), options, *of_backend, loaded)
 
     def _built_from_headers(
-        self, source: Checkpoint, cache: StepCache, backend: Backend
-    ) -> Opened[T] | None:
+        self, source: Checkpoint, cache: StepCache | None, backend: Backend
+    ) -> BuiltSteps | None:
         """Steps that are built without weights, and bound to them as a warm start binds.
 
         None where only transformers can read some weight.
         """
-        from mtpc.program.caching_compiler import CachingCompiler
-
         loaded = self._load(backend, headers_only=True)
         compiler = self._compiler(loaded, backend, cache, self.options)
-        check_model(compiler, self.assembler.owns_buffers)
-        steps = CachingCompiler(compiler, cache).obtain_all(self.graphs)
+        check_model(compiler, self.wanted.owns_buffers)
+        steps = compiler.obtain_all(self.graphs)
         if any(step.record.unexplained for step in steps.values()):
             return None
-        return self._bound(Restored(source, steps, WeightSource(source, fill_packed)), cache)
+        return from_files(source, steps)
 
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
         from mtpc.models.load import load
@@ -359,11 +333,48 @@ class _Opener(Generic[T]):
     ) -> StepCompiler:
         from mtpc.program.compiler import StepCompiler
 
-        # Cached steps are bound to buffers later, as in a warm start: these are stand-ins.
-        own = self.assembler.owns_buffers and cache is None
+        # Tapes are bound to buffers later, as in a warm start: these are stand-ins.
+        own = self.wanted.owns_buffers and not backend.makes_files
         new_buffer = Layout.allocate if own else Layout.reserve
         listener = self.interrupts.tell
-        return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks)
+        return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks, cache)
+
+    def bound(self, found: Prepared, cache: StepCache | None) -> Opened[T]:
+        """Make of the steps what is wanted, and check the weights that this reads."""
+        model = replace(found, cache=cache, identity=self._identity(found))
+        built, source, rest = model.built, self.source, None
+        if built.source is None:
+            made = self.wanted.bind(model)
+        else:
+            need = need_of_steps(built.steps, model.options, self.wanted.owns_buffers)
+            need.check(model.options, free_bytes())
+            made = self._bound_to_files(model)
+        model.done()
+        model.check()
+        if self.rest and cache is not None:
+            rest = Rest(built, source, cache, self.options, self.rest, self.tiers)
+        checkpoint = model.loaded.checkpoint if model.loaded is not None else source
+        fallbacks = Counter[str]()
+        for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
+            fallbacks.update(notes)
+        return Opened(made, model, fallbacks, rest, self.ranks)
+
+    def _bound_to_files(self, model: Prepared) -> T:
+        try:
+            return self.wanted.bind(model)
+        except MtpcError:
+            raise
+        except Exception as error:
+            raise CacheError(
+                f"built steps do not fit {model.served.name}: {type(error).__name__}: {error}; "
+                "remove them: mtpc cache prune --all"
+            ) from error
+
+    def _identity(self, model: Prepared) -> str:
+        if model.options.kv_offload_dir is None:
+            return ""
+        self.report("read the weights, to know their pages in kv_offload_dir")
+        return page_identity(self.source, model.options, model.backend)
 
 
 def settle_scheduling(compiler: StepCompiler, ranks: Ranks | None) -> CompileOptions:

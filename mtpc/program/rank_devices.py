@@ -1,20 +1,25 @@
-"""Which GPU each rank has, and the process group by which GPUs exchange values within a step.
+"""Which GPU each rank has, how GPUs exchange values within a step, and a bound on a step's time.
 
     control messages: gloo, on the host  |  exchanges in a step: NCCL, on the device
     small exchanges of GPUs that read each other's memory: a kernel (`backends/peer_memory.py`)
 
 A step's group is mtpc's own, so the default group may be of any backend. torch names RCCL "nccl",
-too. **This module has never run on a GPU.**
+too. torch's own watchdog does not see exchanges within a captured graph, so `StepWatch` bounds the
+time for which rank 0 waits, and names the rank that hangs. **This module has never run on a GPU.**
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +27,8 @@ import torch.distributed as dist
 from mtpc.backends.check_device import check_device, device_name
 from mtpc.backends.gpu.ops.exchanges import exchange_ranks, gather_ranks
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
-from mtpc.errors import BackendError
+from mtpc.errors import BackendError, LostRankError
 from mtpc.ops.collectives import group_of
-from mtpc.program.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
@@ -247,3 +251,115 @@ def _see() -> Seen:
     devices = tuple(str(getattr(each, "uuid", i)) for i, each in enumerate(properties))
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Seen(boot, devices, torch.cuda.current_device())
+
+
+_POLL_S = 1.0
+"""Seconds between two looks at the clock, or at the store."""
+_ANSWER_S = 3.0
+"""Seconds in which a rank that lives has answered."""
+_END_S = 5.0
+"""Seconds after which exchanges must have ended that were aborted."""
+
+
+class StepWatch:
+    """Watches the steps of one program; each rank has one.
+
+    A thread of rank 0 looks at the clock while the host waits for a step. When the time is over, it
+    asks the other ranks through the process group's store, and gives up the group's communicator,
+    so that kernels that wait end. If they do not, the process ends. In each other rank a thread
+    answers with the number of steps that the rank has launched.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        store: of the default process group.
+        name: differs between programs, and is the same on all ranks.
+        limit_s: how long rank 0 waits for a step.
+        abort: ends exchanges that wait, on this rank.
+
+    Attributes:
+        launched: number of steps that this rank has launched.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Any,
+        name: str,
+        limit_s: float,
+        abort: Callable[[], None],
+    ):
+        self._rank, self._size, self._store, self._key = rank, size, store, f"mtpc/watch/{name}"
+        self._limit_s, self._abort = limit_s, abort
+        self.launched = 0
+        self._until: float | None = None
+        self._failure = ""
+        self._closed, self._is_back = threading.Event(), threading.Event()
+        run = self._answer if rank else self._look
+        threading.Thread(target=run, name="mtpc-step-watch", daemon=True).start()
+
+    def wait(self, wait: Callable[[], None]) -> None:
+        """On rank 0: wait for a step.
+
+        Args:
+            wait: returns when the step is done, or when its exchanges were aborted.
+
+        Raises:
+            LostRankError: the step has taken too long; the message names the rank that hangs.
+        """
+        self._is_back.clear()
+        self._until = time.monotonic() + self._limit_s
+        try:
+            wait()
+        finally:
+            self._until = None
+            self._is_back.set()
+        if self._failure:
+            raise LostRankError(self._failure)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            until = self._until
+            if until is not None and time.monotonic() > until:
+                self._failure = self._reason()
+                threading.Thread(target=self._abort, daemon=True).start()
+                if not self._is_back.wait(_END_S):
+                    print("error:", self._failure, file=sys.stderr, flush=True)
+                    os._exit(2)
+                return
+
+    def _answer(self) -> None:
+        # The store is gone when rank 0 is.
+        with suppress(RuntimeError):
+            while not self._closed.wait(_POLL_S):
+                if self._store.check([self._key]):
+                    self._store.set(f"{self._key}/{self._rank}", str(self.launched))
+                    return
+
+    def _reason(self) -> str:
+        """Which rank hangs: one that does not answer, or has launched fewer steps."""
+        self._store.set(self._key, "")
+        keys = {rank: f"{self._key}/{rank}" for rank in range(1, self._size)}
+        until = time.monotonic() + _ANSWER_S
+        while not self._store.check([*keys.values()]) and time.monotonic() < until:
+            time.sleep(_POLL_S / 10)
+        for rank, key in keys.items():
+            if not self._store.check([key]):
+                return f"rank {rank} of {self._size} has not answered for {self._limit_s:.0f} s"
+        counts = {rank: int(self._store.get(key)) for rank, key in keys.items()}
+        for rank, count in counts.items():
+            if count < self.launched:
+                return (
+                    f"rank {rank} of {self._size} has launched {count} steps and hangs; rank 0 has "
+                    f"launched {self.launched}, and has waited for {self._limit_s:.0f} s"
+                )
+        return (
+            f"step {self.launched} has not ended for {self._limit_s:.0f} s, although all "
+            f"{self._size} ranks have launched it: check the links between the GPUs "
+            "(NCCL_DEBUG=INFO)"
+        )

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
+from mtpc.backends.base import Artifact
+from mtpc.backends.package import TAPE, TapeArtifact
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
-from mtpc.layout import Layout, Part, StepKey, step_name
+from mtpc.layout import Graphs, Layout, Part, StepKey, step_name
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.program.step_record import FORMAT, StepRecord
-from mtpc.store.entries import Entry, EntryStore, copy_files
+from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
-from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
+from mtpc.store.lookup import find, keep, nearest, peek
 from mtpc.store.machine import environment_fields
-from mtpc.store.scratch import Scratch
 from mtpc.weights.paired_checkpoint import DRAFT
 from mtpc.wiring import rule_text
 
@@ -40,26 +38,31 @@ def graph_file(index: int, name: str) -> str:
     return f"graph.{index:02d}-{name}.txt.gz"
 
 
-Build = Callable[[Path], StepRecord]
-"""Compiles a step's files into a directory; returns the step's record."""
+Build = Callable[[], tuple[StepRecord, Artifact, Mapping[str, bytes]]]
+"""Builds a step; returns its record, its artifact and all its files but the record, by name."""
 
 
 @dataclass(frozen=True)
 class CachedStep:
-    """The files of a compiled step.
+    """A built step.
 
     Attributes:
-        directory: where they are.
-        record: how to bind and call the package.
-        entry: their checked entry; None if the cache could not be written, so that the files are
-            temporary.
+        record: how to bind it.
+        artifact: what to open.
+        entry: the checked entry of its files; None if no cache keeps them.
         options: of the program that it is for, settled for the model.
+        files: those that no cache keeps, by name.
     """
 
-    directory: Path
     record: StepRecord
+    artifact: Artifact
     entry: Entry | None
     options: CompileOptions
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one of its files."""
+        return self.files[name] if self.entry is None else self.entry.read(name)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -78,7 +81,7 @@ class CachedStep:
 
 
 Steps = Mapping[tuple[StepKey, Part], CachedStep]
-"""Entries of one program, by step and part."""
+"""Built steps of one program, by step and part."""
 
 
 def program_fields(
@@ -173,8 +176,40 @@ def step_fields(program: Fields, key: StepKey, part: Part = "step") -> dict[str,
     }
 
 
-class StepCache:
-    """The entries of one program.
+class OwnSteps:
+    """Steps that no cache keeps: only this process has them.
+
+    Args:
+        options: of the program.
+
+    Attributes:
+        notes: lines that say why a cache could not serve or keep a step -> count; part of
+            `Stats.fallbacks`.
+    """
+
+    def __init__(self, options: CompileOptions):
+        self.options = options
+        self.notes: Counter[str] = Counter()
+
+    def lacks(self, key: StepKey, part: Part = "step") -> bool:
+        """Whether a step is still to be built."""
+        return True
+
+    def seconds_of_nearest(self, graphs: Graphs) -> Iterator[Mapping[str, float]]:
+        """For each graph, the seconds of each stage of an earlier build; {} if none is known."""
+        return ({} for _ in graphs)
+
+    def obtain(self, key: StepKey, build: Build, part: Part = "step") -> CachedStep:
+        """Build the step."""
+        record, artifact, files = build()
+        return CachedStep(record, artifact, None, self._settled(record), files)
+
+    def _settled(self, record: StepRecord) -> CompileOptions:
+        return self.options.for_model(record.max_positions)
+
+
+class StepCache(OwnSteps):
+    """The entries of one program in the graph cache.
 
     Args:
         store: where the entries are.
@@ -182,10 +217,6 @@ class StepCache:
         options: of the program.
         frozen: whether building is an error.
         tell: is called with a line when the cache waits, or finds a damaged entry.
-
-    Attributes:
-        notes: lines that say why the cache could not serve or keep a step -> count; part of
-            `Stats.fallbacks`.
     """
 
     def __init__(
@@ -196,10 +227,9 @@ class StepCache:
         frozen: bool = False,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.store, self.program, self.options, self.frozen = store, program, options, frozen
-        self.notes: Counter[str] = Counter()
+        super().__init__(options)
+        self.store, self.program, self.frozen = store, program, frozen
         self._tell, self._told_miss = tell, ""
-        self._scratch = Scratch("steps")
 
     def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
         """The step, or None if the cache lacks it. A damaged entry is noted and counts as missing.
@@ -292,10 +322,9 @@ class StepCache:
     def _read(self, entry: Entry) -> CachedStep:
         if RECORD not in entry.files:
             raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
-        return self._step(entry.directory, read_record(entry), entry)
-
-    def _step(self, directory: Path, record: StepRecord, entry: Entry | None) -> CachedStep:
-        return CachedStep(directory, record, entry, self.options.for_model(record.max_positions))
+        record = read_record(entry)
+        artifact = TapeArtifact(record.package, entry.directory / TAPE)
+        return CachedStep(record, artifact, entry, self._settled(record))
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference] | None:
         """Differences between a step's key and the nearest entry; None if the cache has no step.
@@ -308,9 +337,7 @@ class StepCache:
         # Where some are equally near, the one that says by which size the entry differs.
         return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=None)
 
-    def seconds_of_nearest(
-        self, graphs: Iterable[tuple[StepKey, Part]]
-    ) -> Iterator[Mapping[str, float]]:
+    def seconds_of_nearest(self, graphs: Graphs) -> Iterator[Mapping[str, float]]:
         """For each graph, the seconds of each stage of the nearest entry's build.
 
         They are {} if there is no such entry, or if the cache cannot be trusted. In that case the
@@ -354,20 +381,15 @@ class StepCache:
             )
 
     def _build(self, key: StepKey, part: Part, build: Build) -> CachedStep:
-        directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
-        with self._scratch.filled():
-            record = build(directory)
-            (directory / RECORD).write_text(record.to_json())
-        own = frozenset(record.package.fixed)
+        step = super().obtain(key, build, part)
+        own = frozenset(step.record.package.fixed)
         fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
-        (directory / KEY).write_bytes(key_bytes(fields))
+        files = {**step.files, RECORD: step.record.to_json().encode()}
         try:
-            entry = self.store.write(digest(fields), lambda into: copy_files(directory, into))
+            return self._read(keep(self.store, fields, files))
         except CacheWriteError as error:
             self.note(f"not kept in the cache: {error}")
-            return self._step(directory, record, None)
-        shutil.rmtree(directory)
-        return self._read(entry)
+            return step
 
     def note(self, line: str) -> None:
         """Report and count that the cache could not serve or keep something."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mtpc.errors import DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
@@ -21,6 +22,16 @@ KEY = "key.json"
 def key_bytes(fields: Fields) -> bytes:
     """The contents of the file `KEY` for a key."""
     return (json.dumps(dict(fields), indent=1, sort_keys=True) + "\n").encode()
+
+
+def keep(store: EntryStore, fields: Fields, files: Mapping[str, bytes]) -> Entry:
+    """Write the entry of a key, whose lock the caller holds; see `EntryStore.write`."""
+
+    def fill(directory: Path) -> None:
+        for name, data in {**files, KEY: key_bytes(fields)}.items():
+            (directory / name).write_bytes(data)
+
+    return store.write(digest(fields), fill)
 
 
 def key_of(entry: Entry) -> dict[str, str]:

@@ -15,8 +15,8 @@ import mtpc
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
 
-ENTRIES = ("mtpc.program.caching_compiler", "mtpc.backends.cpu.backend")
-"""The module that turns options into packages, and the backend that makes them."""
+ENTRIES = ("mtpc.program.compiler", "mtpc.backends.cpu.backend")
+"""The module that turns options into artifacts, and the backend that makes them."""
 PACKAGE = Path(mtpc.__file__).parent
 KERNELS = "kernels"
 """The part that is not Python."""

@@ -13,7 +13,7 @@ from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
 import mtpc
-from mtpc.program.cost_entry import FILE
+from mtpc.program.program import FILE
 
 Opened = Callable[..., mtpc.SpecModel]
 

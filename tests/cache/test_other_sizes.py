@@ -19,6 +19,7 @@ from helpers.theorem import PROMPTS
 from helpers.warm_starts import BATCH, DECODE, PREFILL
 
 import mtpc
+from mtpc.backends.package import TAPE, TapeArtifact
 from mtpc.errors import BackendError, CacheError, OptionError
 from mtpc.layout import StepKey
 from mtpc.layout.progress import Progress
@@ -130,13 +131,9 @@ def decode_step(cpu_built: Callable[..., CpuBuilt]) -> CachedStep:
 
 def opened_for(step: CachedStep, built: CpuBuilt, **changes: Any) -> None:
     """Open a step over the tensors of its program, with other claims."""
-    from mtpc.backends.package import open_package
-
-    buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.compiler.weights
+    buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.weights
     package = replace(step.record.package, **changes.pop("package", {}))
-    open_package(
-        step.directory,
-        package,
+    TapeArtifact(package, step.read(TAPE)).open(
         lambda name: buffers[name] if name in buffers else weights[name],
         {**step.sizes, **changes},
     )

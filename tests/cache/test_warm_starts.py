@@ -89,8 +89,8 @@ print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
     )
     assert done.returncode == 0, done.stderr
     history = step.record.history
-    cached = step.directory / graph_file(len(history), history[-1].name)
-    assert done.stdout.rstrip("\n") == gzip.decompress(cached.read_bytes()).decode()
+    cached = step.read(graph_file(len(history), history[-1].name))
+    assert done.stdout.rstrip("\n") == gzip.decompress(cached).decode()
 
 
 # ------------------------------------------------------------------------------- weights
@@ -224,8 +224,8 @@ def test_split_steps_through_the_cache(
     """verify and propose, each an entry of its own, over one set of buffers: the whole step."""
     built = cpu_built("glm4_moe")
     steps = {}
-    compiler: StepCompiler = built.compiler.compiler
-    binder = StepBinder(compiler.shared, compiler.weights)
+    compiler: StepCompiler = built.compiler
+    binder = StepBinder(compiler.built({}), compiler.shared)
     for key in (DECODE, PREFILL):
         own: dict[str, Tensor] = {}
         halves = (built.compiler.obtain(key, part) for part in parts_of(key, "split"))

@@ -21,12 +21,12 @@ from helpers.theorem import PROMPTS, poison
 from helpers.warm_starts import BATCH
 
 import mtpc
-from mtpc.backends.package import TAPE, Package, open_package
+from mtpc.backends.package import TAPE, Package, TapeArtifact
 from mtpc.errors import BackendError, OptionError
 from mtpc.layout import StepKey
 
 Tensors = Callable[[str], torch.Tensor]
-Opened = tuple[Path, Package, Tensors, dict[str, int]]
+Opened = tuple[bytes, Package, Tensors, dict[str, int]]
 DECODE = StepKey.decode(2, 3)
 IN_FLOAT64 = [
     *FAMILY_NAMES[:2],
@@ -108,7 +108,7 @@ def test_no_copy_of_the_cache(family: str, cpu_built: Callable[..., CpuBuilt]) -
     built = cpu_built(family)
     for key in built.spec.program.steps:
         step = built.compiler.obtain(key)
-        entries = json.loads((step.directory / TAPE).read_text())["entries"]
+        entries = json.loads(step.read(TAPE))["entries"]
         layout = step.layout
         pools = [layout.allocate(name).nbytes for name in layout if layout[name].is_paged]
         made = [entry[-1] for entry in entries if entry[0] in ("planned", "returned")]
@@ -121,8 +121,7 @@ def test_no_reference_runs(family: str, cpu_built: Callable[..., CpuBuilt]) -> N
     """Each operator of mtpc has a kernel here. A reference is Python, which takes its lock."""
     built = cpu_built(family)
     for key in built.spec.program.steps:
-        tape = built.compiler.obtain(key).directory / TAPE
-        entries = json.loads(tape.read_text())["entries"]
+        entries = json.loads(built.compiler.obtain(key).read(TAPE))["entries"]
         calls = {tuple(entry[:2]) for entry in entries if entry[0] in ("kernel", "aten")}
         assert {name for kind, name in calls if kind == "aten" and name.startswith("mtpc")} == set()
         attends = {"paged_attention", "latent_attention", "slot_attention"}
@@ -134,32 +133,32 @@ def decode_step(cpu_built: Callable[..., CpuBuilt]) -> Opened:
     """A compiled decode step: where it is, how it is called, its tensors and sizes."""
     built = cpu_built("mimo")
     step = built.compiler.obtain(DECODE)
-    buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.compiler.weights
+    buffers, weights = built.spec.program.steps[DECODE].buffers, built.compiler.weights
 
     def tensor_of(name: str) -> torch.Tensor:
         return buffers[name] if name in buffers else weights[name]
 
-    return step.directory, step.record.package, tensor_of, step.sizes
+    return step.read(TAPE), step.record.package, tensor_of, step.sizes
 
 
 def test_tensors_are_all_accounted_for(decode_step: Opened) -> None:
     """A record that lacks a tensor of its tape is refused."""
-    directory, package, tensor_of, sizes = decode_step
-    open_package(directory, package, tensor_of, sizes)
+    tape, package, tensor_of, sizes = decode_step
+    TapeArtifact(package, tape).open(tensor_of, sizes)
     fewer = {n: t for n, t in package.tensors.items() if n != "state.token_ids"}
     with pytest.raises(BackendError, match=r"reads state.token_ids, which its record does not"):
-        open_package(directory, replace(package, tensors=fewer), tensor_of, sizes)
+        TapeArtifact(replace(package, tensors=fewer), tape).open(tensor_of, sizes)
 
 
 def test_tensors_of_another_layout_are_refused(decode_step: Opened) -> None:
     """A tape has the strides that it was made for; it would read nonsense."""
-    directory, package, tensor_of, sizes = decode_step
+    tape, package, tensor_of, sizes = decode_step
 
     def transposed(name: str) -> torch.Tensor:
         return tensor_of(name).t() if name == "lm_head.weight" else tensor_of(name)
 
     with pytest.raises(BackendError, match=r"lm_head.weight is float64\[64,96\]\(1,64\); the pack"):
-        open_package(directory, package, transposed, sizes)
+        TapeArtifact(package, tape).open(transposed, sizes)
 
 
 def test_auto_falls_back_visibly(

@@ -13,9 +13,8 @@ import torch
 from mtpc.api import SpecModel
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.capture.split import split_step
-from mtpc.layout import StepKey
-from mtpc.program.caching_compiler import CachingCompiler
+from mtpc.layout import Part, StepKey
+from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep
 from mtpc.store.entries import Entry
@@ -48,13 +47,24 @@ class CpuBuilt:
 
     spec: SpecModel
     backend: CpuBackend
-    compiler: CachingCompiler
+    compiler: StepCompiler
 
 
 def capture_split(compiler: StepCompiler, key: StepKey) -> tuple[CapturedStep, CapturedStep]:
     """One step as two captured graphs, `verify` and `propose`."""
-    split = split_step(compiler.rewritten(key))
-    return compiler.capture_graph(key, split.verify), compiler.capture_graph(key, split.propose)
+    own: dict[str, torch.Tensor] = {}
+    return captured(compiler, key, "verify", own), captured(compiler, key, "propose", own)
+
+
+def captured(
+    compiler: StepCompiler,
+    key: StepKey,
+    part: Part = "step",
+    own: dict[str, torch.Tensor] | None = None,
+) -> CapturedStep:
+    """One step over the compiler's shared buffers, and such of its own; see `StepBinder.bind`."""
+    step = compiler.obtain(key, part)
+    return StepBinder(compiler.built({(key, part): step}), compiler.shared).bind(step, own)
 
 
 def in_turn(verify: CapturedStep, propose: CapturedStep) -> CapturedStep:

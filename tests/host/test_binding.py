@@ -180,9 +180,8 @@ def test_the_order_of_calls_is_held(hosted: Callable[..., Any]) -> None:
 
 def test_a_half_that_was_not_compiled(hosted: Callable[..., Any]) -> None:
     model = hosted("mimo", 3)
-    fused = replace(
-        model, form="fused", _parts={k: v for k, v in model._parts.items() if k[1] == "step"}
-    )
+    steps = {k: step for k, step in model._built.steps.items() if k[1] == "step"}
+    fused = replace(model, form="fused", _built=replace(model._built, steps=steps))
     program = fused.bind(*tensors_for(fused))
     program.step(DECODE)
     with pytest.raises(

@@ -23,8 +23,9 @@ from helpers.watched_host import OPTIONS, Server, bind_poisoned, bits, finish, s
 import mtpc
 from mtpc.backends import BACKENDS
 from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.graph_artifact import GraphArtifact
+from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullGraphs
-from mtpc.host.parts import GraphPart
 from mtpc.layout import StepKey
 
 DECODE = StepKey.decode(3, 3)
@@ -81,10 +82,11 @@ def test_graphs_hold_the_hosts_addresses_and_no_other_pool(
 ) -> None:
     """Every tensor that a graph touches: the host's, a weight, or what the graph itself made."""
     model = hosted("mimo", form="split")
-    parts = list(model._parts.items())
-    assert all(isinstance(part, GraphPart) for _, part in parts)
+    parts = [(key, step.artifact) for key, step in model._built.steps.items()]
+    assert all(isinstance(part, GraphArtifact) for _, part in parts)
     for _, part in parts:
-        assert {t.device.type for t in part.graph.buffers().values()} == {"meta"}, "no memory held"
+        held = static_tensors(part.graph).values()
+        assert {t.device.type for t in held} == {"meta"}, "no memory held"
     assert graphs.tapes == [], "nothing is captured before there are tensors"
     shared, steps = tensors_for(model)
     bind_poisoned(model, shared, steps)

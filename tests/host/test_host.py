@@ -19,6 +19,7 @@ from helpers.watched_host import Server, bind_poisoned, finish, layers_of, serve
 from torch import Tensor
 
 import mtpc
+from mtpc.backends.graph_artifact import GraphArtifact
 from mtpc.capture.effects import analyse
 from mtpc.layout import StepKey
 from mtpc.sampling_params import FLOATS, INTS
@@ -82,11 +83,13 @@ def test_the_halves_write_what_the_contract_says(
     """Read off the graphs: of each buffer, which half writes it."""
     model = hosted(family, spec_tokens)
     written: dict[str, set[str]] = {}
-    for (key, part), lowered in model._parts.items():
+    for (key, part), step in model._built.steps.items():
         if part == "step" and key.spec_tokens:
             continue
-        effects = analyse(lowered.graph.graph)
-        for node in lowered.graph.graph.nodes:
+        assert isinstance(step.artifact, GraphArtifact)
+        graph = step.artifact.graph.graph
+        effects = analyse(graph)
+        for node in graph.nodes:
             for name in effects.buffer_writes(node):
                 written.setdefault(name, set()).add(part)
     buffers = dict(model.buffers)

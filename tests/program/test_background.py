@@ -47,7 +47,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pa
     give_kernels(root / "cache")
     options = {**OPTIONS, **UP_TO_ONE, "cache_dir": root / "cache"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpc.program.background.free_bytes", lambda: 0)
+        patch.setattr("mtpc.program.child_process.free_bytes", lambda: 0)
         mtpc.compile(checkpoint("mimo", "random"), lambda p: None, **options).close()
     return root / "cache"
 
@@ -177,7 +177,7 @@ def test_without_memory_no_process_is_started(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = _children()
-    monkeypatch.setattr("mtpc.program.background.free_bytes", lambda: 900 * 2**20)
+    monkeypatch.setattr("mtpc.program.child_process.free_bytes", lambda: 900 * 2**20)
     spec = start(**UP_TO_ONE)
     _wait_for_failure(spec, "0.9 GiB of memory are free, and a building process takes some 1.0")
     assert _children() <= others

@@ -73,6 +73,6 @@ def test_headers_alone_give_the_same_steps(
 def _content(step: CachedStep) -> tuple[object, ...]:
     record = json.loads(step.record.to_json())
     last = graph_file(len(step.record.history), step.record.history[-1].name)
-    text = gzip.decompress((step.directory / last).read_bytes()).decode()
-    files = [(step.directory / name).read_bytes() for name in (TAPE, CONSTANTS)]
+    text = gzip.decompress(step.read(last)).decode()
+    files = [step.read(name) for name in (TAPE, CONSTANTS)]
     return {name: value for name, value in record.items() if name not in WHEN}, text, *files

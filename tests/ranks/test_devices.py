@@ -26,24 +26,24 @@ from mtpc.api import SpecModel
 from mtpc.backends import cuda, make_backend
 from mtpc.backends.cuda import lower_by_inductor
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import GraphReplay
-from mtpc.capture.graph import operators
+from mtpc.capture.graph import get_tensor, operators
 from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
-from mtpc.program import rank_devices, step_watch
+from mtpc.program import rank_devices
+from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.lowering import Lowering
+from mtpc.program.lowering import agree_on_calls
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.part_weights import read_part
-from mtpc.program.rank_devices import Seen, choose_device, make_group, why_apart
+from mtpc.program.rank_devices import Seen, StepWatch, choose_device, make_group, why_apart
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks, step_timeout_s
-from mtpc.program.same_calls import agree_on_calls
-from mtpc.program.step_watch import StepWatch
 
 ours = torch.ops.mtpc
 GPUS = ("a", "b", "c")
@@ -232,7 +232,7 @@ def test_ranks_meet_before_a_step_runs() -> None:
     """When it is compiled, and before it warms up."""
     seen = list[str]()
 
-    class Backend:
+    class Backend(GraphBackend):
         def lower(self, graph: Any) -> Callable[[], None]:
             seen.append("lower")
             return lambda: None
@@ -244,10 +244,10 @@ def test_ranks_meet_before_a_step_runs() -> None:
     def step(out: Tensor, x: Tensor) -> None:
         out.copy_(x)
 
-    backend: Any = Backend()
     graph = small_graph(step, batch_out=torch.zeros(3), x=torch.ones(3))
-    meet = partial(seen.append, "meet")
-    Lowering(backend, {}, CompileOptions(), meet=meet).capture(graph, {})
+    built = BuiltSteps({}, graph.weights, meet=partial(seen.append, "meet"))
+    artifact, binder = Backend().build(graph), StepBinder(built, graph.buffers())
+    artifact.open(partial(get_tensor, graph.module), {}, binder._begin)
     assert seen == ["lower", "meet", "capture"]
 
 
@@ -340,7 +340,7 @@ def test_a_device_has_only_its_rank_s_part(
 
 def watch_steps(ranks: Ranks) -> Iterator[Any]:
     """Rank 0 launches a step that does not end until it is aborted."""
-    step_watch._POLL_S, step_watch._ANSWER_S, step_watch._END_S = 0.05, 1.0, 30.0
+    rank_devices._POLL_S, rank_devices._ANSWER_S, rank_devices._END_S = 0.05, 1.0, 30.0
     aborted = threading.Event()
     store = dist.distributed_c10d._get_default_store()
     watch = StepWatch(ranks.rank, ranks.size, store, "test", 0.5, aborted.set)
@@ -382,7 +382,7 @@ def test_a_process_ends_if_nothing_ends_its_step(tmp_path: Path) -> None:
     """When the abort of exchanges has no effect."""
     child = os.fork()
     if not child:
-        step_watch._POLL_S, step_watch._ANSWER_S, step_watch._END_S = 0.05, 0.1, 0.3
+        rank_devices._POLL_S, rank_devices._ANSWER_S, rank_devices._END_S = 0.05, 0.1, 0.3
         watch = StepWatch(0, 2, dist.HashStore(), "test", 0.2, lambda: None)
         watch.wait(lambda: time.sleep(60))
     until = time.monotonic() + 20

@@ -24,9 +24,8 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
-from mtpc.program import group_memory
-from mtpc.program.group_memory import share_memory
-from mtpc.program.ranks import Ranks
+from mtpc.program import ranks as ranks_module
+from mtpc.program.ranks import Ranks, share_memory
 
 load_kernels()
 GROUP = "0"
@@ -197,9 +196,9 @@ def fall_back(ranks: Ranks) -> list[str]:
         torch.ops.mtpc_cpu.all_reduce(part, GROUP)
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            place = group_memory._place
+            place = ranks_module._place
             patch.setattr(
-                group_memory, "_place", lambda *of: replace(place(*of), machine="another")
+                ranks_module, "_place", lambda *of: replace(place(*of), machine="another")
             )
         said.append(share_memory(ranks, SLOT))
     said.append(share_memory(ranks, SLOT))

@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CheckpointError
 from mtpc.layout import graph_keys
-from mtpc.program.binding import bind_program
+from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.build import build
-from mtpc.program.open_cache import open_cache
+from mtpc.program.open_cache import open_cache, restore
 from mtpc.program.ranks import Ranks, all_parts
-from mtpc.program.restore import Restored, restore
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Rows, make, take_early
 
@@ -61,7 +59,7 @@ def restored(
     options: CompileOptions,
     part: Ranks | None,
     others: Sequence[Ranks | None] = (None,),
-) -> Restored:
+) -> BuiltSteps:
     """What a rank finds in the cache.
 
     Args:
@@ -106,8 +104,7 @@ def test_each_rank_holds_its_share(
         size = 1 if part is None else 2
         shared = replace(options, tensor_parallel_size=size)
         found = restored(checkpoint("mimo"), shared, part)
-        weights = WeightTable({})
-        program = bind_program(found.steps, weights, found.source)
+        program, weights = bind_program(found), found.weights
         pages = [tensor for name, tensor in program.shared.items() if name.startswith("kv.")]
         held.append(sum(tensor.nbytes for tensor in (*dict(weights.items()).values(), *pages)))
     whole, *parts = held
@@ -129,7 +126,8 @@ def test_no_rank_reads_the_slices_of_others(
     tensors["model.layers.0.self_attn.q_proj.weight"][-1] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = restored(tmp_path, options, all_parts(2)[rank])
-    bind_program(found.steps, WeightTable({}), found.source)
+    bind_program(found)
+    assert found.source is not None
     if rank == 0:
         found.source.check()
         return

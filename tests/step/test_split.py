@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compiled import capture_split, in_turn
+from helpers.compiled import capture_split, captured, in_turn
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.theorem import PROMPTS
 
@@ -105,7 +105,7 @@ def test_the_halves_run_compiled(checkpoint: Callable[..., Any]) -> None:
     key = StepKey.decode(2, 2)
     verify, propose = capture_split(cpu, key)
     whole = StepCompiler(loaded, options, make_backend("eager"))
-    step = whole.capture(key)
+    step = captured(whole, key)
     for compiler in (cpu, whole):
         state = compiler.shared
         state["state.block_table"][1:3, :2] = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compiled import captured
 from helpers.families import TINY
 from helpers.theorem import PROMPTS, poison
 
@@ -126,7 +127,7 @@ def compiler(checkpoint: Callable[..., Any]) -> StepCompiler:
 
 def test_a_finished_request_keeps_its_row(compiler: StepCompiler) -> None:
     """A host reads one step late: a row that has nothing left must come out as it went in."""
-    step = compiler.capture(StepKey.decode(4, 2))
+    step = captured(compiler, StepKey.decode(4, 2))
     state = {n: t for n, t in compiler.shared.items() if n.startswith("state.")}
     state["state.block_table"][1:4] = torch.arange(1, 4)[:, None]
     state["state.committed_lens"][1:4] = torch.tensor([2, 3, 1], dtype=torch.int32)
@@ -147,7 +148,7 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
     from helpers.oracles import DraftOracle
 
     key = StepKey.prefill(4, 8, 2)
-    step = compiler.capture(key)
+    step = captured(compiler, key)
     plain = oracle("glm4_moe")
     poison(SpecModel(compiler.loaded.served(), compiler.options, _program(compiler, step)))
     prompts = [PROMPTS[4], PROMPTS[2], PROMPTS[7]]
@@ -178,5 +179,5 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
 def _program(compiler: StepCompiler, step: Any) -> Any:
     from mtpc.program.program import Program
 
-    steps = {step.key: step, StepKey.decode(4, 2): compiler.capture(StepKey.decode(4, 2))}
+    steps = {step.key: step, StepKey.decode(4, 2): captured(compiler, StepKey.decode(4, 2))}
     return Program(steps, compiler.shared)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
-from mtpc.backends.base import Run
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
@@ -18,7 +14,7 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.lower_tape import lower_to_tape
-from mtpc.backends.package import TAPE, Package, open_package, signature
+from mtpc.backends.package import Package, TapeArtifact, signature
 from mtpc.backends.record_tape import fake_signature
 from mtpc.backends.tape import write_tape
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
@@ -31,7 +27,6 @@ from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.store.entries import EntryStore
-from mtpc.store.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,11 @@ class CpuBackend:
         SkipIdleRows.name,
     )
     device = "cpu"
+    makes_files = True
 
     def __init__(self, report: Report = silent, store: EntryStore | None = None) -> None:
         load_kernels(store, report)
         self.notes: Counter[str] = Counter()
-        self._scratch = Scratch("packages")
 
     def free_bytes(self) -> int | None:
         """Host memory is not planned ahead."""
@@ -98,41 +93,22 @@ class CpuBackend:
         """The C++ kernels for `mtpc::` ops."""
         return (UseCpuKernels(),)
 
-    def lower(self, graph: StepGraph) -> Run:
-        """Compile to a temporary package, open it, and bind the graph's tensors."""
-        directory = Path(tempfile.mkdtemp(prefix=graph.name, dir=self._scratch.name))
-        with self._scratch.filled():
-            package = self.package(graph, directory)
-        sizes = {str(symbol): number for symbol, number in graph.layout.sizes.items()}
-        return open_package(directory, package, partial(get_tensor, graph.module), sizes)
-
-    def package(self, graph: StepGraph, directory: Path) -> Package:
-        """Compile a graph to the files of a package.
-
-        Args:
-            graph: flat and verified.
-            directory: where to write `package.TAPE`.
-
-        Returns:
-            What the package is bound to.
+    def build(self, graph: StepGraph) -> TapeArtifact:
+        """Compile a graph to a tape; see `Backend.build`.
 
         Raises:
             BackendError: a tape has no form for a call.
         """
-        (directory / TAPE).write_text(write_tape(*lower_to_tape(graph)))
+        tape = write_tape(*lower_to_tape(graph)).encode()
         held = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
         tensors = {name: signature(get_tensor(graph.module, name)) for name in held}
         mode = fake_mode_of(graph.graph)
         if not isinstance(mode, StepMode):
-            return Package(tensors)
+            return TapeArtifact(Package(tensors), tape)
         values = {str(n.target): n.meta["val"] for n in graph.graph.nodes if n.op == "get_attr"}
         for name in filter(is_buffer_name, held):
             tensors[name] = fake_signature(values[name])
         least = {str(symbol): number for symbol, number in mode.open_sizes.items()}
         sizes = {str(symbol): graph.layout.sizes[symbol] for symbol in graph.layout.open_sizes}
         fixed = {name: number for name, number in sizes.items() if name not in least}
-        return Package(tensors, fixed, least)
-
-    def capture(self, run: Run, graph: StepGraph) -> Run:
-        """No capture: a package already is fixed work on fixed addresses."""
-        return run
+        return TapeArtifact(Package(tensors, fixed, least), tape)
