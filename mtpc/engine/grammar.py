@@ -229,7 +229,7 @@ class _Walk:
 
     def __init__(self, request: Request):
         assert request.grammar is not None
-        self.grammar, self.stops, self._taken = request.grammar, set(request.stop_ids), 0
+        self.grammar, self.stops, self._taken = request.grammar, set(request.ends), 0
 
     def fill(self, words: Tensor) -> None:
         self.grammar.fill_mask(words)

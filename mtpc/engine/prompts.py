@@ -24,7 +24,7 @@ ARGUMENTS = ("max_new_tokens", "stop_ids", "ignore_eos", "stop", "sampling", "gr
 """The arguments of `generate` and `stream` that are no fields of `SamplingParams`."""
 _OTHER_NAMES = {
     "max_new_tokens": ("max_tokens", "max_completion_tokens", "max_length", "num_predict"),
-    "stop_ids": ("stop_token_ids", "eos_token_id", "eos_token_ids"),
+    "stop_ids": ("eos_token_id", "eos_token_ids"),
     "ignore_eos": ("ignore_eos_token",),
     "stop": ("stop_strings", "stop_sequences", "stop_words"),
     "sampling": ("sampling_params", "generation_config", "params"),

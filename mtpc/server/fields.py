@@ -260,6 +260,7 @@ _BOTH: Mapping[str, Check] = {
     "repetition_penalty": _number,
     "min_tokens": _integer(0, 2**31 - 1),
     "ignore_eos": _boolean,
+    "stop_token_ids": _row,
 }
 USED: Mapping[str, Mapping[str, Check]] = {
     "completions": {

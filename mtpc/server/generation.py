@@ -236,10 +236,9 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
             reason = output.finish_reason
             if reason not in (None, "stop", "length"):
                 raise ServingError(f"the engine ended the request: {reason}")
-            # Drop the log-probabilities of tokens that a step emitted after a stop string.
-            logprobs = (output.logprobs or ())[: text.num_tokens - counted]
-            counted, cached = text.num_tokens, output.num_cached_tokens
-            await sink(choice.index, _piece(parser, output.text or "", logprobs, reason))
+            counted, cached = counted + len(output.token_ids), output.num_cached_tokens
+            piece = _piece(parser, output.text or "", output.logprobs or (), reason)
+            await sink(choice.index, piece)
     return counted, cached
 
 

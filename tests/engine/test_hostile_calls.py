@@ -90,7 +90,10 @@ GENERATED = [
     ([3], {"grammar": 5}, "grammar is 5"),
     ([3], {"max_tokens": 5}, "unknown argument 'max_tokens'; use max_new_tokens"),
     ([3], {"max_length": 5}, "use max_new_tokens"),
-    ([3], {"stop_token_ids": [5]}, "use stop_ids"),
+    ([3], {"stop_token_ids": 5}, "stop_token_ids is 5; expected token ids"),
+    ([3], {"stop_token_ids": ["a"]}, "stop_token_ids has 'a'"),
+    ([3], {"stop_token_ids": [96]}, "stop_token_ids has 96; expected ids in 0..95"),
+    ([3], {"stop_token_ids": range(9)}, "stop ids; at most 8"),
     ([3], {"eos_token_id": 5}, "use stop_ids"),
     ([3], {"stop_strings": "a"}, "use stop"),
     ([3], {"sampling_params": None}, "use sampling"),
@@ -121,7 +124,7 @@ def test_asyncio_says_the_same(session: Session) -> None:
     """And the queue goes on."""
 
     async def main() -> None:
-        async with AsyncEngine(session.spec.engine, session.spec.served) as engine:
+        async with AsyncEngine(session.spec) as engine:
             for prompt, options, message in GENERATED:
                 if isinstance(prompt, list) and prompt != [3]:
                     continue  # Several prompts: here a call has one.
