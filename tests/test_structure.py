@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
     ("option_checks",),
-    ("config", "sampling_params", "wiring", "acceptance"),
+    ("config", "sampling_params", "arguments", "wiring", "acceptance"),
     ("weights",),
     ("layout",),
     ("store",),

@@ -77,7 +77,7 @@ class Sample:
     tokens_per_s: float
     tokens_per_step: float
     acceptance_rate: float | None
-    results: list[Prompt]
+    results: Sequence[Prompt]
     replays_per_step: float
     host_us: float
 

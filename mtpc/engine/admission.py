@@ -112,9 +112,7 @@ def _check_stop_ids(request: Request, vocab_size: int) -> None:
     _check_ids("stop_ids has", request.stop_ids, vocab_size)
     _check_ids("stop_token_ids has", request.sampling.stop_token_ids, vocab_size)
     if len(request.ends) > MAX_STOP_IDS:
-        raise RequestError(
-            f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported"
-        )
+        raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
 
 
 def _check_pages(request: Request, options: CompileOptions, num_pages: int) -> None:

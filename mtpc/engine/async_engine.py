@@ -14,8 +14,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
+from mtpc.arguments import SamplingArguments
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.prompt_images import PromptImages
@@ -251,12 +252,12 @@ class AsyncEngine:
         *,
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         sampling: SamplingParams | None = None,
         grammar: Grammar | None = None,
         images: PromptImages | None = None,
         text: TextAssembler | None = None,
-        **params: Any,
+        **params: Unpack[SamplingArguments],
     ) -> AsyncGenerator[Output, None]:
         """Continue one prompt, and yield its outputs as they arrive.
 

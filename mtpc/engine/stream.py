@@ -143,5 +143,4 @@ def stream(
                 engine.abort(requests[index].request_id, output.finish_reason)
             yield output
     finally:
-        for index in unfinished:
-            engine.abort(requests[index].request_id)
+        engine.abandon([requests[index].request_id for index in unfinished])

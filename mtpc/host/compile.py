@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
+from mtpc.arguments import CompileArguments
 from mtpc.capture.graph import WeightTable, set_tensor
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
@@ -33,7 +34,10 @@ _ENGINE_OPTIONS = (
 
 
 def compile_host(
-    model: Any, form: Form = "split", progress: Listener | None = None, **options: Any
+    model: Any,
+    form: Form = "split",
+    progress: Listener | None = None,
+    **options: Unpack[CompileArguments],
 ) -> HostedModel:
     """Compile a model into `verify` and `propose` programs over buffers that the caller owns.
 
@@ -56,10 +60,9 @@ def compile_host(
     for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
-    options = {"sampling": False, **options}
     with show_compiling(progress) as listener:
         assembler = Assembler(form, False, _cached, partial(_compiled, form))
-        opened = open_steps(model, options, assembler, listener)
+        opened = open_steps(model, {"sampling": False, **options}, assembler, listener)
     return HostedModel(
         opened.served,
         opened.options,

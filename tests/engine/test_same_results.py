@@ -20,7 +20,7 @@ Model = Callable[[int], mtpc.SpecModel]
 PROMPT = "The with statement is used to"
 TOLD = mtpc.SamplingParams(logprobs=3)
 DRAWN = mtpc.SamplingParams(temperature=0.7, top_p=0.9, seed=11, logprobs=2)
-LION = " of a 🦁 狮子 and a ü, the end"
+LION = " of a 🦁 狮 ü, end"
 
 
 class UpTo:
@@ -45,11 +45,16 @@ class UpTo:
 
 
 def shown(entries: list[TokenLogprobs] | None) -> Any:
-    """Log-probabilities, rounded: products of other shapes differ in the last bits."""
-    return entries and [
-        (one.token_id, round(one.logprob, 6), [(i, round(p, 6)) for i, p in one.top])
-        for one in entries
-    ]
+    return entries and [(one.token_id, one.logprob, one.top) for one in entries]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, but for the last bits of numbers: products of other shapes differ there."""
+    if isinstance(one, dict):
+        return same(sorted(one.items()), sorted(other.items()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (isinstance(one, float) and abs(one - other) < 1e-5)
 
 
 def cases(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[Any, int, dict[str, Any]]]:
@@ -57,29 +62,26 @@ def cases(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[Any, int, dict[str
     encode = spec.served.encode
     ids = encode(PROMPT)
     later = encode(PROMPT + whole)[len(ids) + 6]
-    yield PROMPT, 24, {"sampling": TOLD}
-    for begin in range(0, 24, 3):
-        for length in (1, 2, 5, 9):
-            yield PROMPT, 24, {"sampling": TOLD, "stop": whole[begin : begin + length]}
-    yield PROMPT, 24, {"sampling": TOLD, "stop": [whole[9:12], whole[8:12], whole[10:20], "\0"]}
-    yield PROMPT, 24, {"sampling": DRAWN, "stop": ["e", "\n"]}
-    yield PROMPT, 24, {"sampling": DRAWN, "stop": "never\0"}
-    yield PROMPT, 24, {"sampling": TOLD, "stop_ids": [later]}
-    yield PROMPT, 24, {"sampling": TOLD, "stop_ids": [later], "stop": whole[14:16]}
-    yield PROMPT, 24, {"sampling": TOLD, "stop_ids": [later], "ignore_eos": True}
-    yield ids, 24, {"sampling": TOLD, "stop_ids": [later]}
-    yield ids, 24, {"logprobs": 0, "min_tokens": 9, "stop_ids": [later], "frequency_penalty": 1.0}
-    for most in range(1, 8):
-        yield PROMPT, most, {"sampling": TOLD}
-        yield PROMPT, most, {"sampling": TOLD, "stop": whole[6:8]}
     forced = encode(LION, special_tokens=False)
-    for most in range(2, len(forced) + 2):
+    for stop in (whole[:1], whole[4:5], whole[9:14], whole[13:15], whole[20:29]):
+        yield PROMPT, 14, {"sampling": TOLD, "stop": stop}
+    yield PROMPT, 14, {"sampling": TOLD, "stop": [whole[9:12], whole[8:12], whole[10:20], "\0"]}
+    yield PROMPT, 14, {"sampling": DRAWN, "stop": ["e", "\n"]}
+    yield PROMPT, 14, {"sampling": DRAWN, "stop": "never\0"}
+    for more in ({}, {"stop": whole[14:16]}, {"ignore_eos": True}):
+        yield PROMPT, 14, {"sampling": TOLD, "stop_ids": [later], **more}
+    yield PROMPT, 14, {"logprobs": 3, "stop_token_ids": [later]}
+    yield ids, 14, {"sampling": TOLD, "stop_ids": [later]}
+    yield ids, 14, {"logprobs": 0, "min_tokens": 9, "stop_ids": [later], "frequency_penalty": 1.0}
+    for most in (1, 2, 3, 5):
+        yield PROMPT, most, {"sampling": TOLD, "stop": whole[6:8]}
+    for most in range(4, 16):
         yield PROMPT, most, {"sampling": TOLD, "grammar": ForcedText(forced)}
-    for stop in ("🦁", "🦁 ", "狮", "\ufffd", "end"):
-        yield PROMPT, 40, {"sampling": TOLD, "grammar": ForcedText(forced), "stop": stop}
+    for stop in ("🦁", "狮", "\ufffd"):
+        yield PROMPT, 16, {"sampling": TOLD, "grammar": ForcedText(forced), "stop": stop}
     # The grammar's dead end comes with the tokens behind the stop string, or with its last one.
-    yield PROMPT, 60, {"sampling": TOLD, "grammar": UpTo(forced), "stop": ["the", "\0"]}
-    yield PROMPT, 60, {"sampling": TOLD, "grammar": UpTo(forced), "stop": [LION[-1], "\0"]}
+    for stop in (LION[-4:-2], LION[-1]):
+        yield PROMPT, 60, {"sampling": TOLD, "grammar": UpTo(forced), "stop": [stop, "\0"]}
 
 
 def generated(spec: mtpc.SpecModel, whole: str) -> list[Any]:
@@ -125,8 +127,8 @@ def awaited(spec: mtpc.SpecModel, whole: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def whole(text_model: Model) -> str:
     """What the prompt leads to."""
-    text = text_model(0).generate(PROMPT, 24).text
-    assert len(text) > 33
+    text = text_model(0).generate(PROMPT, 14).text
+    assert len(text) > 30
     return text
 
 
@@ -135,22 +137,24 @@ def plain(text_model: Model, whole: str) -> list[Any]:
     """What K = 0 gives; each case has what it is there for."""
     found = generated(text_model(0), whole)
     reasons = [reason for _, _, reason, _ in found]
-    assert reasons.count("stop") > 30
-    assert reasons.count("length") > 25
+    assert reasons.count("stop") > 15
+    assert reasons.count("length") > 12
     assert not any(text and "\ufffd" in text for text, _, _, _ in found)
     assert all(len(ids) == len(logprobs) for _, ids, _, logprobs in found)
     return found
 
 
-@pytest.mark.parametrize("spec_tokens", [0, 1, 2, 3])
-@pytest.mark.parametrize("ask", [generated, streamed, awaited])
+@pytest.mark.parametrize(
+    ("ask", "spec_tokens"),
+    [*((awaited, k) for k in range(4)), *((streamed, k) for k in (0, 3)), (generated, 3)],
+)
 def test_results_do_not_depend_on_drafts(
-    text_model: Model, whole: str, plain: list[Any], spec_tokens: int, ask: Any
+    text_model: Model, whole: str, plain: list[Any], ask: Any, spec_tokens: int
 ) -> None:
     spec = text_model(spec_tokens)
     accepted = sum(spec.stats.accepted)
     for found, wanted, case in zip(ask(spec, whole), plain, cases(spec, whole), strict=True):
-        assert found == wanted, case
+        assert same(found, wanted), (case, found, wanted)
     assert not spec_tokens or sum(spec.stats.accepted) > accepted
     assert spec.engine.pages.num_free == spec.engine.pages.count
 
@@ -169,8 +173,8 @@ def test_prompts_side_by_side_and_scores(text_model: Model, whole: str) -> None:
         rows.append([(m.text, m.token_ids, m.finish_reason, shown(m.logprobs)) for m in made])
         texts = [spec.served.encode(PROMPT + whole), spec.served.encode("the lion 🦁")]
         scores.append([shown(each) for each in spec.prompt_logprobs(texts, top=3)])
-    assert rows == [rows[0]] * 4
-    assert scores == [scores[0]] * 4
+    assert same(rows, [rows[0]] * 4), rows
+    assert same(scores, [scores[0]] * 4), scores
 
 
 def bodies(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,7 +189,7 @@ def bodies(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[str, dict[str, An
         {"max_tokens": 1, "stop": whole[:2], "logprobs": 0},
     ]
     for fields in completions:
-        yield "completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, **fields}
+        yield "completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 14, **fields}
     chats: list[dict[str, Any]] = [
         {"logprobs": True, "top_logprobs": 2},
         {"logprobs": True, "stop": ["e"]},
@@ -196,13 +200,14 @@ def bodies(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[str, dict[str, An
         message = {"role": "user", "content": PROMPT}
         yield (
             "chat/completions",
-            {"messages": [message], "max_tokens": 20, "temperature": 0, **fields},
+            {"messages": [message], "max_tokens": 12, "temperature": 0, **fields},
         )
 
 
 def answers(spec: mtpc.SpecModel, whole: str, stream: bool) -> list[Any]:
     """Bodies without what is drawn for each answer; the events of a stream as one body."""
     found = []
+    spec.engine.reset_prefix_cache()
     with serving(spec, model_name="m") as running:
         for path, fields in bodies(spec, whole):
             more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -214,12 +219,12 @@ def answers(spec: mtpc.SpecModel, whole: str, stream: bool) -> list[Any]:
 
 
 def settled(value: Any) -> Any:
-    """JSON with rounded numbers, without ids and times."""
+    """JSON without ids and times."""
     if isinstance(value, dict):
         return {k: settled(v) for k, v in value.items() if k not in ("id", "created")}
     if isinstance(value, list):
         return [settled(each) for each in value]
-    return round(value, 6) if isinstance(value, float) else value
+    return value
 
 
 def whole_stream(text: str) -> Any:
@@ -245,15 +250,10 @@ def whole_stream(text: str) -> Any:
 def test_answers_of_a_server_do_not_depend_on_drafts(text_model: Model, whole: str) -> None:
     """Texts, log-probabilities, usage and finish reasons; in one body and streamed."""
     for stream in (False, True):
-        wanted = answers(fresh(text_model(0)), whole, stream)
+        wanted = answers(text_model(0), whole, stream)
         assert "stop" in str(wanted)
         assert "length" in str(wanted)
         for spec_tokens in (1, 2, 3):
-            found = answers(fresh(text_model(spec_tokens)), whole, stream)
+            found = answers(text_model(spec_tokens), whole, stream)
             for one, other, case in zip(found, wanted, bodies(text_model(0), whole), strict=True):
-                assert one == other, (spec_tokens, case)
-
-
-def fresh(made: mtpc.SpecModel) -> mtpc.SpecModel:
-    """The same with an engine that has cached no prompt."""
-    return mtpc.SpecModel(made.served, made.options, made.program, made.loaded)
+                assert same(one, other), (spec_tokens, case, one, other)
