@@ -222,7 +222,7 @@ def count_kernels(model: mtpc.SpecModel) -> int | None:
 
 
 def _row(
-    variant: Variant, taken: list[Sample], results: list[Prompt], kernels: int | None
+    variant: Variant, taken: list[Sample], results: Sequence[Prompt], kernels: int | None
 ) -> dict[str, Any]:
     """The measurements of a variant; times are medians of the rounds."""
     return {

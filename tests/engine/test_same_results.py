@@ -146,7 +146,7 @@ def plain(text_model: Model, whole: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("ask", "spec_tokens"),
-    [*((awaited, k) for k in range(4)), *((streamed, k) for k in (0, 3)), (generated, 3)],
+    [(awaited, 1), (awaited, 2), (awaited, 3), (streamed, 3), (generated, 3), (awaited, 0)],
 )
 def test_results_do_not_depend_on_drafts(
     text_model: Model, whole: str, plain: list[Any], ask: Any, spec_tokens: int
@@ -253,7 +253,7 @@ def test_answers_of_a_server_do_not_depend_on_drafts(text_model: Model, whole: s
         wanted = answers(text_model(0), whole, stream)
         assert "stop" in str(wanted)
         assert "length" in str(wanted)
-        for spec_tokens in (1, 2, 3):
+        for spec_tokens in (1, 2, 3) if stream else (3,):
             found = answers(text_model(spec_tokens), whole, stream)
             for one, other, case in zip(found, wanted, bodies(text_model(0), whole), strict=True):
                 assert same(one, other), (spec_tokens, case, one, other)
