@@ -73,9 +73,9 @@ def cases(spec: mtpc.SpecModel, whole: str) -> Iterator[tuple[Any, int, dict[str
     yield PROMPT, 14, {"logprobs": 3, "stop_token_ids": [later]}
     yield ids, 14, {"sampling": TOLD, "stop_ids": [later]}
     yield ids, 14, {"logprobs": 0, "min_tokens": 9, "stop_ids": [later], "frequency_penalty": 1.0}
-    for most in (1, 2, 3, 5):
+    for most in (1, 3):
         yield PROMPT, most, {"sampling": TOLD, "stop": whole[6:8]}
-    for most in range(4, 16):
+    for most in range(5, 12):
         yield PROMPT, most, {"sampling": TOLD, "grammar": ForcedText(forced)}
     for stop in ("🦁", "狮", "\ufffd"):
         yield PROMPT, 16, {"sampling": TOLD, "grammar": ForcedText(forced), "stop": stop}
@@ -138,7 +138,7 @@ def plain(text_model: Model, whole: str) -> list[Any]:
     found = generated(text_model(0), whole)
     reasons = [reason for _, _, reason, _ in found]
     assert reasons.count("stop") > 15
-    assert reasons.count("length") > 12
+    assert reasons.count("length") > 8
     assert not any(text and "\ufffd" in text for text, _, _, _ in found)
     assert all(len(ids) == len(logprobs) for _, ids, _, logprobs in found)
     return found

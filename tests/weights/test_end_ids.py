@@ -107,7 +107,13 @@ def ended(
     def get(entries: dict[str, Any], **options: Any) -> mtpc.SpecModel:
         directory = word_checkpoint(source, tmp_path_factory.mktemp("ended"))
         (directory / "tokenizer_config.json").write_text(json.dumps(entries))
-        plain = {**TINY, "sampling": True, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
+        plain = {
+            **TINY,
+            "sampling": True,
+            "backend": "eager",
+            "dtype": "float64",
+            "batch_buckets": (2,),
+        }
         return mtpc.compile(directory, **{**plain, "spec_tokens": 2, **options})
 
     return get
