@@ -151,7 +151,9 @@ class Paths:
             outputs = engine.generate(prompt, work.new_tokens, stop_ids=())
             return sum([len(output.token_ids) async for output in outputs])
 
-        async with AsyncEngine(self._new_engine(), self._model.served) as engine:
+        made = self._model
+        fresh = mtpc.SpecModel(made.served, made.options, made.program, made.loaded)
+        async with AsyncEngine(fresh) as engine:
             start = time.perf_counter()
             counts = await asyncio.gather(*(consume(engine, prompt) for prompt in work.prompts))
             seconds = time.perf_counter() - start

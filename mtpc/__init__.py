@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from mtpc.integrations import transformers
     from mtpc.layout.progress import Progress
     from mtpc.sampling_params import SamplingParams
+    from mtpc.weights.hub import demo
 
 # Public names are loaded on first use: `import mtpc` must not import torch.
 _HOMES = {
     "compile": "mtpc.api",
+    "demo": "mtpc.weights.hub",
     "SpecModel": "mtpc.api",
     "CompileOptions": "mtpc.config",
     "Engine": "mtpc.engine.engine",
@@ -63,8 +65,13 @@ __all__ = [
     "__version__",
     "compile",
     "compile_host",
+    "demo",
     "transformers",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+
+from torch import Tensor
 
 from mtpc.acceptance import settle
+from mtpc.arguments import CompileArguments, SamplingArguments
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import usable_ends
-from mtpc.engine.completion import Collector
+from mtpc.engine.completion import Collector, Completion, TokenCompletion
 from mtpc.engine.engine import Engine
 from mtpc.engine.forced import score, scoring_request
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import (
+    GenerateArguments,
     Prompt,
     encode,
     end_ids,
@@ -48,7 +52,9 @@ if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
 
 
-def compile(model: Any, progress: Listener | None = None, **options: Any) -> SpecModel:
+def compile(
+    model: Any, progress: Listener | None = None, **options: Unpack[CompileArguments]
+) -> SpecModel:
     """Compile a model with MTP layers into captured steps that verify and propose drafts.
 
     Steps that are in the graph cache are loaded. The others are compiled and added to it; see
@@ -60,8 +66,8 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
         progress: called with a `mtpc.Progress` at each stage of each bucket, and repeatedly during
             a long stage. By default the logger `mtpc` gets one line per stage. If it does not show
             INFO, a terminal (stderr) or a notebook shows the stage, a bar and the time left.
-        **options: fields of `mtpc.config.CompileOptions`, or their aliases
-            (`num_speculative_tokens` for `spec_tokens`).
+        **options: fields of `mtpc.CompileOptions`, which `help(mtpc.compile)` lists, or their
+            aliases (`num_speculative_tokens` for `spec_tokens`).
 
     Returns:
         A `SpecModel`.
@@ -81,13 +87,18 @@ def compile(model: Any, progress: Listener | None = None, **options: Any) -> Spe
             costs = CostEntry(found.cache) if found.cache and found.options.spec_tiers else None
             return bind_program(found.built, listener, found.identity, costs)
 
-        opened = open_steps(model, options, Wanted("fused", True, bind), listener)
+        opened = open_steps(model, {**options}, Wanted("fused", True, bind), listener)
     found, program = opened.model, opened.made
     if opened.ranks is not None:
         program = ranked(program, opened.ranks)
     rest = None if opened.rest is None else Background(opened.rest, program, listener)
     of_model = (found.served, found.options, program, found.loaded)
     return SpecModel(*of_model, opened.fallbacks, rest)
+
+
+if compile.__doc__ and CompileOptions.__doc__:  # Not with `python -OO`.
+    _listed = CompileOptions.__doc__.partition("Attributes:")[2].partition("Raises:")[0]
+    compile.__doc__ += f"\n    Options:{_listed}"
 
 
 class SpecModel:
@@ -181,17 +192,59 @@ class SpecModel:
         """Acceptance, steps, replays per bucket and fallbacks since compilation."""
         return self.engine.stats
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # A text is a sequence of texts, too.
+        self,
+        prompts: str | Messages,
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[int],
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> TokenCompletion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Messages],
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> list[TokenCompletion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> list[Completion | TokenCompletion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Tensor,
+        max_new_tokens: int = 128,
+        **arguments: Unpack[GenerateArguments],
+    ) -> TokenCompletion | list[TokenCompletion]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int = 128,
-        *,
-        stop_ids: Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        grammar: Grammar | Sequence[Grammar | None] | None = None,
-        **params: Any,
+        **arguments: Unpack[GenerateArguments],
     ) -> Any:
         """Continue prompts, by greedy decoding unless sampling parameters are given.
 
@@ -210,7 +263,8 @@ class SpecModel:
                 not greedy needs `sampling`, a default of `compile`. All prompts use the same seed.
             grammar: limits what the text may be: a grammar for one prompt, or a list with a grammar
                 or None for each of several. Needs `token_mask`, a default of `compile`.
-            **params: fields of `mtpc.SamplingParams` in place of `sampling`, as temperature=0.8.
+            **arguments: those above, after `max_new_tokens`, and fields of `mtpc.SamplingParams`
+                in place of `sampling`, as temperature=0.8.
 
         Returns:
             One result per prompt; for a single prompt, the result itself. For text and messages it
@@ -227,16 +281,7 @@ class SpecModel:
             NumericsError: the model produced non-finite logits.
             GrammarError: a grammar raised, allows no token, or contradicts itself.
         """
-        outputs = self.stream(
-            prompts,
-            max_new_tokens,
-            stop_ids=stop_ids,
-            ignore_eos=ignore_eos,
-            stop=stop,
-            sampling=sampling,
-            grammar=grammar,
-            **params,
-        )
+        outputs = self.stream(prompts, max_new_tokens, **arguments)
         single = is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
         collectors = [Collector(is_text(prompt)) for prompt in batch]
@@ -252,10 +297,10 @@ class SpecModel:
         *,
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        **params: Any,
+        **params: Unpack[SamplingArguments],
     ) -> Iterator[Output]:
         """Yield continuations as they are decoded; takes and raises what `generate` does.
 

@@ -55,6 +55,7 @@ class SamplingParams:
         allowed_ids: only these tokens may be emitted; None allows all.
         banned_ids: these tokens may not be emitted.
         min_tokens: no stop token is emitted before this many new tokens.
+        stop_token_ids: these tokens end the text, besides the model's end-of-sequence ids.
 
     Raises:
         RequestError: a value is of the wrong type or out of range.
@@ -73,6 +74,7 @@ class SamplingParams:
     allowed_ids: tuple[int, ...] | None = None
     banned_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 1000)
@@ -93,7 +95,8 @@ class SamplingParams:
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 2**31 - 1, RequestError)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        object.__setattr__(self, "banned_ids", _id_row("banned_ids", self.banned_ids))
+        for name in ("banned_ids", "stop_token_ids"):
+            object.__setattr__(self, name, _id_row(name, getattr(self, name)))
         if self.allowed_ids is not None:
             allowed = _id_row("allowed_ids", self.allowed_ids)
             if not set(allowed) - set(self.banned_ids):
@@ -106,7 +109,7 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether this is plain greedy decoding, which every program can do."""
-        return replace(self, seed=None) == SamplingParams()
+        return replace(self, seed=None, stop_token_ids=()) == SamplingParams()
 
     @property
     def has_penalties(self) -> bool:

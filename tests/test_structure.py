@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mtpc"
 ORDER = (
     ("errors",),
     ("option_checks",),
-    ("config", "sampling_params", "wiring", "acceptance"),
+    ("config", "sampling_params", "arguments", "wiring", "acceptance"),
     ("weights",),
     ("layout",),
     ("store",),
@@ -331,7 +331,7 @@ LINES = {
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     # Images in messages.
-    "server": 3910,
+    "server": 3920,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.

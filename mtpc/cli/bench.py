@@ -77,7 +77,7 @@ class Sample:
     tokens_per_s: float
     tokens_per_step: float
     acceptance_rate: float | None
-    results: list[Prompt]
+    results: Sequence[Prompt]
     replays_per_step: float
     host_us: float
 
@@ -222,7 +222,7 @@ def count_kernels(model: mtpc.SpecModel) -> int | None:
 
 
 def _row(
-    variant: Variant, taken: list[Sample], results: list[Prompt], kernels: int | None
+    variant: Variant, taken: list[Sample], results: Sequence[Prompt], kernels: int | None
 ) -> dict[str, Any]:
     """The measurements of a variant; times are medians of the rounds."""
     return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class Sample:
     rules: Rules
     tokens_per_step: float
     drafts: DraftCounts
-    results: list[Prompt]
+    results: Sequence[Prompt]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import CheckpointError, RequestError
+from mtpc.errors import RequestError
+from mtpc.weights.hub import demo as demo_checkpoint
 from mtpc.weights.hub import find_directory, no_checkpoint
 
 DEFAULT_PROMPT = "The with statement is used to wrap the execution of a block with"
@@ -25,7 +25,7 @@ def chosen_checkpoint(given: Path | None) -> Path:
     """The directory of the checkpoint that a command was given, or the demo model's.
 
     Raises:
-        CheckpointError: the directory does not exist; or see `find_directory`, `demo_checkpoint`.
+        CheckpointError: the directory does not exist; or see `find_directory`, `demo`.
     """
     directory = demo_checkpoint() if given is None else find_directory(given)
     if not directory.exists():
@@ -45,18 +45,3 @@ def chosen_prompts(args: argparse.Namespace) -> list[Any]:
             f"that suit {args.checkpoint}, with -p or --ids"
         )
     return args.prompts or list(BENCH_PROMPTS)
-
-
-def demo_checkpoint() -> Path:
-    """The directory of the demo model.
-
-    Raises:
-        CheckpointError: this installation has no demo model.
-    """
-    directory = Path(str(resources.files("mtpc") / "demo"))
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"this installation has no demo model in {directory}; name a checkpoint directory, or "
-            "make the demo model with examples/train_demo_model.py"
-        )
-    return directory

@@ -62,10 +62,10 @@ def check_request(
         raise RequestError("the prompt is empty; expected at least one token")
     _check_ids("prompt id", request.prompt_ids, vocab_size)
     _check_length(request, options)
-    _check_stop_ids(request, vocab_size)
     if request.on_output is not None and not callable(request.on_output):
         raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
     check_sampling(request, options, vocab_size)
+    _check_stop_ids(request, vocab_size)
     check_grammar(request, options)
     _check_pages(request, options, num_pages)
 
@@ -110,10 +110,9 @@ def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
 
 def _check_stop_ids(request: Request, vocab_size: int) -> None:
     _check_ids("stop_ids has", request.stop_ids, vocab_size)
-    if len(request.stop_ids) > MAX_STOP_IDS:
-        raise RequestError(
-            f"{len(request.stop_ids)} stop ids; at most {MAX_STOP_IDS} are supported"
-        )
+    _check_ids("stop_token_ids has", request.sampling.stop_token_ids, vocab_size)
+    if len(request.ends) > MAX_STOP_IDS:
+        raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
 
 
 def _check_pages(request: Request, options: CompileOptions, num_pages: int) -> None:

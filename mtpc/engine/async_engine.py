@@ -14,8 +14,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
+from mtpc.arguments import SamplingArguments
 from mtpc.engine.engine import Engine
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.prompt_images import PromptImages
@@ -36,6 +37,13 @@ TURNS = 64
 """The number of steps that the engine waits for its consumers after they were late once."""
 MAX_TURN_S = 0.02
 """The longest time, in seconds, that the engine waits for consumers after one step."""
+
+
+class _Model(Protocol):
+    """What is needed of a `mtpc.SpecModel`."""
+
+    engine: Engine
+    served: ServedModel
 
 
 class _Mailbox:
@@ -120,21 +128,20 @@ def _attempt(function: Callable[[], object]) -> BaseException | None:
 class AsyncEngine:
     """Runs an engine for the coroutines of one event loop.
 
-    Use it as `async with AsyncEngine(spec.engine, spec.served) as engine`.
+    Use it as `async with AsyncEngine(spec) as engine`.
 
     Args:
-        engine: the engine to run. After `start` it runs in its own thread. Other threads may still
-            call the model's `generate` and `stream`.
-        served: the model's vocabulary and tokenizer.
+        model: a `mtpc.SpecModel`. After `start` its engine runs in its own thread. Other threads
+            may still call the model's `generate` and `stream`.
         max_requests: the most requests in the engine at once. Further requests wait in `generate`.
 
     Raises:
         OptionError: max_requests is not a positive integer.
     """
 
-    def __init__(self, engine: Engine, served: ServedModel, max_requests: int = 256):
+    def __init__(self, model: _Model, max_requests: int = 256):
         check_int("max_requests", max_requests, 1)
-        self.engine, self.served = engine, served
+        self.engine, self.served = model.engine, model.served
         self._places = asyncio.Semaphore(max_requests)
         # `with` enters this lock in C, so that no interrupt leaves it taken; see `FairLock`.
         self._mutex = threading.RLock()
@@ -245,12 +252,12 @@ class AsyncEngine:
         *,
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         sampling: SamplingParams | None = None,
         grammar: Grammar | None = None,
         images: PromptImages | None = None,
         text: TextAssembler | None = None,
-        **params: Any,
+        **params: Unpack[SamplingArguments],
     ) -> AsyncGenerator[Output, None]:
         """Continue one prompt, and yield its outputs as they arrive.
 

@@ -30,8 +30,8 @@ class Completion(_Facts, str):
     """The new text of a text prompt. It is a `str`, so it can be used as one.
 
     Attributes:
-        token_ids: all new tokens. They include a stop token, those of a stop string, and those that
-            the same step emitted after it.
+        token_ids: all new tokens. They include a stop token, or those of a stop string up to the
+            one that completes it.
     """
 
     token_ids: list[int]

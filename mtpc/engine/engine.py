@@ -6,9 +6,9 @@ The captured step makes every decision about tokens. The host admits and frees r
 Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add` and
 `abort`; a grammar's methods run in the middle of a step and may call neither.
 
-An interrupt (KeyboardInterrupt) may arrive between any two bytecodes of the main thread. `_is_torn`
-says that one left the queues half-changed. The next call then builds them anew from the requests,
-which are the truth, and computes what was running again.
+An interrupt (KeyboardInterrupt) may arrive at any moment. `_is_torn` says that one left the queues
+half-changed. The next call then builds them anew from the requests, which are the truth, and
+computes what was running again.
 
 With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
 same, because no decision about tokens waits for the host. The host knows lengths one step late, so
@@ -21,7 +21,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -86,9 +86,10 @@ class Engine:
         self._requests: dict[int, Request] = {}  # Those that wait or run.
         self._outbox = Outbox(self._blame)
         self._lock = FairLock()
-        # Held during the calls they name. A thread that has `_lock` and finds one taken holds it.
-        self._stepping, self._advancing = threading.Lock(), threading.Lock()
+        # A thread that has `_lock` and finds one of these taken holds it, too.
+        self._stepping, self._changing = threading.Lock(), threading.Lock()
         self._is_torn, self._failures = False, 0
+        self._abandoned = deque[int]()
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
 
@@ -128,22 +129,27 @@ class Engine:
         """Whether a request has no callback, so that only `step` returns its outputs."""
         with self._lock.in_turn():
             self._enter("generate")
-            return any(r.on_output is None for r in self._requests.values())
+            with self._changing:
+                return any(r.on_output is None for r in self._requests.values())
 
     def _enter(self, name: str) -> None:
-        """Begin a call under the lock. Mend what an interrupted call has left.
+        """Begin a call under the lock. Mend what an interrupted call has left, and abort what was
+        abandoned since the last call.
 
         Raises:
             RequestError: a grammar's method makes this call.
         """
         self._lock.arrived()
-        if self._advancing.locked():
+        if self._changing.locked():
             raise RequestError(
                 f"engine.{name} was called inside a grammar's method, in the middle of a step; "
                 "call it between steps, or in a request's callback"
             )
         if self._is_torn:
-            self._mend()
+            with self._changing:
+                self._mend()
+        while self._abandoned:
+            self._abort(self._abandoned.popleft(), "aborted")
 
     def _mend(self) -> None:
         """Build the queues, slots and pages anew from the requests, after an interrupt.
@@ -208,16 +214,18 @@ class Engine:
         request.sampling = request.sampling.settled()
         with self._lock.in_turn():
             self._enter("add")
-            grammar, others = request.grammar, self._requests.values()
-            if grammar is not None and any(r.grammar is grammar for r in others):
-                raise RequestError("the grammar is another request's; give each its own")
-            if request.request_id >= 0:
-                raise RequestError(f"request {request.request_id} was added before; make a new one")
-            self._is_torn = True
-            request.request_id = next(self._ids)
-            self._requests[request.request_id] = request
-            self.scheduler.add(request)
-            self._is_torn = False
+            with self._changing:
+                grammar, others = request.grammar, self._requests.values()
+                if grammar is not None and any(r.grammar is grammar for r in others):
+                    raise RequestError("the grammar is another request's; give each its own")
+                number = request.request_id
+                if number >= 0:
+                    raise RequestError(f"request {number} was added before; make a new one")
+                self._is_torn = True
+                request.request_id = next(self._ids)
+                self._requests[request.request_id] = request
+                self.scheduler.add(request)
+                self._is_torn = False
         return request.request_id
 
     @property
@@ -240,30 +248,47 @@ class Engine:
         """
         with self._lock.in_turn():
             self._enter("abort")
-            request = self._requests.get(request_id)
-            if request is None:
-                return
+            self._abort(request_id, reason)
+
+    def _abort(self, request_id: int, reason: FinishReason) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        with self._changing:
             self._is_torn = True
             emission = self._outbox.put(request, StepOutput(request_id, [], reason))
             self._finish(request, reason)
             self._is_torn = False
-            self._outbox.hand(emission)
-            self._rest()
+        self._outbox.hand(emission)
+        self._rest()
+
+    def abandon(self, request_ids: Iterable[int]) -> None:
+        """Abort requests whose caller is gone, now or at the end of the call that runs.
+
+        The garbage collector may call this in the middle of any call. So this does not wait for a
+        step of another thread, which may wait for what this thread holds.
+        """
+        self._abandoned.extend(request_ids)
+        if not (self._stepping.locked() or self._changing.locked()):
+            with self._lock.in_turn():
+                self._enter("abandon")
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Call this after the weights change, while nothing runs."""
         with self._lock.in_turn():
             self._enter("reset_prefix_cache")
-            self._is_torn = True
-            self._states.forget(self.pages)
-            self._is_torn = False
+            with self._changing:
+                self._is_torn = True
+                self._states.forget(self.pages)
+                self._is_torn = False
 
     def close(self) -> None:
         """Write pages and snapshots to `kv_offload_dir`, and costs of steps; it can go on."""
         with self._lock.in_turn():
             self._enter("close")
-            self._states.save(self.pages)
-            write_costs(self.program, self.tiers, self._stats.fallbacks)
+            with self._changing:
+                self._states.save(self.pages)
+                write_costs(self.program, self.tiers, self._stats.fallbacks)
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).
@@ -291,24 +316,23 @@ class Engine:
                 if not self._outbox.has_any:  # Else an interrupt kept them from being handed out.
                     self._try_to_advance()
                 handed = self._outbox.hand_out()
-                self._rest()
-                return handed
+            self._enter("step")  # For what was abandoned during the step.
+            self._rest()
+            return handed
 
     def _try_to_advance(self) -> None:
-        self._is_torn = True
-        try:
-            with self._advancing:
+        with self._changing:
+            self._is_torn = True
+            try:
                 self._advance()
-            self._failures = 0
-        except Exception as error:
-            self._send_back(error)
-        self._is_torn = False
+                self._failures = 0
+            except Exception as error:
+                self._send_back(error)
+            self._is_torn = False
 
     def _send_back(self, error: Exception) -> None:
-        """Return all running requests to the queue after a step that failed, and raise its error.
-
-        After several failures in a row, end the requests that ran: one of them is the cause.
-        """
+        """Return all running requests to the queue after a step that failed, and raise its error;
+        after several failures in a row, end the requests that ran: one of them is the cause."""
         if self.options.async_scheduling:
             # The index may hold pages of a step that was launched and not completed.
             self.pages.forget_all()
@@ -397,38 +421,13 @@ class Engine:
             stats.count_prefill(len(turn.decoding), turn.chunks)
         else:
             stats.decode_steps += 1
-        self._count_drafts(pending, results)
+        pending.count_drafts(results, stats, self.tiers)
         self._read(pending, results)
         seconds = pending.launch_s + time.perf_counter() - start
         if turn.phase == "prefill":
             stats.prefill_s += seconds
         else:
             stats.decode_s += seconds
-
-    def _count_drafts(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
-        """Record in the statistics and the tier policy which drafts the step accepted.
-
-        After a step with fewer drafts, the last columns of a row hold old tokens. They do not
-        count as drafts.
-        """
-        key, turn = pending.key, pending.turn
-        accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
-        rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
-        drafts, each = [], []
-        for request, num_accepted, num_emitted in rows:
-            if request.finish_reason is not None:  # It ended before this step was read.
-                continue
-            verified = min(request.num_drafts, key.spec_tokens)
-            right = min(num_accepted, verified)
-            self._stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
-            drafts.append((verified, right))
-            each.append(request.acceptance)
-        for request in pending.emitting:
-            request.num_drafts = key.spec_tokens
-        self.tiers.observe_drafts(drafts, each)
-        if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
-            step = (key.bucket.num_reqs, key.spec_tokens, pending.readout.replay_s)
-            self.tiers.observe(*step, context_of(turn.decoding))
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
         """Turn a step's results into outputs, row by row.
@@ -448,8 +447,8 @@ class Engine:
             emitted = ids[:count]
             reason: FinishReason | None = STOP_REASONS.get(code)
             if request.grammar is not None:
-                self._masks.take(request, emitted, reason == "nonfinite")
-                emitted, reason = ([], "error") if request.error else (emitted, reason)
+                emitted = self._masks.take(request, emitted, reason == "nonfinite")
+                reason = "error" if request.error else reason
             logprobs = read_logprobs(results, row, emitted, request)
             output = StepOutput(request.request_id, emitted, reason, logprobs, request.error)
             self._outbox.put(request, output)
@@ -465,13 +464,14 @@ class Engine:
 
     def _blame(self, request: Request, interrupt: BaseException | None) -> None:
         """End a request whose callback raised; see `Outbox`."""
-        self._is_torn = True
-        self._stats.callback_errors += 1
-        if interrupt is not None:
-            self._outbox.put_failure(request, interrupt)
-        if request.request_id in self._requests:
-            self._finish(request, "error")
-        self._is_torn = False
+        with self._changing:
+            self._is_torn = True
+            self._stats.callback_errors += 1
+            if interrupt is not None:
+                self._outbox.put_failure(request, interrupt)
+            if request.request_id in self._requests:
+                self._finish(request, "error")
+            self._is_torn = False
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -92,6 +92,8 @@ class GrammarMasks:
     def __init__(self, program: Program, vocab_size: int):
         self.program, self.vocab_size, self.forced_drafts = program, vocab_size, 0
         self._narrowed: set[StepKey] = set()
+        # Whose grammar raised as the last step's masks were made, and at which of its rows.
+        self._failed: dict[Request, tuple[int, Exception]] = {}
 
     def write(self, key: StepKey, turn: Turn) -> None:
         """Write a step's masks.
@@ -104,6 +106,7 @@ class GrammarMasks:
             turn: the step's requests. For a prefill step, their chunks already count as prefilled.
         """
         requests = turn.requests
+        self._failed = {}
         if all(request.grammar is None for request in requests):
             if key in self._narrowed:
                 for name in self._masks(key):
@@ -123,7 +126,7 @@ class GrammarMasks:
                     decodes = index < len(turn.decoding)
                     self._fill(request, decodes, token_rows[rows], ahead[rows])
                 except Exception as error:
-                    request.error = error
+                    self._failed[request] = (0, error)
                     token_rows[rows] = -1
         for name, mask in fresh.items():
             self.program.write(buffers[name], mask)
@@ -146,7 +149,7 @@ class GrammarMasks:
             ahead: int32 [R, N, ceil(V / 32)], its rows of `batch.draft_mask`; N is 0 if the step
                 has no such buffer.
         """
-        walk = _Walk(request)
+        walk, row = _Walk(request), 0
         state = self.program.shared["state.token_ids"][request.slot]
         drafts = state[1 : len(rows)].tolist() if decodes else []
         before = list(drafts)
@@ -160,6 +163,9 @@ class GrammarMasks:
                 drafts[row] = only[0] if only else drafts[row]
                 if not walk.take(drafts[row]):
                     break
+        except Exception as error:  # The rows before this one are right.
+            self._failed[request] = (row, error)
+            rows[row:] = -1
         finally:
             walk.back()
         if drafts != before:
@@ -200,20 +206,29 @@ class GrammarMasks:
         tokens = [token for token in tokens if token < self.vocab_size]
         return tokens if len(tokens) <= most else None
 
-    def take(self, request: Request, emitted: list[int], is_dead_end: bool) -> None:
+    def take(self, request: Request, emitted: list[int], is_dead_end: bool) -> list[int]:
         """Advance a request's grammar by the tokens that a step emitted.
+
+        If the grammar fails, `Request.error` becomes its exception.
 
         Args:
             request: a request with a grammar.
             emitted: the request's new tokens.
             is_dead_end: whether the request ended with non-finite logits. A mask that allows no
                 token is one cause; then `Request.error` becomes a `GrammarError`.
+
+        Returns:
+            The tokens before the failure, or all of them: the same as steps without drafts emit.
         """
-        walk = _Walk(request)
+        walk, taken = _Walk(request), list[int]()
+        row, failure = self._failed.pop(request, (len(emitted), None))
         try:
-            for token_id in emitted:
+            for token_id in emitted[:row]:
                 if token_id not in walk.stops:
                     walk.advance(token_id)
+                taken.append(token_id)
+            if failure is not None and row < len(emitted):
+                raise failure
             words = torch.full(((self.vocab_size + 31) // 32,), -1, dtype=torch.int32)
             if is_dead_end:
                 walk.fill(words)
@@ -222,6 +237,7 @@ class GrammarMasks:
                     raise GrammarError(f"the grammar allows no token after {count} new ones")
         except Exception as error:
             request.error = request.error or error
+        return taken
 
 
 class _Walk:
@@ -229,7 +245,7 @@ class _Walk:
 
     def __init__(self, request: Request):
         assert request.grammar is not None
-        self.grammar, self.stops, self._taken = request.grammar, set(request.stop_ids), 0
+        self.grammar, self.stops, self._taken = request.grammar, set(request.ends), 0
 
     def fill(self, words: Tensor) -> None:
         self.grammar.fill_mask(words)

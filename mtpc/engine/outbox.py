@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from mtpc.engine.request import OnOutput, Request, StepOutput
 from mtpc.errors import ServingError
 
+MAX_TOLD = 2
+"""How often a callback is told that its request ended, if an interrupt comes meanwhile."""
+
 
 @dataclass(eq=False)
 class Emission:
@@ -118,6 +121,12 @@ class Outbox:
         assert emission.handed is not None
         return emission.handed
 
+    def _may_tell(self, emission: Emission) -> bool:
+        """Whether to tell a callback once more that its request ended. One that raises at that,
+        too, would keep other requests waiting for ever."""
+        told = [one for one in self._emissions if one.request is emission.request]
+        return sum(one.output.error is not None for one in told) < MAX_TOLD
+
     def _call_back(self, emission: Emission, on_output: OnOutput) -> None:
         try:
             emission.is_begun = True
@@ -130,6 +139,6 @@ class Outbox:
             if emission.is_begun and emission.handed is None:
                 if self._blamed != id(error):  # Else another's callback raised it, by `abort`.
                     self._blamed = id(error)
-                    self._blame(emission.request, error)
+                    self._blame(emission.request, error if self._may_tell(emission) else None)
                 emission.handed = emission.output
             raise

@@ -6,11 +6,11 @@ import difflib
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
 
+from mtpc.arguments import SamplingArguments
 from mtpc.engine.grammar import Grammar
 from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
@@ -20,11 +20,19 @@ Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]
 """A text, token ids, or a conversation's messages."""
 
 
-ARGUMENTS = ("max_new_tokens", "stop_ids", "ignore_eos", "stop", "sampling", "grammar")
-"""The arguments of `generate` and `stream` that are no fields of `SamplingParams`."""
+class GenerateArguments(SamplingArguments, total=False):
+    """Keyword arguments of `mtpc.SpecModel.generate`, which says what each means."""
+
+    stop_ids: Sequence[int] | None
+    ignore_eos: bool
+    stop: str | Sequence[str] | None
+    sampling: SamplingParams | Sequence[SamplingParams] | None
+    grammar: Grammar | Sequence[Grammar | None] | None
+
+
 _OTHER_NAMES = {
     "max_new_tokens": ("max_tokens", "max_completion_tokens", "max_length", "num_predict"),
-    "stop_ids": ("stop_token_ids", "eos_token_id", "eos_token_ids"),
+    "stop_ids": ("eos_token_id", "eos_token_ids"),
     "ignore_eos": ("ignore_eos_token",),
     "stop": ("stop_strings", "stop_sequences", "stop_words"),
     "sampling": ("sampling_params", "generation_config", "params"),
@@ -139,7 +147,9 @@ def _shown(value: Any) -> str:
 
 
 def sampling_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, params: dict[str, Any], count: int
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    params: Mapping[str, Any],
+    count: int,
 ) -> list[SamplingParams]:
     """The sampling parameters of each of `count` prompts.
 
@@ -174,8 +184,8 @@ def sampling_each(
     return each
 
 
-def _check_names(params: dict[str, Any]) -> None:
-    known = [*ARGUMENTS, *(field.name for field in fields(SamplingParams))]
+def _check_names(params: Mapping[str, Any]) -> None:
+    known = ["max_new_tokens", *GenerateArguments.__annotations__]
     for name in params.keys() - set(known):
         other = next((right for right, names in _OTHER_NAMES.items() if name in names), None)
         near = difflib.get_close_matches(name, known, n=1)

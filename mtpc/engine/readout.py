@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
+from mtpc.engine.stats import Stats
+from mtpc.engine.tiers import TierPolicy, context_of
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
 
@@ -112,3 +114,28 @@ class PendingStep:
     emitting: dict[Request, int]
     readout: Readout
     launch_s: float
+
+    def count_drafts(self, results: Mapping[str, Tensor], stats: Stats, tiers: TierPolicy) -> None:
+        """Record in the statistics and the tier policy which drafts the step accepted.
+
+        After a step with fewer drafts, the last columns of a row hold old tokens. They do not
+        count as drafts.
+        """
+        key, turn = self.key, self.turn
+        accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
+        rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
+        drafts, each = [], []
+        for request, num_accepted, num_emitted in rows:
+            if request.finish_reason is not None:  # It ended before this step was read.
+                continue
+            verified = min(request.num_drafts, key.spec_tokens)
+            right = min(num_accepted, verified)
+            stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
+            drafts.append((verified, right))
+            each.append(request.acceptance)
+        for request in self.emitting:
+            request.num_drafts = key.spec_tokens
+        tiers.observe_drafts(drafts, each)
+        if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
+            step = (key.bucket.num_reqs, key.spec_tokens, self.readout.replay_s)
+            tiers.observe(*step, context_of(turn.decoding))

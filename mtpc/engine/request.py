@@ -53,7 +53,8 @@ class Request:
             request is added.
         prompt_ids: token ids, at least one.
         max_new_tokens: the most new tokens.
-        stop_ids: token ids that end the request. The stop token is part of the output.
+        stop_ids: token ids that end the request, besides those of `sampling`. The stop token is
+            part of the output.
         sampling: how tokens are chosen. It has a seed once the request is added.
         on_output: called with each output of the request, in the thread that steps the engine or
             aborts the request.
@@ -111,6 +112,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_input = self.num_tokens
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All ids that end the request, each once."""
+        return tuple(dict.fromkeys((*self.stop_ids, *self.sampling.stop_token_ids)))
 
     @property
     def is_prefilled(self) -> bool:

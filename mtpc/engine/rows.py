@@ -25,7 +25,7 @@ def write_state(program: Program, request: Request) -> None:
     table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE, device="cpu")
     table[: len(request.pages)] = torch.tensor(request.pages, dtype=table.dtype)
     stops = torch.full_like(shared["state.stop_ids"][slot], -1, device="cpu")
-    stops[: len(request.stop_ids)] = torch.tensor(request.stop_ids, dtype=stops.dtype)
+    stops[: len(request.ends)] = torch.tensor(request.ends, dtype=stops.dtype)
     write(shared["state.block_table"][slot], table)
     write(shared["state.stop_ids"][slot], stops)
     write(shared["state.committed_lens"][slot], request.num_prefilled)

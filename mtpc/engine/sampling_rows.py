@@ -53,7 +53,7 @@ def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -
 def _check_min_tokens(request: Request, params: SamplingParams, vocab_size: int) -> None:
     """Check that a token other than a stop token is allowed; stops are masked until min_tokens."""
     allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
-    barred = {*params.banned_ids, *request.stop_ids}
+    barred = {*params.banned_ids, *request.ends}
     if params.min_tokens and not any(token_id not in barred for token_id in allowed):
         raise RequestError(
             f"min_tokens is {params.min_tokens}, but only stop tokens are allowed: allow others"

@@ -22,8 +22,8 @@ class Output:
 
     Attributes:
         index: the prompt's index, in the order given.
-        token_ids: new tokens. They include the tokens of a stop string, and tokens that the same
-            step emitted after it.
+        token_ids: new tokens. Those of a stop string are included, up to the one that completes
+            it; a stop id is included, too.
         text: new text, or None for a prompt of ids. It may lag behind the tokens, while a character
             is incomplete or the text may be part of a stop string. It is final: no later output
             takes it back.
@@ -51,15 +51,20 @@ def assemble(
         index: the prompt's index.
         output: the engine's output.
         text: turns the prompt's tokens into text, or None. If a stop string is complete, the
-            finish reason becomes "stop".
+            finish reason becomes "stop", and tokens that the same step emitted after it are left
+            out.
         request: the prompt's request.
     """
-    piece, reason = None, output.finish_reason
+    ids, reason, logprobs = output.token_ids, output.finish_reason, output.logprobs
+    piece, cached = None, request.num_cached or 0
     if text is not None:
-        piece = text.push(output.token_ids, last=output.finish_reason is not None)
-        reason = "stop" if text.is_stopped else output.finish_reason
-    cached = request.num_cached or 0
-    return Output(index, output.token_ids, piece, reason, output.logprobs, cached)
+        before = text.num_tokens
+        # A token that ends the text is no part of it, as in vLLM.
+        piece = text.push(ids[:-1] if reason == "stop" else ids, last=reason is not None)
+        if text.is_stopped:
+            count, reason = text.num_tokens - before, "stop"
+            ids, logprobs = ids[:count], None if logprobs is None else logprobs[:count]
+    return Output(index, ids, piece, reason, logprobs, cached)
 
 
 def check_served(output: Output, request: Request) -> None:
@@ -138,5 +143,4 @@ def stream(
                 engine.abort(requests[index].request_id, output.finish_reason)
             yield output
     finally:
-        for index in unfinished:
-            engine.abort(requests[index].request_id)
+        engine.abandon([requests[index].request_id for index in unfinished])

@@ -1,8 +1,9 @@
 """Text as tokens arrive: incremental detokenisation, and stop strings that span several pieces.
 
 Each piece of text is final: it never ends in half a character, and holds no part of a stop string.
-The pieces together are the text of all tokens, cut where a stop string begins. The text does not
-depend on how many tokens a step emits.
+The pieces together are the text of all tokens, cut where a stop string begins. A character that the
+tokens leave incomplete at the end is left out. Tokens are taken one by one, so the text does not
+depend on how many of them a step emits.
 """
 
 from __future__ import annotations
@@ -16,56 +17,66 @@ Decode = Callable[[list[int]], str]
 """Decodes token ids to text, without special tokens."""
 _HALF = "\ufffd"
 """The text of bytes that are an incomplete or invalid character."""
+_MOST_PARTS = 3
+"""The most tokens that an incomplete character has: one byte each, one less than a whole one."""
 MAX_WAITS = 64
-"""The most times that tokens are decoded again to see whether they complete a character. A
-character has only a few bytes, so tokens that do not complete one by then never will."""
+"""The most tokens that are decoded again to see whether a later one completes a character. A
+character has only a few bytes, so older tokens than that never become one."""
+_WINDOW = 8
+"""Tokens that are decoded together with a new one, where the last piece had no more of them."""
 
 
 class Detokeniser:
-    """Turns token ids into text, a few at a time.
+    """Turns token ids into text, one at a time.
 
     The text of a token depends on its neighbours (a word's leading space, the bytes of a
-    character). So each push decodes the tokens of the last piece together with the new ones, and
+    character). So each push decodes the new token together with a window of those before it, and
     the additional text is the new piece. Tokens that give no text, such as special tokens or
-    invalid bytes, are decoded again at most `MAX_WAITS` times. This bounds the cost of a long text
-    of such tokens.
+    invalid bytes, wait in the window for at most `MAX_WAITS` further ones. This bounds the cost of
+    a long text of such tokens.
 
     Args:
         decode: decodes any ids.
-
-    Attributes:
-        token_ids: all tokens so far.
     """
 
     def __init__(self, decode: Decode):
         self._decode = decode
-        self.token_ids: list[int] = []
-        self._before: list[int] = []  # Of the last piece.
-        self._pending: list[int] = []
-        self._waits = 0
+        self._window: list[int] = []
+        self._num_shown = 0  # Characters of the window's text that were returned.
+        self._num_waiting = 0  # Tokens at the window's end whose text was not.
 
-    def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """Add tokens, and return the new text.
-
-        Args:
-            token_ids: the new tokens.
-            last: whether the text ends here. If so, an incomplete character is returned, too.
-        """
-        self.token_ids += token_ids
-        self._pending += token_ids
-        self._waits += 1
-        text, is_over = self._decode(self._before + self._pending), self._waits > MAX_WAITS
-        if text.endswith(_HALF) and not (last or is_over):
+    def push(self, token_id: int) -> str:
+        """Add a token, and return the new text."""
+        self._window.append(token_id)
+        self._num_waiting += 1
+        text = self._decode(self._window)
+        piece, is_half = text[self._num_shown :], text.endswith(_HALF)
+        if piece and not is_half:
+            self._num_shown, count = len(text), self._num_waiting
+            self._num_waiting = 0
+            if len(self._window) > _WINDOW:
+                self._window = self._window[-count:]
+                self._num_shown = len(self._decode(self._window))
+            return piece
+        if self._num_waiting <= MAX_WAITS:
             return ""
-        piece = text[len(self._decode(self._before)) :]
+        return self._give_up(_MOST_PARTS if is_half else 0)
+
+    def _give_up(self, count: int) -> str:
+        """Let no token but the last `count` wait any longer, and return the text of the others."""
+        settled = self._window[: len(self._window) - count]
+        piece = self._decode(settled)[self._num_shown :]
         if piece:
-            self._before, self._pending, self._waits = self._pending, [], 0
-        elif is_over:  # These tokens have no text, so later tokens keep the neighbours before them.
-            self._pending, self._waits = [], 0
-            nearest = self._before[-MAX_WAITS:]
-            if self._decode(nearest):
-                self._before = nearest
+            self._window = self._window[-MAX_WAITS:]
+        else:  # They have no text, so later tokens keep the neighbours before them.
+            del self._window[-self._num_waiting : len(settled)]
+        self._num_waiting = count
+        self._num_shown = len(self._decode(self._window[: len(self._window) - count]))
         return piece
+
+    def end(self) -> str:
+        """The rest of the text, without a character that is incomplete."""
+        return self._decode(self._window)[self._num_shown :].rstrip(_HALF)
 
 
 class StopStrings:
@@ -92,8 +103,8 @@ class StopStrings:
             text: the new text.
             last: whether the text ends here. If so, nothing is held back.
         """
-        if self.found:
-            return ""
+        if self.found or not self._strings:
+            return "" if self.found else text
         text = self._held + text
         starts = ((text.find(s), s) for s in self._strings)
         ends = [(start + len(s), start) for start, s in starts if start >= 0]
@@ -124,13 +135,12 @@ class TextAssembler:
     """
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = (), keeps_stop: bool = False):
-        self._decode, self._strings = decode, stop
         self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop, keeps_stop)
         self.num_tokens = 0
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string is complete. Later pushes return no text."""
+        """Whether a stop string is complete. Later pushes take no token and return no text."""
         return self._stops.found
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
@@ -140,28 +150,15 @@ class TextAssembler:
             token_ids: the new tokens.
             last: whether the text ends here. If so, nothing is held back.
         """
-        was_stopped = self.is_stopped
-        text = self._stops.push(self._detokeniser.push(token_ids, last), last)
-        if not self.is_stopped:
-            self.num_tokens += len(token_ids)
-        elif not was_stopped:
-            self.num_tokens += self._count_to_stop(token_ids)
-        return text
-
-    def _count_to_stop(self, token_ids: Sequence[int]) -> int:
-        """The number of these tokens up to the one that completed the stop string.
-
-        It replays the tokens one by one, so the result does not depend on the size of the steps.
-        """
-        if len(token_ids) <= 1:
-            return len(token_ids)
-        again = TextAssembler(self._decode, self._strings)
-        again.push(self._detokeniser.token_ids[: -len(token_ids)])
-        for count, token_id in enumerate(token_ids, start=1):
-            again.push([token_id])
-            if again.is_stopped:
-                return count
-        return len(token_ids)  # The end of the text (`last`) completed the stop string.
+        pieces = []
+        for token_id in token_ids:
+            if self.is_stopped:
+                break
+            self.num_tokens += 1
+            pieces.append(self._stops.push(self._detokeniser.push(token_id)))
+        if last and not self.is_stopped:
+            pieces.append(self._stops.push(self._detokeniser.end(), last=True))
+        return "".join(pieces)
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
+from mtpc.arguments import CompileArguments
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
 from mtpc.layout import Form
@@ -21,7 +22,10 @@ _ENGINE_OPTIONS = (
 
 
 def compile_host(
-    model: Any, form: Form = "split", progress: Listener | None = None, **options: Any
+    model: Any,
+    form: Form = "split",
+    progress: Listener | None = None,
+    **options: Unpack[CompileArguments],
 ) -> HostedModel:
     """Compile a model into `verify` and `propose` programs over buffers that the caller owns.
 
@@ -44,10 +48,9 @@ def compile_host(
     for name in _ENGINE_OPTIONS:
         if name in options:
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
-    options = {"sampling": False, **options}
     with show_compiling(progress) as listener:
         wanted = Wanted(form, False, lambda found: found.built)
-        opened = open_steps(model, options, wanted, listener)
+        opened = open_steps(model, {"sampling": False, **options}, wanted, listener)
     found = opened.model
     of_model = (found.served, found.options, form, found.device, opened.fallbacks)
     return HostedModel(*of_model, opened.made, found.check)

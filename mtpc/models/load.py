@@ -42,7 +42,7 @@ from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.recipes import Elsewhere
-from mtpc.weights.served_model import ServedModel
+from mtpc.weights.served_model import ServedModel, tokenizer_ends
 from mtpc.wiring import Rules
 
 
@@ -433,7 +433,9 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> Lo
     if checkpoint and needs_mtp:
         check_same_weights(model, checkpoint, family)
         layers = load_mtp_layers(checkpoint, family, target)
-    return LoadedModel(family, target, layers, _stop_ids(model), source, checkpoint)
+    ends = tokenizer_ends(checkpoint.directory) if checkpoint else ()
+    ends = tuple(dict.fromkeys((*_stop_ids(model), *ends)))
+    return LoadedModel(family, target, layers, ends, source, checkpoint)
 
 
 def _share(model: Any, family: ModelFamily, source: str, has_values: bool = True) -> Any:

@@ -180,11 +180,14 @@ class Answer:
         return shape, offset
 
     def _top(self, entry: TokenLogprobs | Unscored) -> dict[str, float] | None:
+        """Log-probabilities by text. A text that another token has is `token_id:ID`, as in vLLM."""
         if isinstance(entry, Unscored):
             return None
-        # The most probable token comes last, so that the dict keeps it if ids share a text.
-        pairs = [(entry.token_id, entry.logprob), *reversed(entry.top)]
-        return {self.decode([i]): logprob for i, logprob in pairs}
+        found: dict[str, float] = {}
+        for token_id, logprob in {entry.token_id: entry.logprob, **dict(entry.top)}.items():
+            text = self.decode([token_id])
+            found[f"token_id:{token_id}" if text in found else text] = logprob
+        return found
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         """A token's entry. `bytes` is null if the token is a part of a character, as OpenAI allows,

@@ -31,7 +31,7 @@ def make_service(model: SpecModel, options: ServerOptions) -> Service:
     if model.stats.synthetic_acceptance_rates:
         raise OptionError("synthetic acceptance gives text that is not the model's; serve without")
     template = load_chat_template(served.directory, options.chat_template)
-    engine = AsyncEngine(model.engine, served, options.max_requests)
+    engine = AsyncEngine(model, options.max_requests)
     if model.vision is not None:
         model.vision.load()
         options = options.for_images()

@@ -49,6 +49,8 @@ class ChatParser:
         thinks: whether to separate reasoning from the content.
         is_thinking: whether the prompt has opened the reasoning section.
         is_single: whether to drop calls after the first.
+        is_forced: whether a grammar allows calls alone. Other text is then a call that the end cuts
+            before its arguments, and no content.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class ChatParser:
         thinks: bool,
         is_thinking: bool,
         is_single: bool = False,
+        is_forced: bool = False,
     ):
         self._form, self._schemas, self._is_single = form, schemas, is_single
+        self._is_forced = is_forced
         self._state = "reasoning" if is_thinking else "start" if thinks else "content"
         self._held = ""
         self._call: _OpenCall | None = None
@@ -87,6 +91,8 @@ class ChatParser:
         }
         while states[self._state](delta, last):
             pass
+        if self._is_forced:
+            delta.content = ""
         return delta
 
     def _start(self, delta: Delta, last: bool) -> bool:
@@ -135,7 +141,7 @@ class ChatParser:
         index = self._num_calls
         is_dropped = self._is_single and index > 0
         if not is_dropped:
-            delta.calls += call.parts(index, self._schemas, mark is not None or last)
+            delta.calls += call.parts(index, self._schemas, mark is not None, last)
         if mark is None and not last:
             return False
         if call.name is None and not is_dropped:
@@ -180,9 +186,12 @@ class _OpenCall:
         self.name: str | None = None
         self._start = 0
 
-    def parts(self, index: int, schemas: Mapping[str, Schema], ends: bool) -> list[CallPart]:
+    def parts(
+        self, index: int, schemas: Mapping[str, Schema], is_whole: bool, last: bool
+    ) -> list[CallPart]:
         """The new parts of the call since the last time."""
         found: list[CallPart] = []
+        ends = is_whole or last
         head = self._form.head.match(self.text) if self._form.head else None
         if self.name is None and head is not None and head.end() < len(self.text):
             self.name, self._start = head[1], head.end()
@@ -194,7 +203,9 @@ class _OpenCall:
                 self._sent = len(arguments)
         elif ends:
             call: Call | None = self._form.parse(self.text, schemas)
-            if call is not None:
+            longer = None if is_whole else self._form.parse(self.text + "x", schemas)
+            is_cut = call and longer and call.name != longer.name  # Within its name.
+            if call is not None and not is_cut:
                 self.name = call.name
                 found.append(CallPart(index, f"call_{uuid4().hex}", call.name, call.arguments))
         return found

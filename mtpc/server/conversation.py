@@ -107,11 +107,12 @@ class Conversations:
             for tool in tools
         }
         is_single = fields.get("parallel_tool_calls") is False or isinstance(choice, dict)
+        is_forced = choice not in ("none", "auto")
         is_thinking = self._thinks and prompt.rstrip().endswith(THINK)
         may_think = self._thinks and not prompt.rstrip().endswith(END_THINK)
 
         def parser() -> ChatParser:
-            return ChatParser(form, schemas, may_think, is_thinking, is_single)
+            return ChatParser(form, schemas, may_think, is_thinking, is_single, is_forced)
 
         writer = _Writer(Lark(self._served.own_tokens), form, schemas, is_single)
         body, param = writer.body(choice, fields)

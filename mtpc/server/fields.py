@@ -318,6 +318,7 @@ _BOTH: Mapping[str, Check] = {
     "include_stop_str_in_output": _boolean,
     "return_token_ids": _boolean,
     "structured_outputs": _structured_outputs,
+    "stop_token_ids": _row,
 }
 USED: Mapping[str, Mapping[str, Check]] = {
     "completions": {

@@ -241,12 +241,10 @@ async def _run_choice(engine: AsyncEngine, job: Job, choice: Choice, sink: Sink)
             reason = output.finish_reason
             if reason not in (None, "stop", "length"):
                 raise ServingError(f"the engine ended the request: {reason}")
-            # Drop the tokens that a step emitted after a stop string.
-            new = slice(text.num_tokens - counted)
-            ids, logprobs = output.token_ids[new], (output.logprobs or ())[new]
-            counted, cached = text.num_tokens, output.num_cached_tokens
-            piece = _piece(parser, output.text or "", logprobs, reason)
-            await sink(choice.index, replace(piece, token_ids=ids) if job.returns_ids else piece)
+            counted, cached = counted + len(output.token_ids), output.num_cached_tokens
+            piece = _piece(parser, output.text or "", output.logprobs or (), reason)
+            ids = output.token_ids if job.returns_ids else ()
+            await sink(choice.index, replace(piece, token_ids=ids))
     return counted, cached
 
 

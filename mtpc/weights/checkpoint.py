@@ -23,6 +23,7 @@ from mtpc.weights.fused_qkv import find_fused_qkv
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
 from mtpc.weights.json_file import GENERATION, check_ids, read_json
 from mtpc.weights.read_ahead import Span
+from mtpc.weights.served_model import tokenizer_ends
 from mtpc.weights.tensor_file import dtype_code
 
 _FIRST = 6
@@ -217,11 +218,13 @@ class Checkpoint(CheckpointFiles):
             self.release_stored(part)
 
     def stop_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids in generation_config.json or, if it has none, in config.json."""
+        """End-of-sequence ids in generation_config.json or, if it has none, in config.json; and the
+        tokenizer's, which chat templates end an answer with. vLLM also counts both."""
         path = self.directory / GENERATION
         ids = read_json(path).get("eos_token_id") if os.path.isfile(path) else None
         check_ids(ids, path, "eos_token_id")
-        return as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
+        own = as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
+        return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
 
 
 def stored_dtype(source: Any) -> str | None:

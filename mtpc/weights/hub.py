@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib import resources
 from pathlib import Path
 
 from mtpc.errors import CheckpointError
@@ -16,6 +17,21 @@ from mtpc.weights.json_file import CONFIG
 ADAPTER = "adapter_config.json"
 _PICKLED = "pytorch_model*.bin"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def demo() -> Path:
+    """The directory of the demo model, a small one with MTP layers: `mtpc.compile(mtpc.demo())`.
+
+    Raises:
+        CheckpointError: this installation has no demo model.
+    """
+    directory = Path(str(resources.files("mtpc") / "demo"))
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(
+            f"this installation has no demo model in {directory}; name a checkpoint directory, or "
+            "make the demo model with examples/train_demo_model.py"
+        )
+    return directory
 
 
 def find_directory(source: str | Path, revision: str | None = None) -> Path:

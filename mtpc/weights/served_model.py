@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,39 @@ from typing import Any
 from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.gguf.file import find_gguf, has_tokens
 from mtpc.weights.hub import hub_id
-from mtpc.weights.json_file import CONFIG
+from mtpc.weights.json_file import CONFIG, read_json
+
+
+def tokenizer_ends(directory: Path) -> tuple[int, ...]:
+    """The id of a tokenizer's end-of-sequence token, or () if it has none.
+
+    This reads the tokenizer's files itself, because a warm start does not import transformers.
+    Files that cannot be read name no token; `ServedModel.encode` tells whoever needs them.
+    """
+    try:
+        config = _entries(directory / "tokenizer_config.json")
+        token = config.get("eos_token") or _entries(directory / "special_tokens_map.json").get(
+            "eos_token"
+        )
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            return ()
+        added = dict(config.get("added_tokens_decoder") or {})
+        ids = {entry["content"]: int(token_id) for token_id, entry in added.items()}
+        if text not in ids:  # Newer files have all added tokens in the tokenizer itself.
+            whole = _entries(directory / "tokenizer.json")
+            ids |= {entry["content"]: entry["id"] for entry in whole.get("added_tokens", ())}
+            if text not in ids:
+                words = whole.get("model", {}).get("vocab", {})
+                ids = words if isinstance(words, dict) else {w[0]: i for i, w in enumerate(words)}
+    except (CheckpointError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return ()
+    found = ids.get(text)
+    return (found,) if isinstance(found, int) else ()
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    return read_json(path) if os.path.isfile(path) else {}
 
 
 @dataclass(frozen=True)

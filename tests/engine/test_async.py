@@ -28,7 +28,7 @@ def spec(compiled: Callable[..., Any]) -> mtpc.SpecModel:
 
 
 def serving(spec: mtpc.SpecModel, **changes: Any) -> AsyncEngine:
-    return AsyncEngine(spec.engine, spec.served, **changes)
+    return AsyncEngine(spec, **changes)
 
 
 def serving_in_turn(

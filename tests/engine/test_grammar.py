@@ -216,7 +216,7 @@ def test_async(
     async def main() -> list[Any]:
         shared = Records()
         kinds = [shared, shared, Broken("refuse"), Records(), None]
-        async with AsyncEngine(spec.engine, spec.served) as engine:
+        async with AsyncEngine(spec) as engine:
             calls = (collect(engine, *pair) for pair in zip(PROMPTS[3:8], kinds, strict=True))
             return await asyncio.gather(*calls, return_exceptions=True)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +93,10 @@ GENERATED = [
     ([3], {"grammar": 5}, "grammar is 5"),
     ([3], {"max_tokens": 5}, "unknown argument 'max_tokens'; use max_new_tokens"),
     ([3], {"max_length": 5}, "use max_new_tokens"),
-    ([3], {"stop_token_ids": [5]}, "use stop_ids"),
+    ([3], {"stop_token_ids": 5}, "stop_token_ids is 5; expected token ids"),
+    ([3], {"stop_token_ids": ["a"]}, "stop_token_ids has 'a'"),
+    ([3], {"stop_token_ids": [96]}, "stop_token_ids has 96; expected ids in 0..95"),
+    ([3], {"stop_token_ids": range(9)}, "stop ids; at most 8"),
     ([3], {"eos_token_id": 5}, "use stop_ids"),
     ([3], {"stop_strings": "a"}, "use stop"),
     ([3], {"sampling_params": None}, "use sampling"),
@@ -121,7 +127,7 @@ def test_asyncio_says_the_same(session: Session) -> None:
     """And the queue goes on."""
 
     async def main() -> None:
-        async with AsyncEngine(session.spec.engine, session.spec.served) as engine:
+        async with AsyncEngine(session.spec) as engine:
             for prompt, options, message in GENERATED:
                 if isinstance(prompt, list) and prompt != [3]:
                     continue  # Several prompts: here a call has one.
@@ -261,6 +267,136 @@ def test_a_callback_ends_its_own_request_alone(
     assert tokens(told["two"]) == plain.generate(PROMPTS[6], 8, stop=False)
     assert told["one"][-1].finish_reason == told["two"][-1].finish_reason == "length"
     session.check_empty()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, Hit])
+@pytest.mark.parametrize("at", ["each output", "its end"])
+def test_a_callback_that_always_raises_starves_no_neighbour(
+    session: Session, engine: Engine, kind: type[BaseException], at: str
+) -> None:
+    """Whoever steps sees it a few times, and the others have their texts."""
+    told: dict[str, list[StepOutput]] = {"one": [], "bad": [], "two": []}
+
+    def bad(output: StepOutput) -> None:
+        told["bad"].append(output)
+        if at == "each output" or output.finish_reason:
+            raise kind
+
+    engine.add(PROMPTS[5], 8, on_output=told["one"].append)
+    engine.add(PROMPTS[3], 8, on_output=bad)
+    engine.add(PROMPTS[6], 8, on_output=told["two"].append)
+    raised = 0
+    for _ in range(60):
+        try:
+            engine.step()
+        except kind:
+            raised += 1
+        if not engine.has_work:
+            break
+    assert 1 <= raised <= 3
+    assert tokens(told["one"]) == session.plain.generate(PROMPTS[5], 8, stop=False)
+    assert tokens(told["two"]) == session.plain.generate(PROMPTS[6], 8, stop=False)
+    assert len(tokens(told["bad"])) <= 8
+    session.check_empty()
+
+
+class Collects:
+    """A grammar, or a callback, at whose call the garbage collector frees an abandoned stream."""
+
+    def __init__(self, spec: mtpc.SpecModel, count: int = 1) -> None:
+        self.spec, self.count, self.streams = spec, count, list[Any]()
+
+    def fill_mask(self, words: Any) -> None:
+        self.collect()
+
+    def advance(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, count: int) -> None: ...
+
+    def collect(self) -> None:
+        """Streams in cycles, which nothing else holds."""
+        while self.streams:
+            cycle: list[Any] | None = [self.streams.pop()]
+            cycle.append(cycle)
+            cycle = None
+        gc.collect()
+
+
+@pytest.fixture
+def unraised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the collector could not raise."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    yield seen
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    "where", ["a grammar", "a callback", "an add", "an abort", "another thread"]
+)
+def test_an_abandoned_stream_ends(
+    compiled: Callable[..., Any], unraised: list[Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the collector finds it: within the step that runs, or the next call."""
+    spec = compiled("mimo", 2, **{**MASKABLE, "num_pages": 40})
+    engine, collects = spec.engine, Collects(spec)
+    wanted = spec.generate(PROMPTS[6], 8, ignore_eos=True)
+    stream = spec.stream(PROMPTS[5], 24, ignore_eos=True)
+    next(stream)
+    (request,) = engine.running
+    collects.streams.append(stream)
+    del stream
+    found: list[int] = []
+    options: dict[str, Any] = {"ignore_eos": True}
+    if where == "a grammar":
+        options["grammar"] = collects
+    elif where == "a callback":
+        engine.add(PROMPTS[4], 1, on_output=lambda output: collects.collect())
+    else:
+        name = {"an add": "add", "an abort": "remove", "another thread": "next_turn"}[where]
+        real = getattr(engine.scheduler, name)
+
+        def within(*given: Any) -> Any:
+            if where == "another thread":
+                thread = threading.Thread(target=collects.collect)
+                thread.start()
+                thread.join(20)
+                assert not thread.is_alive(), "the collector's thread waits for this step"
+            else:
+                collects.collect()
+            return real(*given)
+
+        monkeypatch.setattr(engine.scheduler, name, within)
+    for output in spec.stream(PROMPTS[6], 8, **options):
+        found += output.token_ids
+        if where == "an abort":
+            engine.abort(engine.add(PROMPTS[4], 1, on_output=lambda output: None))
+    assert found == wanted
+    assert request.finish_reason == "aborted"
+    assert len(request.output_ids) <= 9, "it ran on"
+    while engine.has_work:
+        engine.step()
+    assert engine.pages.num_free == engine.pages.count
+
+
+def test_many_abandoned_streams_end(
+    compiled: Callable[..., Any], unraised: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the interpreter has frames, all at once in the middle of a call."""
+    spec = compiled("mimo", 2, **MASKABLE)
+    engine, collects = spec.engine, Collects(spec)
+    stream = spec.stream([PROMPTS[5]] * 1200, 24, ignore_eos=True)
+    next(stream)
+    collects.streams.append(stream)
+    del stream
+    real = engine.scheduler.add
+    monkeypatch.setattr(engine.scheduler, "add", lambda r: (collects.collect(), real(r)))
+    request = engine.add(PROMPTS[6], 2)
+    assert len(engine.waiting) + len(engine.running) == 1201
+    engine.abort(request)
+    assert not engine.has_work
+    assert engine.pages.num_free == engine.pages.count
 
 
 def test_a_grammar_may_not_change_the_queue(compiled: Callable[..., Any]) -> None:

@@ -18,7 +18,6 @@ from helpers import offloads
 from helpers.bounded import bounded, full_disk
 from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
 from helpers.theorem import PROMPTS
-from mtpc.program.model_key import MEMORY
 from safetensors.torch import load_file
 
 import mtpc
@@ -26,6 +25,7 @@ from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
+from mtpc.program.model_key import MEMORY
 from mtpc.weights.content import content_digest
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.async_engine import AsyncEngine
-from mtpc.engine.text import MAX_WAITS, Detokeniser, StopStrings, TextAssembler, stop_strings
+from mtpc.engine.text import MAX_WAITS, Decode, StopStrings, TextAssembler, stop_strings
 from mtpc.errors import RequestError
 from mtpc.weights.served_model import ServedModel
 
@@ -38,21 +38,57 @@ def cut(draw: st.DrawFn, items: Any) -> list[Any]:
 @example(None, SERVED.encode(MANY))
 def test_pieces_make_the_whole(data: Any, ids: list[int]) -> None:
     """Random ids are full of bytes that are no characters; none is given out half."""
-    wanted = SERVED.decode(ids)
+    wanted = SERVED.decode(ids).rstrip("\ufffd")
     pieces = data.draw(cut(ids)) if data else [[i] for i in ids]
-    detokeniser, found = Detokeniser(SERVED.decode), []
+    assembler, found = TextAssembler(SERVED.decode), []
     for index, piece in enumerate(pieces):
-        found.append(detokeniser.push(piece, last=index == len(pieces) - 1))
-        assert index == len(pieces) - 1 or not found[-1].endswith("\ufffd")
+        found.append(assembler.push(piece, last=index == len(pieces) - 1))
+        assert not found[-1].endswith("\ufffd")
         assert wanted.startswith("".join(found))
     assert "".join(found) == wanted
 
 
 def test_a_character_of_four_bytes_comes_in_one_piece() -> None:
     ids = SERVED.encode("🦁")
-    detokeniser = Detokeniser(SERVED.decode)
+    assembler = TextAssembler(SERVED.decode)
     assert len(ids) >= 4
-    assert [detokeniser.push([i]) for i in ids][-1].strip() == "🦁"
+    assert [assembler.push([i]) for i in ids][-1].strip() == "🦁"
+
+
+BYTES = tokenizers.Tokenizer(
+    tokenizers.models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True)
+)
+BYTES.decoder = tokenizers.decoders.Sequence(
+    [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+)
+"""Bytes as Llama's and Gemma's tokenizers have them: one more byte makes a whole run invalid."""
+CUT = [
+    list(text.encode()[:end])
+    for text in ("é", "a狮", "🦁🦁", "🦁 👩‍🚀")
+    for end in range(1, len(text.encode()) + 1)
+]
+INVALID = [
+    [0xFF] * 7,
+    [*b"ab", 0x80, 0xF0],
+    [*"🦁".encode(), 0xF0, *b"a", 0xF0],
+    [0xF0] * (MAX_WAITS + 9),
+    [*[0x80] * (MAX_WAITS - 2), *"🦁".encode(), *b"a", 0xE7],
+]
+
+
+@pytest.mark.parametrize("decode", [BYTES.decode, lambda ids: bytes(ids).decode(errors="replace")])
+@pytest.mark.parametrize("ids", [*CUT, *INVALID], ids=lambda ids: bytes(ids).hex()[:24])
+def test_a_text_ends_in_no_half_character(decode: Decode, ids: list[int]) -> None:
+    """However many tokens come at once; all before the half character is there."""
+    whole = TextAssembler(decode).push(ids, last=True)
+    if ids in CUT:
+        assert whole == bytes(ids).decode(errors="ignore")
+    assert not whole.endswith("\ufffd") or len(ids) > MAX_WAITS
+    for size in (1, 2, 3, 4, 5):
+        assembler = TextAssembler(decode)
+        pieces = [assembler.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join([*pieces, assembler.push([], last=True)]) == whole
+        assert assembler.num_tokens == len(ids)
 
 
 class Counted:
@@ -72,10 +108,10 @@ def test_what_is_no_text_costs_no_more_than_its_length(ids: list[int]) -> None:
     count = 4096
     whole = [*[5] * count, *(ids * count)[:count], 6, 7]
     decode = Counted()
-    detokeniser = Detokeniser(decode)
-    pieces = [detokeniser.push(whole[:count])]  # Of a consumer that was late.
+    assembler = TextAssembler(decode)
+    pieces = [assembler.push(whole[:count])]  # Of a consumer that was late.
     for k in range(count, len(whole)):
-        pieces.append(detokeniser.push(whole[k : k + 1], last=k == len(whole) - 1))
+        pieces.append(assembler.push(whole[k : k + 1], last=k == len(whole) - 1))
     assert decode.decoded < 5 * MAX_WAITS * count
     assert "".join(pieces) == decode(whole)
 
@@ -84,8 +120,8 @@ def test_what_is_no_text_costs_no_more_than_its_length(ids: list[int]) -> None:
 def test_a_late_consumers_character_is_whole(length: int) -> None:
     """However many tokens came at once before it."""
     ids = SERVED.encode("a lion " * length + "🦁")
-    detokeniser = Detokeniser(SERVED.decode)
-    pieces = [detokeniser.push(ids[:-3]), *(detokeniser.push([i]) for i in ids[-3:])]
+    assembler = TextAssembler(SERVED.decode)
+    pieces = [assembler.push(ids[:-3]), *(assembler.push([i]) for i in ids[-3:])]
     assert "".join(pieces) == SERVED.decode(ids)
 
 
@@ -119,38 +155,25 @@ def test_stop_strings(data: Any, text: str, strings: tuple[str, ...]) -> None:
     assert stops.found == (wanted != text)
 
 
-def test_a_stop_string_in_half_a_character_at_the_end() -> None:
-    """What is held back until the end is searched, too."""
-    assembler = TextAssembler(lambda ids: "".join("a\ufffd"[i] for i in ids), ("\ufffd",))
-    assert assembler.push([0, 1]) == ""
-    assert assembler.push([1], last=True) == "a"
-    assert assembler.is_stopped
+def test_half_a_character_at_the_end_completes_no_stop_string() -> None:
+    """But what is held back with it until the end is searched."""
+
+    def decode(ids: list[int]) -> str:
+        return "".join(["a", "\ufffd", "b\ufffd"][i] for i in ids)
+
+    for stop, text in (("\ufffd", "ab"), ("b", "a"), ("\ufffda", "ab")):
+        assembler = TextAssembler(decode, (stop,))
+        assert assembler.push([0, 2]) == "a"
+        assert assembler.push([1], last=True) == text[1:]
+        assert assembler.is_stopped == (stop == "b")
+    assembler = TextAssembler(decode, ("\ufffd",))
+    assert (assembler.push([0, 1, 0, 0]), assembler.num_tokens) == ("a", 3)
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], 5, [5], {"a"}])
 def test_what_is_no_stop_string(stop: Any) -> None:
     with pytest.raises(RequestError, match="stop is"):
         stop_strings(stop)
-
-
-@pytest.fixture(scope="module")
-def text_model() -> Callable[[int], mtpc.SpecModel]:
-    """text_model(K): the demo model, which has a tokenizer."""
-    made: dict[int, mtpc.SpecModel] = {}
-
-    def get(spec_tokens: int) -> mtpc.SpecModel:
-        if spec_tokens not in made:
-            made[spec_tokens] = mtpc.compile(
-                Path(demo_checkpoint()),
-                spec_tokens=spec_tokens,
-                backend="eager",
-                dtype="float64",
-                batch_buckets=(2,),
-                max_len=128,
-            )
-        return made[spec_tokens]
-
-    return get
 
 
 PROMPT = "The with statement is used to"
@@ -207,7 +230,7 @@ def test_stop_strings_under_asyncio(text_model: Callable[[int], mtpc.SpecModel])
         return "".join(output.text or "" for output in outputs)
 
     async def main() -> list[str]:
-        async with AsyncEngine(spec.engine, spec.served) as engine:
+        async with AsyncEngine(spec) as engine:
             return await asyncio.gather(text_of(engine), text_of(engine, stop=[stop, "never\0"]))
 
     assert asyncio.run(main()) == [whole, whole[: whole.index(stop)]]

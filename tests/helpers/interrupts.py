@@ -162,7 +162,7 @@ def engine(count: int, checkpoint: Path) -> None:
     assert pool.num_free == pool.count
     assert slots.num_free == slots.count
     assert texts[0] > len(prompts) + count // 10, texts
-    asyncio.run(withdraw(AsyncEngine(spec.engine, spec.served), interrupter, count))
+    asyncio.run(withdraw(AsyncEngine(spec), interrupter, count))
     print(f"{interrupter.hits} interrupts, {texts[0]} texts", file=sys.stderr)
 
 

@@ -82,6 +82,25 @@ def test_calls_in_random_pieces(form, thinks: bool) -> None:  # type: ignore[no-
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_forced_calls_that_are_cut(form, thinks: bool) -> None:  # type: ignore[no-untyped-def]
+    """After any character: no mark of a call is content, and no name is a part of one."""
+    text = ("<think>\nWell\n</think>\n\n" if thinks else "") + TWO[form.name]
+    counts = set()
+    for end in range(1, len(text) + 1):
+        for pieces in ([text[:end]], [*text[:end]]):
+            parser = ChatParser(form, SCHEMAS, thinks, False, is_forced=True)
+            content, reasoning, calls = run(parser, pieces)
+            assert content == ""
+            assert "Well\n</think>".startswith(reasoning)
+            assert [name for name, _ in calls] == ["weather", "stop"][: len(calls)], text[:end]
+            counts.add(len(calls))
+            free = run(ChatParser(form, SCHEMAS, thinks, False), pieces)
+            assert [name for name, _ in free[2]] == [name for name, _ in calls]
+    assert counts == {0, 1, 2}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_a_template_shows_its_format(form) -> None:  # type: ignore[no-untyped-def]
     assert find_format("auto", TWO[form.name]) is form
     assert find_format(form.name, "") is form

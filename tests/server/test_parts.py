@@ -111,7 +111,7 @@ def test_calls_between_steps(word_spec: mtpc.SpecModel, monkeypatch: pytest.Monk
     monkeypatch.setattr("mtpc.engine.async_engine.MAX_TURN_S", 10)
 
     async def main() -> None:
-        engine = AsyncEngine(word_spec.engine, word_spec.served)
+        engine = AsyncEngine(word_spec)
         engine._turns = 10**6  # It waits for this loop: a late one finds the request running.
         assert await engine.call(threading.current_thread) is threading.current_thread()
         async with engine:

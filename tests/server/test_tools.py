@@ -167,6 +167,23 @@ def test_a_named_tool(ask: Callable[..., Any]) -> None:
     assert json.loads(calls[0][1])["city"] in ("Rome", "Oslo")
 
 
+def test_a_forced_tool_that_is_cut(ask: Callable[..., Any]) -> None:
+    """By `max_tokens` or a stop string, anywhere: no mark of a call in the content."""
+    chosen: Any = {"type": "function", "function": {"name": "get_weather"}}
+    whole = same(ask, tools=[WEATHER, STOP], tool_choice=chosen)[2]
+    seen = set()
+    for cut in ({"max_tokens": 1}, {"max_tokens": 12}, {"max_tokens": 46}, {"stop": "arg"}):
+        for choice in (chosen, "required"):
+            given: Any = {"tools": [WEATHER, STOP], "tool_choice": choice, **cut}
+            content, _, calls, _ = same(ask, **given)
+            assert content == ""
+            assert [name for name, _ in calls] in ([], ["get_weather"], ["stop"])
+            if choice == chosen:
+                assert all(whole[0][1].startswith(text) for _, text in calls)
+                seen.add(len(calls))
+    assert seen == {0, 1}
+
+
 def test_reasoning_comes_before_what_a_grammar_says(ask: Callable[..., Any]) -> None:
     """The section is free; JSON and calls begin after its end."""
     thinking: Any = {"vars": {"enable_thinking": True}, "logit_bias": {"5": 4.0}, "temperature": 1}
