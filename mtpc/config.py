@@ -422,6 +422,15 @@ class CompileOptions:
             OptionError: a name is unknown, an option is given under two names, or a value is out of
                 range.
         """
+        return cls(**cls.by_name(options))
+
+    @classmethod
+    def by_name(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of `mtpc.compile` by the names of fields, values unchecked.
+
+        Raises:
+            OptionError: a name is unknown, or an option is given under two names.
+        """
         known = [f.name for f in fields(cls)]
         resolved: dict[str, Any] = {}
         for name, value in options.items():
@@ -431,7 +440,7 @@ class CompileOptions:
             if target in resolved:
                 raise OptionError(f"{target} was given twice (also as {name}); give it once")
             resolved[target] = value
-        return cls(**resolved)
+        return resolved
 
 
 def check_scheme(option: str, value: Any) -> None:

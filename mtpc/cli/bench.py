@@ -16,10 +16,10 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
-from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.run import Prompt, check_tokenizer, set_threads, settle_drafts
 from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
@@ -86,31 +86,41 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     prompts: list[Prompt] = chosen_prompts(args)
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    given = compile_options(args)
+    options = {"batch_buckets": (len(prompts),), **given}
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     variants = list(_variants(numbers, args.compare or ()))
     check_tokenizer(checkpoint, prompts)
     if args.plot is not None:
         check_plot(args.plot)
-    samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
+    failure: BaseException | None = None
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
+        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+            variants = [variant for variant in variants if variant.spec_tokens == 0]
+        samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
         for variant in variants:
             _check(_options_of(variant, options))
         set_threads(args.threads, checkpoint, args.tensor_parallel_size)
-        for turn in range(1, args.repeats + 1):
-            for variant in variants:
-                tell(f"round {turn} of {args.repeats}: {variant}")
-                taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
-                samples[variant] += [] if taken is None else [taken]
-        if not all(samples.values()):
+        try:
+            for turn in range(1, args.repeats + 1):
+                for variant in variants:
+                    tell(f"round {turn} of {args.repeats}: {variant}")
+                    taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
+                    samples[variant] += [] if taken is None else [taken]
+        except (MtpcError, OSError, KeyboardInterrupt) as error:
+            failure = error  # What is measured already is shown first.
+        samples = {variant: taken for variant, taken in samples.items() if taken}
+        if failure is not None and not samples:
+            raise failure
+        if not samples:
             return 0  # Rank 0 has measured.
         # This comes last: the profiler's hooks would slow down later measurements. It compiles the
         # programs again, from the cache.
         import torch
 
         kernels: dict[Variant, int | None] = dict.fromkeys(variants)
-        for variant in variants if torch.cuda.is_available() else ():
+        for variant in samples if torch.cuda.is_available() and failure is None else ():
             chosen = _options_of(variant, options)
             kernels[variant] = count_kernels(mtpc.compile(checkpoint, **chosen))
     is_synthetic = any(name.startswith("synthetic") for name in options)
@@ -123,7 +133,9 @@ def command(args: argparse.Namespace) -> int:
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
-        draw_plot([str(variant) for variant in variants], rows, title, args.plot)
+        draw_plot([str(variant) for variant in samples], rows, title, args.plot)
+    if failure is not None:
+        raise failure
     return 0
 
 

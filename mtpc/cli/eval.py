@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.run import check_tokenizer, set_threads, settle_drafts
 from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
 from mtpc.errors import OptionError
@@ -31,7 +31,9 @@ BATCH = (1, 2, 4, 8)
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = compile_options(args)
+    given = compile_options(args)
+    options = dict(given)
+    options = settle_drafts(checkpoint, options, args.quiet)
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     if AUTO in numbers:
         raise OptionError("--spec-tokens is auto; expected numbers, whose texts are compared")
@@ -46,6 +48,8 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, [args.task], "a task needs one")
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
+        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+            variants = [variant for variant in variants if variant["spec_tokens"] == 0]
         set_threads(args.threads, checkpoint)
         answering = _task(args, checkpoint)
         outcomes = []

@@ -7,10 +7,11 @@ import difflib
 import json
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtpc.config import AUTO
+from mtpc.config import AUTO, CompileOptions
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
 """Python's type names in argparse's messages -> words for the user."""
@@ -63,6 +64,17 @@ def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = Fal
     """Add options without a value, each a (flag, help); `default` is what an absent one gives."""
     for flag, text in rows:
         parser.add_argument(flag, action="store_true", default=default, help=text)
+
+
+def typed(text: str) -> str:
+    """A message of the library with its options as a user of commands types them."""
+    names = "|".join(field.name for field in fields(CompileOptions))
+
+    def option(match: re.Match[str]) -> str:
+        flag, value = "--" + match[1].replace("_", "-"), match[2].strip("'")
+        return flag if value == "True" else f"{flag} {value}"
+
+    return re.sub(rf"\b({names})=(?!False)('\w+'|\w+)", option, text)
 
 
 def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:

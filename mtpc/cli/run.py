@@ -12,9 +12,10 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
-from mtpc.cli.ranks import follow
+from mtpc.cli.parsing import typed
+from mtpc.cli.ranks import follow, is_other
 from mtpc.cli.tables import output, print_table
-from mtpc.errors import RequestError
+from mtpc.errors import CheckpointError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 Prompt = str | list[int]
@@ -33,6 +34,7 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
+        options = settle_drafts(checkpoint, options, args.quiet)
         model = compile_model(checkpoint, options, args, tell)
         if follow(model):
             return 0
@@ -72,6 +74,25 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
         torch.set_num_threads(requested or 1)
     elif ranks is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def settle_drafts(checkpoint: Path, options: dict[str, Any], quiet: bool = False) -> dict[str, Any]:
+    """Options with K = 0 if none is given and nothing drafts for the checkpoint; a line says so.
+
+    Raises:
+        CheckpointError: nothing drafts, and K is given.
+    """
+    from mtpc.weights.checkpoint_files import CheckpointFiles
+
+    given = options.get("spec_tokens")
+    if options.get("draft") is not None or given in (0, (0,)):
+        return options
+    why = CheckpointFiles(checkpoint).without_drafts
+    if why and given is not None:
+        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
+    if why and not quiet and not is_other():
+        print("note: no drafts, K = 0:", typed(why), file=sys.stderr)
+    return {**options, "spec_tokens": 0} if why else options
 
 
 def check_tokenizer(

@@ -18,8 +18,9 @@ from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.backends.package import DEVICE
 from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
-from mtpc.errors import CacheError, MtpcError, OptionError
+from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
+from mtpc.layout.display import log
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.program.background import Rest
 from mtpc.program.binding import WeightSource
@@ -33,7 +34,8 @@ from mtpc.program.processes import without_collections
 from mtpc.program.restore import Restored, Steps, restore
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -113,14 +115,16 @@ def open_steps(
         MtpcError: as `mtpc.compile`; the weights are checked.
     """
     parsed = CompileOptions.parse(options)
+    may_be_plain = assembler.owns_buffers and "spec_tokens" not in CompileOptions.by_name(options)
+    prepare = partial(_prepare, model, parsed, may_be_plain, assembler, progress)
     if parsed.tensor_parallel_size == 1:
-        return _prepare(model, parsed, assembler, progress).open()
+        return prepare().open()
     from mtpc.program.group_memory import share_memory
     from mtpc.program.ranks import join_ranks
 
     row = first_choice(parsed.backend)
     ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
-    opener = ranks.all_succeed(lambda: _prepare(model, parsed, assembler, progress, ranks))
+    opener = ranks.all_succeed(lambda: prepare(ranks))
     ranks.compare(opener.source, opener.options)
     opened = ranks.all_succeed(opener.open)
     fault = share_memory(ranks) if row and row.has_packages else ranks.apart
@@ -131,11 +135,15 @@ def open_steps(
 def _prepare(
     model: Any,
     options: CompileOptions,
+    may_be_plain: bool,
     assembler: Assembler[T],
     progress: Listener,
     ranks: Ranks | None = None,
 ) -> _Opener[T]:
-    """Open the checkpoint and settle what follows from it; no step is looked for yet."""
+    """Open the checkpoint and settle what follows from it; no step is looked for yet.
+
+    `may_be_plain`: without anything that drafts, K is 0.
+    """
     interrupts = HeldInterrupts(progress)
     report = line_reporter(interrupts.tell)
     source = model
@@ -148,10 +156,44 @@ def _prepare(
             "kv_offload_dir with a model object, whose weights may change between runs; "
             "expected a checkpoint's directory"
         )
+    notes = _without_drafts(source, options, may_be_plain)
+    options = replace(options, spec_tokens=0) if notes else options
     settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
     graphs = tuple(graph_keys(settled, assembler.form))
     tiers = settled.tiers
-    return _Opener(source, settled, assembler, report, interrupts, graphs, tiers, ranks=ranks)
+    opener = _Opener(source, settled, assembler, report, interrupts, graphs, tiers, ranks=ranks)
+    return replace(opener, notes=notes)
+
+
+def _without_drafts(source: Any, options: CompileOptions, may_be_plain: bool) -> tuple[str, ...]:
+    """A note if nothing drafts for this model, and it is to decode plainly; else ().
+
+    Raises:
+        CheckpointError: nothing drafts, and K is given or `strict` is set.
+    """
+    if options.spec_tokens == 0 or options.draft is not None:
+        return ()
+    why = _why_plain(source)
+    if not why:
+        return ()
+    if not may_be_plain or options.strict:
+        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
+    note = f"no drafts, K = 0: {why}"
+    log.warning(note)
+    return (note,)
+
+
+def _why_plain(source: Any) -> str:
+    """`CheckpointFiles.without_drafts` of a checkpoint, or of the one that a model object is of."""
+    if not isinstance(source, Checkpoint) and getattr(source, "name_or_path", None) is None:
+        return ""  # Not a model: loading says so.
+    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of(source, False)
+    if checkpoint is not None:
+        return checkpoint.without_drafts
+    config = source.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in MTP_COUNT_NAMES):
+        return ""
+    return "the model announces no MTP layers; for drafts, give a drafter's checkpoint (draft=DIR)"
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -175,6 +217,7 @@ class _Opener(Generic[T]):
     tiers: tuple[int, ...]
     rest: Graphs = ()
     ranks: Ranks | None = None
+    notes: tuple[str, ...] = ()
 
     def open(self) -> Opened[T]:
         """From the cache, or compiled; with several ranks, this rank's part of each step."""
@@ -190,6 +233,7 @@ class _Opener(Generic[T]):
             opened = opener.compiled(cache)
         opened.check()
         checkpoint = opened.loaded.checkpoint if opened.loaded else source
+        opened.fallbacks.update(self.notes)
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             opened.fallbacks.update(notes)
         return replace(opened, ranks=self.ranks)
