@@ -58,7 +58,7 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 
 _ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
-_ALIASES = {"num_speculative_tokens": "spec_tokens"}
+ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
 @dataclass(frozen=True)
@@ -422,25 +422,16 @@ class CompileOptions:
             OptionError: a name is unknown, an option is given under two names, or a value is out of
                 range.
         """
-        return cls(**cls.by_name(options))
-
-    @classmethod
-    def by_name(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `mtpc.compile` by the names of fields, values unchecked.
-
-        Raises:
-            OptionError: a name is unknown, or an option is given under two names.
-        """
         known = [f.name for f in fields(cls)]
         resolved: dict[str, Any] = {}
         for name, value in options.items():
-            target = _ALIASES.get(name, name)
+            target = ALIASES.get(name, name)
             if target not in known:
-                raise OptionError(unknown_option(name, known + list(_ALIASES)))
+                raise OptionError(unknown_option(name, known + list(ALIASES)))
             if target in resolved:
                 raise OptionError(f"{target} was given twice (also as {name}); give it once")
             resolved[target] = value
-        return resolved
+        return cls(**resolved)
 
 
 def check_scheme(option: str, value: Any) -> None:

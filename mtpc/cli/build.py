@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
 
         set_threads(args.threads, checkpoint)
         options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
-        listener = stage_listener(tell)
+        listener = stage_listener(tell, args.verbose)
         form: Form = "both" if args.split else "fused"
         parts = all_parts(options.tensor_parallel_size)
         report = build(checkpoint, options, tiers, form, args.jobs, listener, parts=parts)
@@ -87,7 +87,9 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions) -> int:
 
         set_threads(args.threads, checkpoint)
         options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
-        report = build_kernels(checkpoint, options, tiers, targets, stage_listener(tell))
+        report = build_kernels(
+            checkpoint, options, tiers, targets, stage_listener(tell, args.verbose)
+        )
     if args.as_json:
         args.result = _kernels_as_json(report)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ from mtpc.server.options import require_packages
 if TYPE_CHECKING:
     from mtpc.server.chat import ChatTemplate
 
-HELP = "Ctrl-C ends an answer, Ctrl-D leaves."
+HELP = (
+    "/reset forgets the conversation, /help shows this. Arrow keys: earlier messages. Ctrl-C ends "
+    "an answer, Ctrl-D leaves."
+)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -70,9 +74,8 @@ class Chat:
     ):
         self._model, self._template, self._sampling = model, template, sampling
         self._max_new_tokens = max_new_tokens
-        self.messages: list[dict[str, Any]] = []
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = [*self._system]
 
     def run(self, is_interactive: bool) -> None:
         """Answer each message of the standard input, until it ends.
@@ -81,7 +84,7 @@ class Chat:
             MtpcError: a message cannot be answered. In a terminal the error is shown instead.
         """
         for text in _typed() if is_interactive else _piped():
-            if not text.strip():
+            if not text.strip() or (is_interactive and self._obeys(text.strip())):
                 continue
             self.messages.append({"role": "user", "content": text})
             try:
@@ -93,6 +96,16 @@ class Chat:
                 self.messages.pop()
                 continue
             self.messages.append({"role": "assistant", "content": answer})
+
+    def _obeys(self, text: str) -> bool:
+        """Whether a typed message is a command, which then is done."""
+        if not re.fullmatch(r"/\w*", text):
+            return False
+        if text == "/reset":
+            self.messages = [*self._system]
+        said = {"/reset": "the conversation is forgotten", "/help": HELP}
+        print(said.get(text, f"there is no command {text}. {HELP}"), file=sys.stderr)
+        return True
 
     def _answer(self, is_interactive: bool) -> str:
         """Print the answer to the messages as it comes, and return it."""

@@ -33,7 +33,6 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)
     options = dict(given)
-    options = settle_drafts(checkpoint, options, args.quiet)
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     if AUTO in numbers:
         raise OptionError("--spec-tokens is auto; expected numbers, whose texts are compared")
@@ -116,7 +115,7 @@ def _engines(
         parsed = mtpc.CompileOptions.parse(variants[0])
         yield TransformersEngine(checkpoint, parsed.dtype, parsed.max_len)
     for variant in variants:
-        yield MtpcEngine(checkpoint, stage_listener(tell), **variant)
+        yield MtpcEngine(checkpoint, stage_listener(tell, args.verbose), **variant)
 
 
 def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:

@@ -19,7 +19,44 @@ MOST_THREADS = 1024
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """argparse's parser, with errors of one line that suggest the most similar existing name."""
+    """argparse's parser, with errors of one line that suggest the most similar existing name.
+
+    `--help` leaves out the groups of `add_further_group`, and `--help-all` shows all.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._further: list[Any] = []
+
+    def add_further_group(self, title: str) -> Any:
+        """The group of this title, for options for which few users look."""
+        known = [group for group in self._further if group.title == title]
+        if known:
+            return known[0]
+        if not self._further:
+            text = "show all options, and exit"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+        self._further.append(self.add_argument_group(title))
+        return self._further[-1]
+
+    def format_help(self, shows_all: bool = False) -> str:
+        """The text of `--help` or, with `shows_all`, of `--help-all`."""
+        groups = [group for group in self._action_groups if group not in self._further]
+        shown = self._action_groups if shows_all else groups
+        formatter = self._get_formatter()
+        actions = [action for group in shown for action in group._group_actions]
+        given = [action for action in self._actions if action in actions]
+        formatter.add_usage(self.usage, given, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in shown:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        left_out = len(self._actions) - len(given)
+        if left_out:
+            formatter.add_text(f"--help-all shows {left_out} more options.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print the error as all errors of commands are printed, without the usage, and exit."""
@@ -43,6 +80,15 @@ class SuggestingParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(wrong, known, n=1)
         dashes = "" if choice else "--"
         return f"; did you mean {dashes}{near[0]}?" if near else ""
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, SuggestingParser)
+        print(parser.format_help(shows_all=True), end="")
+        parser.exit()
 
 
 def add_values(parser: Any, *rows: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefil
 from mtpc.backends.cpu_kernels import fill_packed
 from mtpc.backends.package import DEVICE
 from mtpc.capture.graph import WeightTable
-from mtpc.config import CompileOptions
+from mtpc.config import ALIASES, CompileOptions
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.display import log
@@ -115,7 +115,8 @@ def open_steps(
         MtpcError: as `mtpc.compile`; the weights are checked.
     """
     parsed = CompileOptions.parse(options)
-    may_be_plain = assembler.owns_buffers and "spec_tokens" not in CompileOptions.by_name(options)
+    gives_k = "spec_tokens" in [ALIASES.get(name, name) for name in options]
+    may_be_plain = assembler.owns_buffers and not gives_k
     prepare = partial(_prepare, model, parsed, may_be_plain, assembler, progress)
     if parsed.tensor_parallel_size == 1:
         return prepare().open()
