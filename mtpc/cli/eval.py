@@ -15,7 +15,7 @@ from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, set_threads, settle_drafts
 from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
-from mtpc.errors import OptionError
+from mtpc.errors import MtpcError, OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 if TYPE_CHECKING:
@@ -51,10 +51,16 @@ def command(args: argparse.Namespace) -> int:
             variants = [variant for variant in variants if variant["spec_tokens"] == 0]
         set_threads(args.threads, checkpoint)
         answering = _task(args, checkpoint)
-        outcomes = []
-        for engine in _engines(args, checkpoint, variants, tell):
-            tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
-            outcomes.append(answering(engine))
+        outcomes: list[Outcome] = []
+        failure: BaseException | None = None
+        try:
+            for engine in _engines(args, checkpoint, variants, tell):
+                tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
+                outcomes.append(answering(engine))
+        except (MtpcError, OSError, KeyboardInterrupt) as error:
+            if not outcomes:
+                raise
+            failure = error  # What is answered already is shown first.
     from mtpc.evaluation.compare import as_json
 
     args.result = {"task": args.task, **as_json(outcomes)}
@@ -62,6 +68,8 @@ def command(args: argparse.Namespace) -> int:
         _print(args.task, outcomes, args.quiet)
     if args.out:
         args.out.write_text(json.dumps(args.result) + "\n")
+    if failure is not None:
+        raise failure
     return 0
 
 
