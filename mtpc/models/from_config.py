@@ -65,6 +65,7 @@ def announces_drafts(directory: Path) -> bool:
     if _has_weights(directory):
         return not CheckpointFiles(directory).without_drafts
     file = ConfigFile(directory)
+    check_counts(file.config, file.config_path)
     family = family_of(file)
     with explaining(file, family):
         config = read_config(file, family).get_text_config(decoder=True)

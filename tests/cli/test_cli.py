@@ -315,7 +315,7 @@ def test_help_shows_few_options_and_help_all_every_one(command, capsys):
             main([command, flag])
         assert end.value.code == 0
         out = capsys.readouterr().out
-        shown[flag] = set(re.findall(r"(?m)^  (?:-\w(?: \S+)?, )?(--[a-z-]+)", out))
+        shown[flag] = set(re.findall(r"(?m)^  (?:-\w(?: \S+)?, )?(--[a-z0-9-]+)", out))
     parser = parse([command, *(["--task", "x"] if command == "eval" else [])]).parser
     named = {n for a in parser._actions for n in a.option_strings[:2] if n.startswith("--")}
     assert shown["--help"] < shown["--help-all"] <= named
@@ -417,7 +417,7 @@ def test_interrupt_ends_quietly(word_model):
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from mtpc.cli.main import main\n"
-        f"sys.exit(main(['run', {str(word_model)!r}, *{SMALL!r}, '--ids', '1 2']))\n"
+        f"sys.exit(main(['run', {str(word_model)!r}, *{SMALL!r}, '--ids', '1 2', '-v']))\n"
     )
     command = [sys.executable, "-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -9,12 +9,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY
+from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY, TINY
 from helpers.tiny import build_target, with_entries
 from helpers.word_model import word_checkpoint
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,9 @@ from mtpc.weights.checkpoint_files import CheckpointFiles
 
 Captured = pytest.CaptureFixture[str]
 NOTE = r"note: no drafts, K = 0: .*--draft DIR"
-QUICK = {"max_len": 64, "batch_buckets": (1,)}
+QUICK: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
+SLOW_RUNS = [DRAFTED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in DRAFTED[1:])]
+GIVEN = ["run", "chat", "bench", "build", "inspect", "serve"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,7 @@ def lost(directory: Path, source: Path) -> Path:
     return with_entries(source, directory, (), num_nextn_predict_layers=1)
 
 
-@pytest.mark.parametrize("family", DRAFTED)
+@pytest.mark.parametrize("family", SLOW_RUNS)
 def test_run(family: str, plain: Any, capsys: Captured) -> None:
     """Plain decoding's tokens, and one line that says how to get drafts."""
     prompt = ["--ids", "3 4 5", "-n", "8", "--ignore-eos"]
@@ -147,14 +150,13 @@ def test_serve(plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: Captured) ->
     assert len(re.findall(NOTE, capsys.readouterr().err)) == 1
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "bench", "build", "inspect", "eval", "serve"])
-@pytest.mark.parametrize("number", ["3", "auto"])
+@pytest.mark.parametrize(
+    ("command", "number"), [*product(GIVEN, ("3", "auto")), ("eval", "3"), ("eval", "0,3")]
+)
 def test_a_given_k_stays_an_error(
     command: str, number: str, plain: Any, tmp_path: Path, capsys: Captured
 ) -> None:
     """It comes early, and names the option as it is typed."""
-    if (command, number) == ("eval", "auto"):
-        pytest.skip("eval takes numbers only, and says so")
     given = [*words(command, plain("llama"), tmp_path), "--spec-tokens", number]
     assert main([*given, *(["--port", "0"] if command == "serve" else [])]) == 2
     err = capsys.readouterr().err
