@@ -120,7 +120,8 @@ def add_compile_options(
         several_k: whether `--spec-tokens` accepts a list.
         **defaults: default values to show in the help for options whose default differs here.
     """
-    common, group = parser.add_argument_group("compile options"), parser.add_further_group("more")
+    common = parser.add_argument_group("compile options")
+    group = parser.add_further_group("further compile options")
     drafts = (
         "K,K" if several_k else "K",
         f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
@@ -162,14 +163,14 @@ def add_compile_options(
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     add_switches(group, *_SWITCHES, default=None)
-    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
-    shown = f"{text} (default: on GPUs, where that loses nothing)"
-    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
     _add_steps(group)
 
 
 def _add_steps(group: Any) -> None:
-    """Add what steps can do besides greedy decoding."""
+    """Add when steps are launched, and what they can do besides greedy decoding."""
+    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
+    shown = f"{text} (default: on GPUs, where that loses nothing)"
+    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
     add = partial(group.add_argument, action="store_false", default=None)
     text = "compile for greedy decoding only"
     add("--no-sampling", dest="sampling", help=text)
