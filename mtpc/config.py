@@ -66,7 +66,8 @@ class CompileOptions:
     """Options of `mtpc.compile`.
 
     Attributes:
-        spec_tokens: K, the number of drafts per step; 0 is plain decoding. "auto" compiles steps
+        spec_tokens: K, the number of drafts per step; 0 is plain decoding, and the default of
+            models that have neither MTP layers nor another drafter. "auto" compiles steps
             for each K in `spec_tiers`. The engine then chooses K as it runs, from the times of the
             steps and the accepted drafts, and this field holds the largest K.
         spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.

@@ -117,10 +117,9 @@ def typed(text: str) -> str:
     names = "|".join(field.name for field in fields(CompileOptions))
 
     def option(match: re.Match[str]) -> str:
-        flag, value = "--" + match[1].replace("_", "-"), match[2].strip("'")
-        return flag if value == "True" else f"{flag} {value}"
+        return f"--{match[1].replace('_', '-')} {match[2]}"
 
-    return re.sub(rf"\b({names})=(?!False)('\w+'|\w+)", option, text)
+    return re.sub(rf"\b({names})='?(?!True|False)(\w+)'?", option, text)
 
 
 def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
