@@ -74,7 +74,7 @@ def compile(
 
     Raises:
         OptionError: an option is unknown or out of range.
-        CheckpointError: the checkpoint is incomplete, damaged, or has no MTP layers.
+        CheckpointError: the checkpoint is incomplete or damaged; or K is given, and nothing drafts.
         UnsupportedModelError: the architecture is not supported.
         CapacityError: the page pool is too small for any request.
         BackendError: the backend cannot run here.

@@ -58,7 +58,7 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 
 _ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
-_ALIASES = {"num_speculative_tokens": "spec_tokens"}
+ALIASES = {"num_speculative_tokens": "spec_tokens"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class CompileOptions:
     """Options of `mtpc.compile`.
 
     Attributes:
-        spec_tokens: K, the number of drafts per step; 0 is plain decoding. "auto" compiles steps
+        spec_tokens: K, the number of drafts per step; 0 is plain decoding, and the default of
+            models that have neither MTP layers nor another drafter. "auto" compiles steps
             for each K in `spec_tiers`. The engine then chooses K as it runs, from the times of the
             steps and the accepted drafts, and this field holds the largest K.
         spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.
@@ -425,9 +426,9 @@ class CompileOptions:
         known = [f.name for f in fields(cls)]
         resolved: dict[str, Any] = {}
         for name, value in options.items():
-            target = _ALIASES.get(name, name)
+            target = ALIASES.get(name, name)
             if target not in known:
-                raise OptionError(unknown_option(name, known + list(_ALIASES)))
+                raise OptionError(unknown_option(name, known + list(ALIASES)))
             if target in resolved:
                 raise OptionError(f"{target} was given twice (also as {name}); give it once")
             resolved[target] = value

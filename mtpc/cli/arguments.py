@@ -16,6 +16,7 @@ from mtpc.cli.compile_arguments import (
     add_output_options,
     add_ranks,
     add_threads,
+    add_verbose,
 )
 from mtpc.cli.file_arguments import add_graft, add_quantize, add_vocab
 from mtpc.cli.parsing import (
@@ -109,26 +110,34 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_output_options(parser)
     _add_prompts(parser, DEFAULT_NEW_TOKENS)
-    add_switches(parser, ("--ignore-eos", "do not stop at the end-of-sequence ids"))
+    text = "also measure how many times faster than K = 0 the drafts are"
+    add_switches(parser, ("--compare", text))
     _add_sampling(parser)
-    add_threads(parser)
-    add_ranks(parser)
     shown = "a power of two that holds the prompts"
     add_compile_options(parser, batch_buckets=shown)
+    ignore = ("--ignore-eos", "do not stop at the end-of-sequence ids")
+    add_switches(parser.add_further_group("further options"), ignore)
+    add_threads(parser)
+    add_ranks(parser)
     add_cache_options(parser)
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: SuggestingParser) -> None:
     group = parser.add_argument_group("sampling (default: greedy decoding)")
-    add_values(group, *((f"--{name.replace('_', '-')}", *row) for name, *row in _SAMPLING))
+    further = parser.add_further_group("further sampling options")
+    for name, *row in _SAMPLING:
+        place = further if name in ("top_k", "min_p") else group
+        add_values(place, (f"--{name.replace('_', '-')}", *row))
 
 
-def _add_chat(parser: argparse.ArgumentParser) -> None:
+def _add_chat(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_values(
         parser,
         ("--system", str, "TEXT", "the message that begins the conversation"),
@@ -141,12 +150,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def _add_completion(parser: argparse.ArgumentParser) -> None:
+def _add_completion(parser: SuggestingParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"), help="your shell")
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_serve(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_server_options(parser)
     add_threads(parser)
     add_ranks(parser)
@@ -155,8 +165,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
+def _add_bench(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     text = "also measure each K with this pass enabled; repeatable"
@@ -177,8 +188,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_cache_dir(parser)
 
 
-def _add_eval(parser: argparse.ArgumentParser) -> None:
+def _add_eval(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_output_options(parser)
     text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
     parser.add_argument("--task", required=True, metavar="FILE|NAME", help=text)
@@ -193,7 +205,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def _add_tune_head(parser: argparse.ArgumentParser) -> None:
+def _add_tune_head(parser: SuggestingParser) -> None:
     add = parser.add_argument
     text = "directory with config.json and *.safetensors, or an id of the local hub cache"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
@@ -222,7 +234,7 @@ def _add_tune_head(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def _add_check(parser: argparse.ArgumentParser) -> None:
+def _add_check(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
     add_output_options(parser)
     _add_prompts(parser, BENCH_NEW_TOKENS)
@@ -251,8 +263,9 @@ def _add_new_tokens(parser: argparse.ArgumentParser, count: int, what: str) -> N
     add("-n", "--max-new-tokens", type=positive, default=count, metavar="N", help=text)
 
 
-def _add_build(parser: argparse.ArgumentParser) -> None:
+def _add_build(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
+    add_verbose(parser)
     add_output_options(parser)
     text = "the cache directory (default: MTPC_CACHE_DIR, else the user's)"
     parser.add_argument("--out", type=Path, dest="cache_dir", metavar="DIR", help=text)
@@ -273,7 +286,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add_compile_options(parser, several_k=True, backend="cpu")
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
+def _add_cache(parser: SuggestingParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, summary in (
         ("ls", "list entries with their age, their size, and whether they are stale"),
@@ -301,7 +314,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         add_cache_dir(action)
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_inspect(parser: SuggestingParser) -> None:
     add_checkpoint(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--after", metavar="PASS", help="stop after this pass (default: the last)")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +17,10 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
-from mtpc.cli.run import Prompt, check_tokenizer, set_threads
+from mtpc.cli.run import Prompt, check_tokenizer, set_threads, settle_drafts
 from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
-from mtpc.errors import OptionError, RequestError
+from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
@@ -86,45 +87,75 @@ def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     prompts: list[Prompt] = chosen_prompts(args)
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = {"batch_buckets": (len(prompts),), **compile_options(args)}
+    given = compile_options(args)
+    options = {"batch_buckets": (len(prompts),), **given}
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     variants = list(_variants(numbers, args.compare or ()))
     check_tokenizer(checkpoint, prompts)
     if args.plot is not None:
         check_plot(args.plot)
-    samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
+        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+            variants = [variant for variant in variants if variant.spec_tokens == 0]
         for variant in variants:
             _check(_options_of(variant, options))
         set_threads(args.threads, checkpoint, args.tensor_parallel_size)
-        for turn in range(1, args.repeats + 1):
-            for variant in variants:
-                tell(f"round {turn} of {args.repeats}: {variant}")
-                taken = _take(checkpoint, prompts, _options_of(variant, options), args, tell)
-                samples[variant] += [] if taken is None else [taken]
-        if not all(samples.values()):
+        measure = partial(take, checkpoint, prompts, args=args, tell=tell)
+        samples, failure = _measure(variants, args.repeats, options, measure, tell)
+        if not samples:
             return 0  # Rank 0 has measured.
         # This comes last: the profiler's hooks would slow down later measurements. It compiles the
         # programs again, from the cache.
         import torch
 
-        kernels: dict[Variant, int | None] = dict.fromkeys(variants)
-        for variant in variants if torch.cuda.is_available() else ():
+        kernels: dict[Variant, int | None] = dict.fromkeys(samples)
+        for variant in samples if torch.cuda.is_available() and failure is None else ():
             chosen = _options_of(variant, options)
             kernels[variant] = count_kernels(mtpc.compile(checkpoint, **chosen))
     is_synthetic = any(name.startswith("synthetic") for name in options)
     (first, *_) = samples.values()
     rows = [_row(v, taken, first[0].results, kernels[v]) for v, taken in samples.items()]
     if args.as_json:
-        args.result = {"rows": rows, "synthetic": is_synthetic}
+        fastest = rows.index(_fastest(rows))
+        args.result = {"rows": rows, "synthetic": is_synthetic, "fastest": fastest}
     else:
         _print(rows, is_synthetic, args.quiet)
     if args.plot is not None:
         told = ", SYNTHETIC acceptance" * is_synthetic
         title = f"{checkpoint.absolute().name}, {len(prompts)} prompt(s){told}"
-        draw_plot([str(variant) for variant in variants], rows, title, args.plot)
+        draw_plot([str(variant) for variant in samples], rows, title, args.plot)
+    if failure is not None:
+        raise failure
     return 0
+
+
+def _measure(
+    variants: Sequence[Variant],
+    repeats: int,
+    options: dict[str, Any],
+    measure: Callable[..., Sample | None],
+    tell: Tell,
+) -> tuple[dict[Variant, list[Sample]], BaseException | None]:
+    """Samples of each variant that has some, and the error that ended the rounds early.
+
+    Raises:
+        MtpcError: there was an error, and no sample before it.
+    """
+    samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
+    failure: BaseException | None = None
+    try:
+        for turn in range(1, repeats + 1):
+            for variant in variants:
+                tell(f"round {turn} of {repeats}: {variant}")
+                taken = measure(_options_of(variant, options))
+                samples[variant] += [] if taken is None else [taken]
+    except (MtpcError, OSError, KeyboardInterrupt) as error:
+        failure = error
+    samples = {variant: taken for variant, taken in samples.items() if taken}
+    if failure is not None and not samples:
+        raise failure
+    return samples, failure
 
 
 def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:
@@ -168,7 +199,7 @@ def _check(options: dict[str, Any]) -> None:
     select_passes({}, parsed.disabled_passes, parsed.enabled_passes, parsed.draft_vocab)
 
 
-def _take(
+def take(
     checkpoint: Path,
     prompts: list[Prompt],
     options: dict[str, Any],
@@ -179,7 +210,7 @@ def _take(
 
     Returns None in a rank other than 0.
     """
-    model = mtpc.compile(checkpoint, progress=stage_listener(tell), **options)
+    model = mtpc.compile(checkpoint, progress=stage_listener(tell, args.verbose), **options)
     if follow(model):
         return None
     model.generate(prompts, WARM_UP_TOKENS, ignore_eos=True)
@@ -243,8 +274,17 @@ def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
     console, base = output(), rows[0]["tokens_per_s"]
     title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
     print_table(title, COLUMNS, [_cells(row, base) for row in rows])
+    best = _fastest(rows)
+    if len(rows) > 1:
+        passes = "".join(f" {name}" for name in best["passes"])
+        speed, times = best["tokens_per_s"], f"{best['tokens_per_s'] / base:.2f}x the first row"
+        console.print(f"fastest: K={best['spec_tokens']}{passes}, {speed:.1f} tokens/s, {times}")
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
+
+
+def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(rows, key=lambda row: row["tokens_per_s"])
 
 
 def _cells(row: dict[str, Any], base: float) -> list[str]:

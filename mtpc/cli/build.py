@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads
+from mtpc.cli.run import set_threads, settle_drafts
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    given = compile_options(args)
-    tiers = given.pop("spec_tokens", (CompileOptions.spec_tokens,))
-    for k in tiers:
-        options = CompileOptions.parse({**given, "spec_tokens": k})
-    if options.spec_tiers:  # With "auto" one program has the steps of several K.
-        tiers = (options.spec_tokens,)
+    options, _ = _parse(compile_options(args))
     if args.target:
-        return _for_targets(args, options, tuple(tiers))
+        return _for_targets(args, options)
     from mtpc.backends import PACKAGING, first_choice
 
     row = first_choice(options.backend)
@@ -49,10 +44,11 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.program.ranks import all_parts
 
         set_threads(args.threads, checkpoint)
-        listener = stage_listener(tell)
+        options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
+        listener = stage_listener(tell, args.verbose)
         form: Form = "both" if args.split else "fused"
         parts = all_parts(options.tensor_parallel_size)
-        report = build(checkpoint, options, tuple(tiers), form, args.jobs, listener, parts=parts)
+        report = build(checkpoint, options, tiers, form, args.jobs, listener, parts=parts)
     if args.as_json:
         args.result = _as_json(report)
     else:
@@ -60,7 +56,18 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple[int, ...]) -> int:
+def _parse(given: dict[str, Any]) -> tuple[CompileOptions, tuple[int, ...]]:
+    """Options of the last K, and every K to build."""
+    tiers = given.get("spec_tokens", CompileOptions.spec_tokens)
+    tiers = tiers if isinstance(tiers, tuple) else (tiers,)
+    for k in tiers:
+        options = CompileOptions.parse({**given, "spec_tokens": k})
+    if options.spec_tiers:  # With "auto" one program has the steps of several K.
+        tiers = (options.spec_tokens,)
+    return options, tiers
+
+
+def _for_targets(args: argparse.Namespace, options: CompileOptions) -> int:
     """Compile the kernels for the GPUs of `--target`."""
     if options.backend not in ("auto", "cuda") or args.split or args.jobs is not None:
         raise OptionError(
@@ -79,7 +86,10 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions, tiers: tuple
         from mtpc.program.cross_compile import build_kernels
 
         set_threads(args.threads, checkpoint)
-        report = build_kernels(checkpoint, options, tiers, targets, stage_listener(tell))
+        options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
+        report = build_kernels(
+            checkpoint, options, tiers, targets, stage_listener(tell, args.verbose)
+        )
     if args.as_json:
         args.result = _kernels_as_json(report)
     else:

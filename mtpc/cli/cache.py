@@ -13,7 +13,7 @@ from pathlib import Path
 from mtpc.backends import PACKAGING, settle_prefill
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads
+from mtpc.cli.run import set_threads, settle_drafts
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
@@ -202,7 +202,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     checkpoint, console = chosen_checkpoint(args.checkpoint), output()
-    options = CompileOptions.parse(compile_options(args))
+    options = CompileOptions.parse(settle_drafts(checkpoint, compile_options(args)))
     set_threads(args.threads, checkpoint)
     source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)

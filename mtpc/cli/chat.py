@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, compile_model
+from mtpc.cli.run import check_tokenizer, compile_model, settle_drafts
 from mtpc.errors import CapacityError, CheckpointError, RequestError
 from mtpc.layout.display import show_progress
 from mtpc.server.options import require_packages
@@ -23,7 +24,10 @@ from mtpc.server.options import require_packages
 if TYPE_CHECKING:
     from mtpc.server.chat import ChatTemplate
 
-HELP = "Ctrl-C ends an answer, Ctrl-D leaves."
+HELP = (
+    "/reset forgets the conversation, /help shows this. Arrow keys: earlier messages. Ctrl-C ends "
+    "an answer, Ctrl-D leaves."
+)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -41,6 +45,7 @@ def command(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{checkpoint} has no chat template; give one: --chat-template FILE")
     with show_progress(sys.stderr) as tell:
         tell("import torch")
+        options = settle_drafts(checkpoint, options)
         model = compile_model(checkpoint, options, args, tell)
     chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
     with closing(model):
@@ -69,9 +74,8 @@ class Chat:
     ):
         self._model, self._template, self._sampling = model, template, sampling
         self._max_new_tokens = max_new_tokens
-        self.messages: list[dict[str, Any]] = []
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = [*self._system]
 
     def run(self, is_interactive: bool) -> None:
         """Answer each message of the standard input, until it ends.
@@ -80,7 +84,7 @@ class Chat:
             MtpcError: a message cannot be answered. In a terminal the error is shown instead.
         """
         for text in _typed() if is_interactive else _piped():
-            if not text.strip():
+            if not text.strip() or (is_interactive and self._obeys(text.strip())):
                 continue
             self.messages.append({"role": "user", "content": text})
             try:
@@ -92,6 +96,16 @@ class Chat:
                 self.messages.pop()
                 continue
             self.messages.append({"role": "assistant", "content": answer})
+
+    def _obeys(self, text: str) -> bool:
+        """Whether a typed message is a command, which then is done."""
+        if not re.fullmatch(r"/\w*", text):
+            return False
+        if text == "/reset":
+            self.messages = [*self._system]
+        said = {"/reset": "the conversation is forgotten", "/help": HELP}
+        print(said.get(text, f"there is no command {text}. {HELP}"), file=sys.stderr)
+        return True
 
     def _answer(self, is_interactive: bool) -> str:
         """Print the answer to the messages as it comes, and return it."""

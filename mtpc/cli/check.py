@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
+from mtpc.cli.parsing import typed
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
@@ -189,7 +190,7 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
         ]
         print_table("Accepted drafts by wiring", COLUMNS, rows)
     for fault in verdict.faults:
-        text = f"{fault.kind}: {fault.problem}\n  what to do: {fault.remedy}"
+        text = f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}"
         console.print(text, markup=False, soft_wrap=True)
     if verdict.faults:
         return

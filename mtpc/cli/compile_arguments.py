@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.cli.parsing import (
+    SuggestingParser,
     add_switches,
     add_values,
     buckets_up_to,
@@ -52,9 +53,9 @@ def add_cache_dir(parser: Any) -> None:
     add_values(parser, ("--cache-dir", Path, "DIR", text))
 
 
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
+def add_cache_options(parser: SuggestingParser) -> None:
     """Add the options of the graph cache."""
-    group = parser.add_argument_group("graph cache")
+    group = parser.add_further_group("graph cache")
     add_cache_dir(group)
     no_cache: Any = {"action": "store_false", "dest": "use_cache", "default": None}
     group.add_argument("--no-cache", **no_cache, help="do not read or write the cache")
@@ -64,7 +65,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--require-sha256", metavar="DIGEST", help=text)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
+def add_output_options(parser: SuggestingParser) -> None:
     """Add `--quiet` and `--json`. With the latter a command sets `args.result`."""
     text = "print results only: no stages and no statistics"
     parser.add_argument("-q", "--quiet", action="store_true", help=text)
@@ -72,10 +73,17 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", dest="as_json", help=text)
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
+def add_verbose(parser: SuggestingParser) -> None:
+    """Add `--verbose`."""
+    text = "show each stage of each step, and what the cache lacks"
+    parser.add_argument("-v", "--verbose", action="store_true", help=text)
+
+
+def add_threads(parser: SuggestingParser) -> None:
     """Add `--threads`."""
     text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
-    add_values(parser, ("--threads", threads, "N", text))
+    group = parser.add_further_group("further options")
+    add_values(group, ("--threads", threads, "N", text))
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +95,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
 
 
+_COMMON = ("spec_tokens", "max_len", "draft", "quantize")
+"""Compile options that `--help` shows without `--help-all`."""
 _SWITCHES = (
     ("--images", "compile for prompts with images, of models with a vision tower"),
     ("--batch-invariant", "on a GPU, text does not depend on K, batch or chunk; slower"),
@@ -99,7 +109,7 @@ _SWITCHES = (
 
 
 def add_compile_options(
-    parser: argparse.ArgumentParser,
+    parser: SuggestingParser,
     several_k: bool = False,
     **defaults: object,
 ) -> None:
@@ -110,7 +120,8 @@ def add_compile_options(
         several_k: whether `--spec-tokens` accepts a list.
         **defaults: default values to show in the help for options whose default differs here.
     """
-    group = parser.add_argument_group("compile options")
+    common = parser.add_argument_group("compile options")
+    group = parser.add_further_group("further compile options")
     drafts = (
         "K,K" if several_k else "K",
         f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
@@ -145,20 +156,21 @@ def add_compile_options(
         typed = ",".join(map(str, default)) if isinstance(default, tuple) else default
         shown = "" if default in (None, ()) else f" (default: {typed})"
         flags = [f"--{name.replace('_', '-')}", *filter(None, [VLLM_NAMES.get(name)])]
-        group.add_argument(*flags, type=kind, metavar=metavar, help=text + shown)
+        add = (common if name in _COMMON else group).add_argument
+        add(*flags, type=kind, metavar=metavar, help=text + shown)
     _add_vllm_options(group, several_k)
     for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
         text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
         group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
     add_switches(group, *_SWITCHES, default=None)
-    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
-    shown = f"{text} (default: on GPUs, where that loses nothing)"
-    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
     _add_steps(group)
 
 
 def _add_steps(group: Any) -> None:
-    """Add what steps can do besides greedy decoding."""
+    """Add when steps are launched, and what they can do besides greedy decoding."""
+    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
+    shown = f"{text} (default: on GPUs, where that loses nothing)"
+    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
     add = partial(group.add_argument, action="store_false", default=None)
     text = "compile for greedy decoding only"
     add("--no-sampling", dest="sampling", help=text)
@@ -168,13 +180,14 @@ def _add_steps(group: Any) -> None:
     add_values(group, ("--max-logprobs", int, "N", text))
 
 
-def add_ranks(parser: Any) -> None:
+def add_ranks(parser: SuggestingParser) -> None:
     """Add `--tensor-parallel-size`."""
     text = (
         "processes that share the model, each with its part of the weights (default: 1, or "
         "torchrun's)"
     )
-    add_values(parser, ("--tensor-parallel-size", positive, "N", text))
+    group = parser.add_further_group("further options")
+    add_values(group, ("--tensor-parallel-size", positive, "N", text))
 
 
 def _add_vllm_options(group: Any, several_k: bool) -> None:

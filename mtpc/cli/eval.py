@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.run import check_tokenizer, set_threads, settle_drafts
 from mtpc.cli.tables import output, print_table
 from mtpc.config import AUTO
-from mtpc.errors import OptionError
+from mtpc.errors import MtpcError, OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 from mtpc.weights.plain_file import write_output
 
@@ -32,7 +32,8 @@ BATCH = (1, 2, 4, 8)
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = compile_options(args)
+    given = compile_options(args)
+    options = dict(given)
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
     if AUTO in numbers:
         raise OptionError("--spec-tokens is auto; expected numbers, whose texts are compared")
@@ -47,12 +48,20 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, [args.task], "a task needs one")
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
+        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+            variants = [variant for variant in variants if variant["spec_tokens"] == 0]
         set_threads(args.threads, checkpoint)
         answering = _task(args, checkpoint)
-        outcomes = []
-        for engine in _engines(args, checkpoint, variants, tell):
-            tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
-            outcomes.append(answering(engine))
+        outcomes: list[Outcome] = []
+        failure: BaseException | None = None
+        try:
+            for engine in _engines(args, checkpoint, variants, tell):
+                tell(f"{engine.name}, K = {engine.spec_tokens}: answer {args.task}")
+                outcomes.append(answering(engine))
+        except (MtpcError, OSError, KeyboardInterrupt) as error:
+            if not outcomes:
+                raise
+            failure = error  # What is answered already is shown first.
     from mtpc.evaluation.compare import as_json
 
     args.result = {"task": args.task, **as_json(outcomes)}
@@ -60,6 +69,8 @@ def command(args: argparse.Namespace) -> int:
         _print(args.task, outcomes, args.quiet)
     if args.out:
         write_output(args.out, (json.dumps(args.result) + "\n").encode())
+    if failure is not None:
+        raise failure
     return 0
 
 
@@ -113,7 +124,7 @@ def _engines(
         parsed = mtpc.CompileOptions.parse(variants[0])
         yield TransformersEngine(checkpoint, parsed.dtype, parsed.max_len)
     for variant in variants:
-        yield MtpcEngine(checkpoint, stage_listener(tell), **variant)
+        yield MtpcEngine(checkpoint, stage_listener(tell, args.verbose), **variant)
 
 
 def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:

@@ -10,14 +10,16 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
+import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
-from mtpc.capture.graph import DRAFT_PIECES, StepGraph, is_buffer_name
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph, dim_of, is_buffer_name
 from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, operator_name, piece_of
 from mtpc.cli.tables import format_bytes, format_shape
-from mtpc.layout import dtype_name
+from mtpc.layout import Layout, dtype_name
 
 
 @dataclass
@@ -53,12 +55,24 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Value:
+    """A temporary: its dtype, and its shape in the bucket that the step is for."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class DataEdge:
-    """Temporaries (fake tensors) that box `source` computes and the later box `target` uses."""
+    """Temporaries that box `source` computes and the later box `target` uses."""
 
     source: int
     target: int
-    values: tuple[Tensor, ...]
+    values: tuple[Value, ...]
 
     @property
     def label(self) -> str:
@@ -99,7 +113,7 @@ def condense(graph: StepGraph) -> Flow:
         box.reads |= access.reads
         box.writes |= access.writes
     _name_boxes(boxes)
-    return Flow(tuple(boxes), tuple(_data_edges(box_of, effects)))
+    return Flow(tuple(boxes), tuple(_data_edges(box_of, effects, graph.layout)))
 
 
 def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> int:
@@ -113,7 +127,7 @@ def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> i
     return len(boxes) - 1
 
 
-def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEdge]:
+def _data_edges(box_of: dict[fx.Node, int], effects: Effects, layout: Layout) -> Iterator[DataEdge]:
     flowing: dict[tuple[int, int], dict[fx.Node, None]] = {}
     for node, target in box_of.items():
         for arg in node.all_input_nodes:
@@ -123,8 +137,15 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects) -> Iterator[DataEd
             if source != target and is_temporary:
                 flowing.setdefault((source, target), {})[arg] = None
     for (source, target), nodes in sorted(flowing.items()):
-        values = [node.meta.get("val") for node in nodes]
-        yield DataEdge(source, target, tuple(v for v in values if isinstance(v, Tensor)))
+        fakes = [node.meta.get("val") for node in nodes]
+        values = [_value(fake, layout) for fake in fakes if isinstance(fake, Tensor)]
+        yield DataEdge(source, target, tuple(values))
+
+
+def _value(fake: Tensor, layout: Layout) -> Value:
+    """A fake tensor, with numbers for the sizes that its step leaves open."""
+    mode = getattr(fake, "fake_mode", None)
+    return Value(fake.dtype, tuple(layout.value(dim_of(mode, size)) for size in fake.shape))
 
 
 def _name_boxes(boxes: list[Box]) -> None:

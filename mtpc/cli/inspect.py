@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
+from mtpc.cli.run import settle_drafts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
@@ -27,7 +28,8 @@ NO_PASS = "no pass"
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
-    options = CompileOptions.parse(compile_options(args))
+    given = compile_options(args)
+    CompileOptions.parse(given)
     if args.batch < 1:
         raise OptionError(f"--batch is {args.batch}; expected an integer >= 1")
     if args.svg is not None and not args.svg.parent.is_dir():
@@ -35,6 +37,8 @@ def command(args: argparse.Namespace) -> int:
     if args.svg is not None and args.svg.is_dir():
         raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
     with show_progress(sys.stderr) as tell:
+        tell("import torch and transformers")
+        options = CompileOptions.parse(settle_drafts(checkpoint, given))
         graph, layouts, backend = _build(checkpoint, options, args, tell)
     # These modules import torch.
     from mtpc.cli.anatomy import position
@@ -55,7 +59,6 @@ def _build(
 ) -> tuple[StepGraph, list[Layout], str]:
     """The requested graph, its buffers' layout for every bucket of its phase, and whom it is for:
     the backend, and of several ranks the first."""
-    tell("import torch and transformers")
     from mtpc.backends import choose_backend, settle_prefill
     from mtpc.layout import Layout, StepKey, step_keys
     from mtpc.models.load import load

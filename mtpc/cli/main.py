@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from mtpc.cli.arguments import parse
+from mtpc.cli.parsing import typed
 from mtpc.cli.ranks import ranks_of
 from mtpc.errors import MtpcError
 from mtpc.program.processes import ended_by_sigterm
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MtpcError, OSError) as error:  # OSError: of a file that a command writes.
         if args.traceback:
             traceback.print_exc()
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", typed(" ".join(str(error).split())), file=sys.stderr)
         return EXIT_ERROR
 
 
@@ -71,10 +72,12 @@ def _only_json(args: argparse.Namespace) -> Iterator[None]:
     if not getattr(args, "as_json", False):
         yield
         return
-    with redirect_stdout(sys.stderr):
-        yield
-    if hasattr(args, "result"):
-        print(json.dumps(args.result))
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:  # A command that fails may have a result of what it did before.
+        if hasattr(args, "result"):
+            print(json.dumps(args.result))
 
 
 def _print_any_character() -> None:

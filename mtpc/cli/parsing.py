@@ -7,10 +7,11 @@ import difflib
 import json
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtpc.config import AUTO
+from mtpc.config import AUTO, CompileOptions
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
 """Python's type names in argparse's messages -> words for the user."""
@@ -18,11 +19,45 @@ MOST_THREADS = 1024
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """argparse's parser, with errors of one line that suggest the most similar existing name."""
+    """argparse's parser, with errors of one line that suggest the most similar existing name.
+
+    `--help` leaves out the groups of `add_further_group`, and `--help-all` shows all.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        self._further: list[Any] = []
         self.register("type", Path, _path)
+
+    def add_further_group(self, title: str) -> Any:
+        """The group of this title, for options for which few users look."""
+        known = [group for group in self._further if group.title == title]
+        if known:
+            return known[0]
+        if not self._further:
+            text = "show all options, and exit"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+        self._further.append(self.add_argument_group(title))
+        return self._further[-1]
+
+    def format_help(self, shows_all: bool = False) -> str:
+        """The text of `--help` or, with `shows_all`, of `--help-all`."""
+        groups = [group for group in self._action_groups if group not in self._further]
+        shown = self._action_groups if shows_all else groups
+        formatter = self._get_formatter()
+        actions = [action for group in shown for action in group._group_actions]
+        given = [action for action in self._actions if action in actions]
+        formatter.add_usage(self.usage, given, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in shown:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        left_out = len(self._actions) - len(given)
+        if left_out:
+            formatter.add_text(f"--help-all shows {left_out} more options.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print the error as all errors of commands are printed, without the usage, and exit."""
@@ -48,6 +83,15 @@ class SuggestingParser(argparse.ArgumentParser):
         return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 
+class _HelpAll(argparse.Action):
+    """`--help-all`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, SuggestingParser)
+        print(parser.format_help(shows_all=True), end="")
+        parser.exit()
+
+
 def add_values(parser: Any, *rows: tuple[Any, ...]) -> None:
     """Add options that take a value.
 
@@ -67,6 +111,16 @@ def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = Fal
     """Add options without a value, each a (flag, help); `default` is what an absent one gives."""
     for flag, text in rows:
         parser.add_argument(flag, action="store_true", default=default, help=text)
+
+
+def typed(text: str) -> str:
+    """A message of the library with its options as a user of commands types them."""
+    names = "|".join(field.name for field in fields(CompileOptions))
+
+    def option(match: re.Match[str]) -> str:
+        return f"--{match[1].replace('_', '-')} {match[2]}"
+
+    return re.sub(rf"\b({names})='?(?!True|False)(\w+)'?", option, text)
 
 
 def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:

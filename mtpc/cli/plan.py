@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ from mtpc.cli.plan_arguments import DEFAULT_LEN
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
-from mtpc.models.from_config import load_shapes
+from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
 
+DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 _PAPER = (
     "These times are computed, and have not been compared with hardware: bytes over published "
     "bandwidths, and one collective after another, without arithmetic and overlap. docs/scale.md "
@@ -29,7 +31,11 @@ def command(args: argparse.Namespace) -> int:
             "--tensor-parallel-size that divides it"
         )
     device = _device(args)
-    shapes = load_shapes(args.checkpoint, args.dtype, max(args.spec_tokens) > 0)
+    numbers = args.spec_tokens or DEFAULT_SPEC_TOKENS
+    if args.spec_tokens is None and not announces_drafts(args.checkpoint):
+        print("note: no drafts, K = 0: the model announces no MTP layers", file=sys.stderr)
+        numbers = (0,)
+    shapes = load_shapes(args.checkpoint, args.dtype, max(numbers) > 0)
     scheme = args.quantize or shapes.scheme
     most = shapes.loaded.max_positions or DEFAULT_LEN
     models = [
@@ -46,7 +52,7 @@ def command(args: argparse.Namespace) -> int:
             ranks,
             args.enable_expert_parallel,
         )
-        for k in args.spec_tokens
+        for k in numbers
     ]
     console = output()
     console.print(f"device: {device.title}", soft_wrap=True)

@@ -60,7 +60,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--link-bandwidth", size, "RATE", "its bandwidth to others, one way (default: likewise)"),
         ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
-        ("--spec-tokens", counts(0), "K,K", "drafts per step", "0,1,2,3"),
+        ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
         ("--page-size", positive, "N", "tokens per KV page", CompileOptions.page_size),
     )
     text = f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)"

@@ -12,9 +12,10 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
-from mtpc.cli.ranks import follow
+from mtpc.cli.parsing import typed
+from mtpc.cli.ranks import follow, is_other
 from mtpc.cli.tables import output, print_table
-from mtpc.errors import RequestError
+from mtpc.errors import CheckpointError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 Prompt = str | list[int]
@@ -33,20 +34,55 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
+        options = settle_drafts(checkpoint, options, args.quiet)
+        if args.compare and options.get("spec_tokens") == 0:
+            raise OptionError("--compare compares drafts with K = 0, and K is 0; leave it out")
         model = compile_model(checkpoint, options, args, tell)
         if follow(model):
+            _compare(checkpoint, prompts, options, args, tell)
             return 0
         tell(f"generate up to {args.max_new_tokens} tokens for {len(prompts)} prompt(s)")
         results = model.generate(
             prompts, args.max_new_tokens, ignore_eos=args.ignore_eos, sampling=sampling
         )
         model.close()
+        stats, statistics = _stats(model), [*_statistics(model, args.verbose)]
+        del model  # `_compare` compiles two more.
+        speeds = _compare(checkpoint, prompts, options, args, tell)
     if args.as_json:
         rows = [_as_json(*pair) for pair in zip(prompts, results, strict=True)]
-        args.result = {"checkpoint": str(checkpoint), "results": rows, "stats": _stats(model)}
+        args.result = {"checkpoint": str(checkpoint), "results": rows, "stats": stats}
+        args.result |= {"tokens_per_s": speeds} if speeds else {}
     else:
-        _print_results(prompts, results, model, args.quiet)
+        if speeds:
+            drafted, plain = speeds.values()
+            shown = f"{drafted / plain:.2f}x: {drafted:.1f} and {plain:.1f} tokens/s"
+            statistics.append(("speed over K = 0", shown))
+        _print_results(prompts, results, statistics, args.quiet)
     return 0
+
+
+def _compare(
+    checkpoint: Path,
+    prompts: list[Prompt],
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    tell: Tell,
+) -> dict[str, float]:
+    """With `--compare`: tokens/s of decoding by drafts and at K = 0, measured as `mtpc bench` does.
+
+    Without it, and in a rank other than 0: nothing.
+    """
+    if not args.compare:
+        return {}
+    from mtpc.cli.bench import take
+
+    speeds = dict[str, float]()
+    for name, change in (("drafted", {}), ("plain", {"spec_tokens": 0, "spec_tiers": ()})):
+        tell(f"measure {'K = 0' if change else 'drafts'}")
+        sample = take(checkpoint, prompts, {**options, **change}, args, tell)
+        speeds |= {name: sample.tokens_per_s} if sample else {}
+    return speeds
 
 
 def compile_model(
@@ -56,7 +92,7 @@ def compile_model(
     compile_checkpoint = mtpc.compile  # This imports torch.
     set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
     tell(f"load {checkpoint}")
-    return compile_checkpoint(checkpoint, progress=stage_listener(tell), **options)
+    return compile_checkpoint(checkpoint, progress=stage_listener(tell, args.verbose), **options)
 
 
 def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = None) -> None:
@@ -72,6 +108,25 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
         torch.set_num_threads(requested or 1)
     elif ranks is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def settle_drafts(checkpoint: Path, options: dict[str, Any], quiet: bool = False) -> dict[str, Any]:
+    """Options with K = 0 if none is given and nothing drafts for the checkpoint; a line says so.
+
+    Raises:
+        CheckpointError: nothing drafts, and K is given.
+    """
+    from mtpc.weights.checkpoint_files import CheckpointFiles
+
+    given = options.get("spec_tokens")
+    if options.get("draft") is not None or given in (0, (0,)):
+        return options
+    why = CheckpointFiles(checkpoint).without_drafts
+    if why and given is not None:
+        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
+    if why and not quiet and not is_other():
+        print("note: no drafts, K = 0:", typed(why), file=sys.stderr)
+    return {**options, "spec_tokens": 0} if why else options
 
 
 def check_tokenizer(
@@ -129,7 +184,10 @@ def _stats(model: mtpc.SpecModel) -> dict[str, Any]:
 
 
 def _print_results(
-    prompts: Sequence[Prompt], results: Sequence[Prompt], model: mtpc.SpecModel, quiet: bool
+    prompts: Sequence[Prompt],
+    results: Sequence[Prompt],
+    statistics: Sequence[tuple[str, str]],
+    quiet: bool,
 ) -> None:
     console = output()
     if quiet:
@@ -140,15 +198,15 @@ def _print_results(
         console.print(f"[{number}] {_as_text(prompt)}", style="dim", soft_wrap=True)
         console.print(_as_text(result), soft_wrap=True)
         console.print()
-    print_table("Statistics", ("", ""), [*_statistics(model)])
+    print_table("Statistics", ("", ""), statistics)
 
 
 def _as_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
 
 
-def _statistics(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
-    """The rows of the table."""
+def _statistics(model: mtpc.SpecModel, verbose: bool) -> Iterator[tuple[str, str]]:
+    """The rows of the table; with `verbose` the replays of each step, too."""
     stats = model.stats
     decoded = stats.decode_counts().tokens
     shared = f", {stats.joined.tokens} in shared prefill steps" if stats.joined.tokens else ""
@@ -164,7 +222,7 @@ def _statistics(model: mtpc.SpecModel) -> Iterator[tuple[str, str]]:
         yield "acceptance rate", f"{stats.acceptance_rate:.1%}: {accepted}"
         by_position = "  ".join(f"{rate:.1%}" for rate in stats.acceptance_by_position)
         yield "acceptance by position", by_position
-    for key, step in sorted(model.program.steps.items()):
+    for key, step in sorted(model.program.steps.items()) if verbose else ():
         yield f"replays of {key}", f"{stats.replays[key]}, ready in {step.build_s:.2f} s"
     fallbacks = ", ".join(f"{why} ({count})" for why, count in stats.fallbacks.items())
     yield "fallbacks", fallbacks or "none"

@@ -14,7 +14,7 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import check_tokenizer, compile_model
+from mtpc.cli.run import check_tokenizer, compile_model, settle_drafts
 from mtpc.cli.serve_arguments import server_fields
 from mtpc.config import AUTO, api_key
 from mtpc.errors import OptionError
@@ -45,6 +45,7 @@ def command(args: argparse.Namespace) -> int:
 
             # Raises now if the port is in use, before a compilation that takes minutes.
             listener = None if is_other() else stack.enter_context(closing(bind(server)))
+            options = settle_drafts(checkpoint, options)
             model = compile_model(checkpoint, {**adaptive(options), **options}, args, tell)
             if follow(model):
                 return 0

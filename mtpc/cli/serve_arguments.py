@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mtpc.cli.parsing import add_values
+from mtpc.cli.parsing import SuggestingParser, add_values
 from mtpc.server.options import HTTP_PARSERS, LOG_LEVELS, REASONING, ServerOptions
 from mtpc.server.tool_formats import PARSERS
 
@@ -38,7 +38,7 @@ _LIMITS = (
 )
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
+def add_server_options(parser: SuggestingParser) -> None:
     """Add options for the fields of `ServerOptions`."""
     group = parser.add_argument_group("server")
     add = group.add_argument
@@ -61,7 +61,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     add_values(group, ("--allowed-hosts", lambda text: tuple(text.split(",")), "NAMES", text))
     _add_formats(add)
-    limits = parser.add_argument_group("server limits")
+    limits = parser.add_further_group("server limits")
     for name, kind, metavar, text in _LIMITS:
         shown = text if "(default" in text else f"{text} {_default(name)}"
         add_values(limits, (f"--{name.replace('_', '-')}", kind, metavar, shown))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
-from mtpc.layout.progress import Listener, Progress
+from mtpc.layout.progress import Detail, Listener, Progress
 
 _BAR = 20
 """Width of the bar, in columns."""
@@ -74,7 +74,7 @@ def show_compiling(listener: Listener | None) -> Iterator[Listener]:
         yield listener
         return
     if log.isEnabledFor(logging.INFO):
-        yield stage_listener(_once(log.info))
+        yield stage_listener(_once(log.info), verbose=True)
         return
     with _of_this_process() as tell:
         yield stage_listener(tell)
@@ -87,9 +87,38 @@ def _of_this_process() -> AbstractContextManager[Tell]:
     return _live(sys.stderr) if sys.stderr.isatty() else nullcontext(_ignore)
 
 
-def stage_listener(tell: Tell) -> Listener:
-    """A listener that shows a compilation's progress as lines `i/n stage step`."""
+def stage_listener(tell: Tell, verbose: bool = False) -> Listener:
+    """A listener that shows a compilation's progress.
 
+    Args:
+        tell: shows it.
+        verbose: show a line `i/n stage step` for each stage of each step, and every `Detail`. By
+            default there is one line for compiling, with a bar, and one for loading.
+    """
+    if verbose:
+        return _verbose_listener(tell)
+    compiling = ""
+
+    def listen(progress: Progress) -> None:
+        nonlocal compiling
+        done, stage = progress.done, progress.stage
+        if progress.total == 0 and not isinstance(stage, Detail):  # The backend prepares itself.
+            tell(stage, progress.fraction, progress.left_s)
+        elif stage == "load" and progress.total:
+            tell("load the weights", progress.fraction, progress.left_s)
+        elif done < progress.total and not compiling:
+            left_s = progress.left_s
+            about = "" if left_s is None else f", about {_duration(left_s)}"
+            compiling = f"compiling (first time{about})"
+            tell(compiling)
+        elif done < progress.total:
+            share = done / progress.total if progress.fraction is None else progress.fraction
+            tell(compiling, share, progress.left_s)
+
+    return listen
+
+
+def _verbose_listener(tell: Tell) -> Listener:
     def listen(progress: Progress) -> None:
         if progress.key is not None:
             text = f"{progress.done + 1}/{progress.total} {progress.stage} {progress.key}"

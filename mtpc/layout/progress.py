@@ -36,6 +36,12 @@ class Progress:
     left_s: float | None = None
 
 
+class Detail(str):
+    """A line for people who look closely: it names steps, files or sizes."""
+
+    __slots__ = ()
+
+
 Listener = Callable[[Progress], None]
 
 

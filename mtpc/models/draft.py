@@ -48,8 +48,7 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
         prefix = family.layer_prefix(layers, 0)
         raise CheckpointError(
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
-            f"{draft.config.get('architectures')}, and "
-            f"{f'no tensor is named {prefix}*' if prefix else 'the target has no MTP layers'}; "
+            f"{draft.config.get('architectures')}, and no tensor is named {prefix}*; "
             f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), Gemma 4's assistant or MTP "
             "layers of the target's family"
         )

@@ -12,8 +12,9 @@ from mtpc.errors import CheckpointError
 from mtpc.models.family import ModelFamily
 from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import build_mtp_layer
+from mtpc.models.read_config import read_config
 from mtpc.models.refused_config import build_shapes, explaining
-from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, ConfigFile
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles, ConfigFile
 from mtpc.weights.hub import find_directory
 from mtpc.weights.json_file import check_counts
 
@@ -48,11 +49,32 @@ def load_shapes(directory: Path, dtype: str | None, needs_mtp: bool) -> Shapes:
         UnsupportedModelError: as `load`.
     """
     directory = find_directory(directory)
-    has_files = not directory.is_dir() or any(directory.glob("*.safetensors*"))
-    if has_files or next(directory.glob("*.gguf"), None):
+    if _has_weights(directory):
         return Shapes(load(directory, dtype, needs_mtp, headers_only=True), None, True)
     loaded = load_config(directory, dtype, needs_mtp)
     return Shapes(loaded, _scheme(ConfigFile(directory)), False)
+
+
+def announces_drafts(directory: Path) -> bool:
+    """Whether a checkpoint has MTP layers: by its headers, else by its config.json.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_shapes`.
+    """
+    directory = find_directory(directory)
+    if _has_weights(directory):
+        return not CheckpointFiles(directory).without_drafts
+    file = ConfigFile(directory)
+    check_counts(file.config, file.config_path)
+    family = family_of(file)
+    with explaining(file, family):
+        config = read_config(file, family).get_text_config(decoder=True)
+    return family.num_mtp_layers(config) != 0
+
+
+def _has_weights(directory: Path) -> bool:
+    has_files = not directory.is_dir() or any(directory.glob("*.safetensors*"))
+    return has_files or next(directory.glob("*.gguf"), None) is not None
 
 
 def _scheme(file: ConfigFile) -> str | None:

@@ -123,7 +123,8 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
     first = tensors.prefix(0)
     if wanted == 0 and stored == 0:
         found = f"config.json announces no MTP layers ({_COUNT} is 0 or absent), and none is stored"
-        yield Fault("absent", found, f"if the base has MTP layers, {graft}; else use spec_tokens=0")
+        other = "for drafts, give a drafter's checkpoint (draft=DIR), or use spec_tokens=0"
+        yield Fault("absent", found, f"if the base has MTP layers, {graft}; else {other}")
     elif stored == 0:
         found = f"no tensor is named {first}*; expected {wanted} MTP layer(s)"
         yield Fault("absent", found, graft)

@@ -24,7 +24,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N
-from mtpc.layout.progress import Report
+from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
@@ -188,7 +188,7 @@ def fit_pages(
     """
     wanted, fit = options.page_count, plan.pages(free)
     line, least = plan.line(free, wanted), options.blocks_per_request(2) + 1
-    report(line)
+    report(Detail(line))
     if wanted <= fit:
         return options
     if options.num_pages is not None or fit < least:

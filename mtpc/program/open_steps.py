@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
 from mtpc.backends.package import DEVICE
-from mtpc.config import CompileOptions
-from mtpc.errors import CacheError, MtpcError, OptionError
+from mtpc.config import ALIASES, CompileOptions
+from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
+from mtpc.layout.display import log
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.program.binding import BuiltSteps
 from mtpc.program.child_process import Rest, build_in_child
@@ -31,7 +33,8 @@ from mtpc.program.open_cache import from_files, kernel_store, open_cache, restor
 from mtpc.program.processes import free_bytes, without_collections
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
+from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
+from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -124,13 +127,16 @@ def open_steps(
         MtpcError: as `mtpc.compile`; the weights are checked.
     """
     parsed = CompileOptions.parse(options)
+    gives_k = "spec_tokens" in [ALIASES.get(name, name) for name in options]
+    may_be_plain = wanted.owns_buffers and not gives_k
+    prepare = partial(_road, model, parsed, may_be_plain, wanted, progress)
     if parsed.tensor_parallel_size == 1:
-        return _road(model, parsed, wanted, progress).open()
+        return prepare().open()
     from mtpc.program.ranks import join_ranks, share_memory
 
     row = first_choice(parsed.backend)
     ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
-    road = ranks.all_succeed(lambda: _road(model, parsed, wanted, progress, ranks))
+    road = ranks.all_succeed(lambda: prepare(ranks))
     ranks.compare(road.source, road.options)
     opened = ranks.all_succeed(road.open)
     fault = share_memory(ranks) if row and row.has_packages else ranks.apart
@@ -141,11 +147,15 @@ def open_steps(
 def _road(
     model: Any,
     options: CompileOptions,
+    may_be_plain: bool,
     wanted: Wanted[T],
     progress: Listener,
     ranks: Ranks | None = None,
 ) -> _Road[T]:
-    """Open the checkpoint and settle what follows from it; no step is looked for yet."""
+    """Open the checkpoint and settle what follows from it; no step is looked for yet.
+
+    `may_be_plain`: without anything that drafts, K is 0.
+    """
     interrupts = HeldInterrupts(progress)
     report = line_reporter(interrupts.tell)
     source = model
@@ -158,9 +168,43 @@ def _road(
             "kv_offload_dir with a model object, whose weights may change between runs; "
             "expected a checkpoint's directory"
         )
+    notes = _without_drafts(source, options, may_be_plain)
+    options = replace(options, spec_tokens=0) if notes else options
     settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
     graphs = tuple(graph_keys(settled, wanted.form))
-    return _Road(source, settled, wanted, report, interrupts, graphs, settled.tiers, ranks=ranks)
+    known = (settled, wanted, report, interrupts, graphs, settled.tiers)
+    return _Road(source, *known, ranks=ranks, notes=notes)
+
+
+def _without_drafts(source: Any, options: CompileOptions, may_be_plain: bool) -> tuple[str, ...]:
+    """A note if nothing drafts for this model, and it is to decode plainly; else ().
+
+    Raises:
+        CheckpointError: nothing drafts, and K is given or `strict` is set.
+    """
+    if options.spec_tokens == 0 or options.draft is not None:
+        return ()
+    why = _why_plain(source)
+    if not why:
+        return ()
+    if not may_be_plain or options.strict:
+        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
+    note = f"no drafts, K = 0: {why}"
+    log.warning(note)
+    return (note,)
+
+
+def _why_plain(source: Any) -> str:
+    """`CheckpointFiles.without_drafts` of a checkpoint, or of the one that a model object is of."""
+    if not isinstance(source, Checkpoint) and getattr(source, "name_or_path", None) is None:
+        return ""  # Not a model: loading says so.
+    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of(source, False)
+    if checkpoint is not None:
+        return checkpoint.without_drafts
+    config = source.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in MTP_COUNT_NAMES):
+        return ""
+    return "the model announces no MTP layers; for drafts, give a drafter's checkpoint (draft=DIR)"
 
 
 def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
@@ -184,6 +228,7 @@ class _Road(Generic[T]):
     tiers: tuple[int, ...]
     rest: Graphs = ()
     ranks: Ranks | None = None
+    notes: tuple[str, ...] = ()
 
     def open(self) -> Opened[T]:
         """Look up, build and bind; with several ranks, this rank's part of each step."""
@@ -354,7 +399,7 @@ class _Road(Generic[T]):
         if self.rest and cache is not None:
             rest = Rest(built, source, cache, self.options, self.rest, self.tiers)
         checkpoint = model.loaded.checkpoint if model.loaded is not None else source
-        fallbacks = Counter[str]()
+        fallbacks = Counter(self.notes)
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             fallbacks.update(notes)
         return Opened(made, model, fallbacks, rest, self.ranks)

@@ -13,6 +13,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Graphs, Layout, Part, StepKey, step_name
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
+from mtpc.layout.progress import Detail
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest, hash_of
@@ -371,7 +372,7 @@ class StepCache(OwnSteps):
             why = f"the nearest entry differs in {shown}{more}"
         else:
             why = "it holds no step" if reasons is None else "its entry is damaged"
-        return f"{step_name(key, part)} is not in the cache {self.store.root}: {why}"
+        return Detail(f"{step_name(key, part)} is not in the cache {self.store.root}: {why}")
 
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
         if self.frozen:

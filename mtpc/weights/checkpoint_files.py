@@ -8,7 +8,9 @@ they are stored needs this module only.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,9 @@ from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
+_MTP_TENSOR = re.compile(r"(?:.*\.)?mtp[._]|(?:model\.|language_model\.)*layers\.(?P<number>\d+)\.")
+"""How names of MTP tensors begin in every family; a decoder layer of theirs has a number after the
+target's."""
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries of the language model that multimodal configs may have outside of `text_config`."""
 
@@ -142,6 +147,25 @@ class CheckpointFiles(ConfigFile):
     def files(self) -> Iterable[TensorFile]:
         """The files, opened."""
         return self._files.values()
+
+    @property
+    def without_drafts(self) -> str:
+        """Why nothing in the checkpoint drafts, and what would; "" if it has MTP layers."""
+        text = self.text_config
+        count = next((text[name] for name in MTP_COUNT_NAMES if text.get(name) is not None), None)
+        layers: Any = text.get("num_hidden_layers", math.inf)
+        numbers = (m["number"] for m in map(_MTP_TENSOR.match, self.stored) if m)
+        if count != 0 and any(n is None or int(n) >= layers for n in numbers):
+            return ""
+        if not count:
+            return (
+                f"{self.directory} announces no MTP layers; for drafts, give a drafter's "
+                "checkpoint, as an EAGLE-3 head (draft=DIR)"
+            )
+        return (
+            f"{self.directory} has lost the MTP layers that its config announces; for drafts, put "
+            f"back those of its base: mtpc graft BASE {self.directory} OUT"
+        )
 
     @contextmanager
     def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:

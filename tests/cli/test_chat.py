@@ -46,6 +46,27 @@ def test_by_pipe(
     assert second == expected(spec, f"{start}w13 {first} w14 w9 w91", 4)
 
 
+def test_commands_are_typed(
+    chatty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/reset` forgets all but the system message, so the same question has the same answer."""
+    monkeypatch.setattr(sys, "stdin", StandIn("w7 w8\n/reset\nw7 w8\nw7 w8\n/help\n/nope\n"))
+    assert main(["chat", str(chatty), *OPTIONS, "--system", "w3", "--max-new-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    first, second, third = re.findall(r"(?m)^(?:> )*(w.*)$", out)
+    assert first == second != third
+    assert "the conversation is forgotten" in err
+    assert err.count("/reset forgets the conversation, /help shows this") == 3
+    assert "there is no command /nope" in err
+
+
+class StandIn(io.StringIO):
+    """Input that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize(
     ("change", "text", "message"),
     [
@@ -122,6 +143,12 @@ def test_in_a_terminal(chatty: Path) -> None:
         terminal.until("> $")
         terminal.type("w7 " * 600 + "\n")
         terminal.until("error: prompt of .*\r\n> $")
+        terminal.type("/help\n")
+        terminal.until(r"/reset forgets the conversation.*\r\n> $")
+        terminal.type("/rest\n")
+        terminal.until(r"there is no command /rest\..*\r\n> $")
+        terminal.type("\x1b[A\x1b[A\n")  # Twice the upper arrow key: what was typed before.
+        terminal.until(r"/reset forgets the conversation.*\r\n> $")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     finally:

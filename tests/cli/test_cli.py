@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from helpers.compiled import give_kernels
 from helpers.places import ROOT
 from helpers.word_model import SMALL_MODEL
 from packaging.requirements import Requirement
@@ -24,6 +25,7 @@ from packaging.requirements import Requirement
 import mtpc
 from mtpc.cli import doctor
 from mtpc.cli.anatomy import number_ranges
+from mtpc.cli.arguments import parse
 from mtpc.cli.main import main
 from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
@@ -57,7 +59,7 @@ def test_run_samples(word_model, capsys):
 
 def test_run_prints_results_and_what_happened(word_model, capsys):
     prompts = ["-p", "w5 w6 w7", "--ids", "8, 9"]
-    assert main(["run", str(word_model), *SMALL, *prompts, "-n", "6", "--ignore-eos"]) == 0
+    assert main(["run", str(word_model), *SMALL, *prompts, "-n", "6", "--ignore-eos", "-v"]) == 0
     out, err = capsys.readouterr()
     text, ids = re.search(r"\[1\] w5 w6 w7\n(.*)\n\n\[2\] 8 9\n(.*)\n", out).groups()
     assert len(re.findall(r"w\d+", text)) == 6
@@ -70,6 +72,38 @@ def test_run_prints_results_and_what_happened(word_model, capsys):
     assert re.search(r"replays of decode\[R=2,Q=3,K=2\] +\d+,", out)
     assert re.search(r"fallbacks +none", out)
     assert re.search(r"\[ +\d+\.\d s\] 2/2 lower decode\[R=2,Q=3,K=2\]\n", err)
+
+
+def test_run_says_in_one_line_that_it_compiles(word_model, capsys, tmp_path):
+    """No step keys and no differences of the cache, which `-v` shows; then it loads."""
+    shared = ["run", str(word_model), "--max-len", "64", "--ids", "3 4", "-n", "3"]
+    command = [*shared, "--cache-dir", str(tmp_path)]
+    give_kernels(tmp_path)
+    for stage in (r"compiling \(first time(, about \d+ s)?\)", "load the weights"):
+        assert main(command) == 0
+        out, err = capsys.readouterr()
+        assert len(re.findall(rf"(?m)^\[ +\d+\.\d s\] {stage}", err)) == 1
+        assert not re.search(r"\[R=|differs|not in the cache", out + err)
+    assert main([*command, "--spec-tokens", "1", "-v"]) == 0
+    out, err = capsys.readouterr()
+    assert "the nearest entry differs in options.spec_tokens: 3 -> 1" in err
+    assert re.search(r"2/2 lower decode\[R=1,Q=2,K=1\]", err)
+    assert re.search(r"replays of decode\[R=1,Q=2,K=1\]", out)
+
+
+def test_run_compares_with_plain_decoding(word_model, capsys):
+    """When asked, how many times faster the drafts are: two speeds and their ratio."""
+    command = ["run", str(word_model), *SMALL, "--ids", "3 4", "-n", "8", "--compare"]
+    assert main(command) == 0
+    row = re.search(
+        r"speed over K = 0 +(\d+\.\d\d)x: (\d+\.\d) and (\d+\.\d) tok", capsys.readouterr().out
+    )
+    times, drafted, plain = map(float, row.groups())
+    assert times == pytest.approx(drafted / plain, rel=0.01)
+    assert main([*command, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["tokens_per_s"]) == {"drafted", "plain"}
+    assert main([*command, "--spec-tokens", "0"]) == 2
+    assert "--compare compares drafts with K = 0, and K is 0" in capsys.readouterr().err
 
 
 def test_run_without_drafts_has_no_acceptance(word_model, capsys):
@@ -87,6 +121,25 @@ def inspect(checkpoint: Path, capsys, *arguments: str) -> str:
     """What `mtpc inspect` prints."""
     assert main(["inspect", str(checkpoint), *SMALL, *arguments]) == 0
     return capsys.readouterr().out
+
+
+def test_inspect_draws_what_users_run(word_model, cpu_cache, capsys, tmp_path, monkeypatch):
+    """On the backend of `mtpc run`, whose steps leave sizes open; and the picture of README."""
+    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
+    drawn = []
+    for words in ([str(word_model)], [str(word_model), "--phase", "prefill"], []):
+        path = tmp_path / f"{len(drawn)}.svg"
+        assert main(["inspect", *words, "--svg", str(path)]) == 0
+        assert "nodes, for backend cpu" in capsys.readouterr().out
+        texts = [t.text for t in ElementTree.parse(path).iter() if t.tag.endswith("text")]
+        assert not [text for text in texts if re.search(r"\bs\d+\b|u\d+\b", text)]
+        drawn.append(texts)
+    shown = [
+        t.text for t in ElementTree.parse(ROOT / "docs/step.svg").iter() if t.tag.endswith("text")
+    ]
+    # Title and caption: the step, and after which pass. Node counts depend on the processor.
+    assert shown[0].split(":")[0] == drawn[-1][0].split(":")[0] == "decode[R=1,Q=4,K=3]"
+    assert shown[1] == drawn[-1][1] == "after legalise-cpu, demo"
 
 
 def test_inspect_before_and_after_resize_metadata(word_model, capsys):
@@ -246,6 +299,26 @@ def test_doctor_knows_the_requirements_of_the_project():
 # ----------------------------------------------------------------------- errors, interrupts
 
 
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench", "build", "eval", "check"])
+def test_help_shows_few_options_and_help_all_every_one(command, capsys):
+    """What is left out of one is in the other, and still parsed."""
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            main([command, flag])
+        assert end.value.code == 0
+        out = capsys.readouterr().out
+        shown[flag] = set(re.findall(r"(?m)^  (?:-\w(?: \S+)?, )?(--[a-z0-9-]+)", out))
+    parser = parse([command, *(["--task", "x"] if command == "eval" else [])]).parser
+    named = {n for a in parser._actions for n in a.option_strings[:2] if n.startswith("--")}
+    assert shown["--help"] < shown["--help-all"] <= named
+    assert len(named - shown["--help-all"]) <= 8, "other names of options"
+    assert {"--spec-tokens", "--max-len", "--help-all"} <= shown["--help"]
+    assert {"--page-size", "--threads"} <= shown["--help-all"] - shown["--help"]
+    if command == "run":
+        assert 12 <= len(shown["--help"]) <= 18
+
+
 def test_help_and_import_are_light():
     code = (
         "import sys, mtpc\n"
@@ -337,7 +410,7 @@ def test_interrupt_ends_quietly(word_model):
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from mtpc.cli.main import main\n"
-        f"sys.exit(main(['run', {str(word_model)!r}, *{SMALL!r}, '--ids', '1 2']))\n"
+        f"sys.exit(main(['run', {str(word_model)!r}, *{SMALL!r}, '--ids', '1 2', '-v']))\n"
     )
     command = [sys.executable, "-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -387,6 +460,7 @@ class Cell:
 
 HALF = Progress("lower", StepKey.decode(1, 1), 1, 3, 4.25, 0.5, 75.0)
 LINE = "2/3 lower decode[R=1,Q=2,K=1]"
+BRIEF = "compiling (first time, about 1:15)"
 
 
 def test_the_api_logs_its_stages(caplog):
@@ -403,12 +477,14 @@ def test_the_api_shows_its_stages_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     with show_compiling(None) as listener:
         listener(HALF)
+        listener(HALF)
         time.sleep(0.3)
         listener(Progress("load", StepKey.decode(1, 1), 2, 3, 5.0))
     listener(Progress("K = 1 was bound", None, 0, 0, 6.0))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "50%, 1:15 left" in text
-    assert re.search(rf"\d\.\d s  {re.escape(LINE)}\n", text)
+    assert re.search(rf"\d\.\d s  {re.escape(BRIEF)}\n", text)
+    assert LINE not in text
     assert "done in " in text
     assert text.endswith("K = 1 was bound\n"), "another thread says it after the end"
 
@@ -418,10 +494,12 @@ def test_the_api_shows_its_stages_in_a_notebook(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", cell)
     with show_compiling(None) as listener:
         listener(HALF)
+        listener(HALF)
+    assert re.fullmatch(rf"0\.\d s  {re.escape(BRIEF)}", cell.texts[0])
     assert re.fullmatch(
-        rf"0\.\d s  █{{10}}░{{10}}  50%, 1:15 left  {re.escape(LINE)}", cell.texts[0]
+        rf"0\.\d s  █{{10}}░{{10}}  50%, 1:15 left  {re.escape(BRIEF)}", cell.texts[1]
     )
-    assert "done in " in cell.texts[1]
+    assert "done in " in cell.texts[2]
 
 
 def test_the_api_says_nothing_elsewhere(capfd):

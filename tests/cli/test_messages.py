@@ -16,7 +16,6 @@ import pytest
 import torch
 from helpers.places import TESTS
 from helpers.schedules import PRESSED
-from helpers.word_model import SMALL_MODEL
 from safetensors.torch import load_file, save_file
 
 from mtpc.cli import doctor
@@ -43,12 +42,18 @@ def test_doctor_says_where_the_kernels_are(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Entry(" not in found
 
 
-def test_inspect_shows_what_runs(word_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_runs(
+    word_model: Path,
+    cpu_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By default the backend of `mtpc run`; the heading has its name."""
+    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
     for command in ("inspect", "run"):
         assert CompileOptions.parse(compile_options(parse([command]))).backend == "auto"
-    assert main(["inspect", str(word_model), *SMALL_MODEL, "--spec-tokens", "1"]) == 0
-    assert " nodes, for backend eager" in capsys.readouterr().out
+    assert main(["inspect", str(word_model), "--max-len", "64", "--spec-tokens", "1"]) == 0
+    assert " nodes, for backend cpu" in capsys.readouterr().out
 
 
 def test_the_demo_model_has_a_chat_template() -> None:

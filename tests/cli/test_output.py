@@ -155,7 +155,7 @@ def test_what_others_print_is_not_in_the_json(
 def test_stages_on_a_terminal(word_model: Path) -> None:
     """A real one: stderr is a pseudo-terminal, and stdout a pipe that holds JSON alone."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", RUN, "run", str(word_model), *SMALL, *PROMPTS, "--json"]
+    command = [sys.executable, "-c", RUN, "run", str(word_model), *SMALL, *PROMPTS, "--json", "-v"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     pipes = {"stdout": subprocess.PIPE, "stderr": theirs, "cwd": ROOT, "env": environment}
     with subprocess.Popen(command, **pipes) as process:

@@ -81,7 +81,11 @@ def test_weights_that_do_not_fit(
         ({}, ["--devices", "8"], "has 2 key/value heads for 8 ranks: more ranks than heads"),
         ({}, ["--devices", "6", "--tensor-parallel-size", "4"], "6 does not divide into replicas"),
         ({}, ["--max-len", "999999"], "max_len is 999999; the model was made for at most"),
-        ({"num_nextn_predict_layers": 0}, [], "gives 0 for the number of MTP layers"),
+        (
+            {"num_nextn_predict_layers": 0},
+            ["--spec-tokens", "1"],
+            "gives 0 for the number of MTP layers",
+        ),
         (
             {"quantization_config": {"quant_method": "awq"}},
             [],

@@ -392,7 +392,7 @@ def test_a_head_with_wrong_tensors(
 def test_what_else_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     llama, draft = checkpoint("llama"), head(tmp_path / "head")
     with pytest.raises(CheckpointError, match=r"announces no MTP layers.*give a drafter"):
-        mtpc.compile(llama, **OPTIONS)
+        mtpc.compile(llama, spec_tokens=3, **OPTIONS)
     with pytest.raises(CheckpointError, match="is not a directory"):
         mtpc.compile(llama, draft=tmp_path / "nothing", **OPTIONS)
     with pytest.raises(OptionError, match="draft is 3; expected a directory's path"):

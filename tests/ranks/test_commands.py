@@ -104,7 +104,7 @@ def started(*arguments: str) -> Iterator[Started]:
 def kill_at(stage: str, rank: int, delay_s: float, built: list[str]) -> None:
     """Kill a rank in a stage; all must end in time, and rank 0 must say why if it can."""
     line, more = STAGES[stage]
-    with started("run", *built, *PROMPTS.get(stage, PROMPTS["prefill"]), *more) as run:
+    with started("run", "-v", *built, *PROMPTS.get(stage, PROMPTS["prefill"]), *more) as run:
         run.wait_for(line)
         if stage == "decode":
             assert [memory_shared_by(pid) for pid in (run.process.pid, run.other)] == [1, 1]

@@ -27,7 +27,7 @@ from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import find_shipped, keep_shipped
 from mtpc.config import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
-from mtpc.layout.progress import Report, silent
+from mtpc.layout.progress import Detail, Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KERNELS, KEY, find, key_bytes
@@ -218,7 +218,7 @@ class _Build:
                 pool.shutdown(wait=False, cancel_futures=True)
             self._link([job.result() for job in others], into / LIBRARY, run)
             self._link([runner.result()], into / RUNNER, run)
-        self.report(f"compiled the cpu kernels to {into / LIBRARY}")
+        self.report(Detail(f"compiled the cpu kernels to {into / LIBRARY}"))
 
     def _precompiled(self, flags: tuple[str, ...], into: Path, run: _Run) -> tuple[str, ...]:
         """The headers that all kernels share, compiled; returns the flags that include them.

@@ -16,7 +16,6 @@ def without_layers(name: str, stem: str) -> ModelFamily:
         hf_config_class=f"{stem}Config",
         wiring=MTPWiring(embedding_norm="", hidden_norm="", projection="", final_norm=""),
         num_mtp_layers=lambda config: 0,
-        layer_prefix=lambda num_hidden_layers, i: "",
     )
 
 
