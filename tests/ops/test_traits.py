@@ -23,7 +23,7 @@ from mtpc.backends.gpu import ops as gpu_ops
 from mtpc.ops import members, references
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import written_by
-from mtpc.ops.traits import UNKNOWN, Traits, declared, traits_of
+from mtpc.ops.traits import _ATEN_TRAITS, UNKNOWN, Traits, declared, traits_of
 from mtpc.sampling_params import FLOATS, INTS
 from mtpc.weights.packing import pack
 
@@ -64,6 +64,14 @@ def test_nothing_is_said_of_what_is_not_declared() -> None:
         assert traits_of(target) is UNKNOWN
     assert traits_of(aten.gelu.default).dims == "broadcast"
     assert [traits_of(op).chooses for op in (aten.max.dim, aten.max.default)] == [True, False]
+
+
+@pytest.mark.parametrize("name", sorted(_ATEN_TRAITS))
+def test_names_of_the_table_are_operators(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+    assert op is None or traits_of(op) is not UNKNOWN
+    assert op is not None or not overload
 
 
 def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
