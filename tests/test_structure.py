@@ -243,7 +243,7 @@ LINES = {
     # `mtpc tune-head`.
     # `--quiet`, `--json`, `--draft`, and processes for ranks (`ranks.py`). One line for a wrong
     # command.
-    "cli": 4530,
+    "cli": 4550,
     # The outbox and what mends an interrupted call; names that people type; `Completion`; snapshots
     # of state outside of pages (`snapshots.py`), and which page has one (`prefix.py`); K by cost,
     # length and acceptance, within a budget (`tiers.py`, `accepted.py`). Scores of given tokens.
@@ -252,7 +252,7 @@ LINES = {
     # Images: files, embeddings and what rows read of them (`vision.py`, `prompt_images.py`);
     # embeddings of images that come again. Costs of steps from run to run (`earlier_costs.py`).
     # What a request's tokens are worth to the choice of K. An outbox that interrupts leave whole.
-    "engine": 5870,
+    "engine": 5885,
     # Tasks with answers by several engines (`mtpc eval`), and the harness's model class.
     "evaluation": 610,
     "host": 650,
@@ -313,7 +313,7 @@ LINES = {
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
     # A process that renders chat templates (`renderer.py`, `sandbox.py`).
     # Images in messages.
-    "server": 3910,
+    "server": 4400,
     # A drafter's own entry, tokens and logits.
     # Drafts at one position (`single_position.py`); rows of images that a later step reads.
     # What a first draft hands to later ones.
