@@ -183,7 +183,7 @@ class CompileOptions:
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | str | None = None
     sampling: bool = True
-    max_logprobs: int = 5
+    max_logprobs: int = 20
     token_mask: bool | None = None
     images: bool = False
     verify_passes: bool = False

@@ -176,7 +176,7 @@ def _add_steps(group: Any) -> None:
     add("--no-sampling", dest="sampling", help=text)
     text = "compile no token masks, which JSON formats, grammars and required tools need"
     add("--no-structured-outputs", dest="token_mask", help=text)
-    text = "the most probable tokens that a request may ask for (default: 5)"
+    text = "the most probable tokens that a request may ask for (default: 20)"
     add_values(group, ("--max-logprobs", int, "N", text))
 
 

@@ -1,10 +1,9 @@
 """The fields of a request, and the checks of their values.
 
 `USED` has the fields of OpenAI and vLLM (marked) that the server uses. `NO_OPS` has fields that
-change no answer by OpenAI's or vLLM's own definition, or are hints; the server accepts and ignores
-them. `ONE_VALUE` has fields that the server accepts only with a value that has no effect. Any other
-field asks for nothing if it is empty. Else the server refuses it by name. A field with the value
-null counts as absent.
+change no answer by OpenAI's or vLLM's own definition, or are hints: they are ignored. `ONE_VALUE`
+has fields that are accepted only with a value that has no effect. Any other field asks for nothing
+if it is empty, and else is refused by name. A field with the value null counts as absent.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ MAX_CHOICES = 128
 _TEXTS = ("role", "name", "tool_call_id", "reasoning_content")
 """Fields of a message with text."""
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-"""The most stop strings, and the most characters of each. OpenAI allows 4, vLLM any number. What a
-text may hold back for a stop string grows with its length."""
+"""The most stop strings, and characters of each, which a text may have to hold back."""
 _IDLE = (
     *("annotations", "cache_control", "id", "parsed", "provider_specific_fields"),
     *("reasoning_details", "refusal", "thinking_blocks"),

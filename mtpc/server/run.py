@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,7 +158,7 @@ async def _serve(
     parser = import_from_string(HTTP_PROTOCOLS[service.options.http])
     connections = Connections(service.options, parser)
     server = _server(make_app(service, connections, lifespan), service.options, connections)
-    async with service.engine, AsyncExitStack() as stack:
+    async with service.engine, _rates_logged(service):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -167,8 +167,6 @@ async def _serve(
             ready(Running(host, port, service, loop, stop_from_any_thread))
         stopped = asyncio.create_task(stopping.wait())
         lost = asyncio.create_task(_lost_rank(service.engine))
-        if log.isEnabledFor(logging.INFO):
-            stack.callback(asyncio.create_task(_log_rates(service)).cancel)
         await asyncio.wait({stopped, lost, serving}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not serving.done():
@@ -180,6 +178,16 @@ async def _serve(
         lost.cancel()
     if faults:
         raise OSError(*faults[0].args)
+
+
+@asynccontextmanager
+async def _rates_logged(service: Service) -> AsyncIterator[None]:
+    task = asyncio.create_task(_log_rates(service)) if log.isEnabledFor(logging.INFO) else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 async def _log_rates(service: Service) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.hostile import random_bytes, random_request
+from helpers.hostile import random_body, random_bytes, random_request
 from helpers.served import connect, exchange, is_idle, post, read_all, serving, until
 from helpers.word_model import words
 
@@ -64,6 +64,22 @@ def test_random_bytes(
         assert sum(status != b"100" for status in found) <= 3, (chance, data, answer)
         assert number % 100 or is_well(server, word_spec), chance
     assert {b"200", b"400"} <= seen.keys(), seen
+
+
+def test_random_bodies(
+    server: Running, word_spec: mtpc.SpecModel, chances: Callable[..., Any]
+) -> None:
+    """Damaged JSON, and parts of it very many times: refused or answered by a loop that goes on."""
+    seen = Counter[bytes]()
+    for number, chance in enumerate(chances()):
+        path, data = random_body(chance, NAME)
+        answer = exchange(server, post(data, path))
+        (status,) = STATUS.findall(answer.partition(b"\r\n\r\n")[0])
+        seen[status] += 1
+        assert status in (b"200", b"400", b"404", b"413"), (chance, path, data[:2000], answer)
+        assert b"internal_error" not in answer, (chance, path, data[:2000])
+        assert number % 100 or is_well(server, word_spec), chance
+    assert seen[b"400"] > 3, seen
 
 
 def test_random_fields(

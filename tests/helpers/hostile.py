@@ -189,6 +189,27 @@ def random_request(chance: random.Random, model: str) -> tuple[str, dict[str, An
     return path, fields
 
 
+def random_body(chance: random.Random, model: str) -> tuple[str, bytes]:
+    """A path and a body: JSON that is damaged, or has a part of itself many times."""
+    path, fields = random_request(chance, model)
+    data = json.dumps(fields, ensure_ascii=chance.random() < 0.5).encode(errors="surrogatepass")
+    for _ in range(chance.choice((0, 1, 1, 2))):
+        start, end = sorted(chance.choices(range(len(data) + 1), k=2))
+        kind, middle = chance.randrange(5), data[start:end]
+        if kind == 0:  # Also brackets, commas and escapes.
+            middle = bytes(
+                chance.choices(rb'[]{},:"\\u\ud8 0.-eE\x00\xff\xc3', k=chance.randint(1, 8))
+            )
+        elif kind == 1:
+            middle = b""
+        elif kind < 4:
+            middle *= chance.choice((2, 3, 2**15 // (len(middle) + 1) + 1))
+        else:
+            middle = chance.choice((b"[", b'{"a":', b'"', b"1")) * chance.choice((1, 9000))
+        data = (data[:start] + middle + data[end:])[: 2**16]
+    return path, data
+
+
 def _change(chance: random.Random, fields: dict[str, Any]) -> None:
     """Replace a value: a field, or one deep inside a field."""
     part: Any = fields

@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"banned_ids": tuple(range(96))}, "whole vocabulary"),
     ({"min_tokens": 6}, "min_tokens is 6, above max_new_tokens 5"),
     ({"min_tokens": 2, "allowed_ids": (1,)}, "only stop tokens are allowed"),
-    ({"logprobs": 6}, "at most 5: compile with a larger max_logprobs"),
+    ({"logprobs": 21}, "at most 20: compile with a larger max_logprobs"),
     ({"temprature": 1}, "unknown argument 'temprature'; did you mean 'temperature'"),
 ]
 

@@ -19,6 +19,7 @@ from helpers.openai_client import (
     server,
     spec,
 )
+from helpers.served import serving
 from helpers.word_model import words
 
 import mtpc
@@ -28,7 +29,6 @@ from mtpc.server.errors import ApiError
 from mtpc.server.fields import check_fields
 from mtpc.server.grammars import Grammars
 from mtpc.server.run import Running
-from mtpc.weights.served_model import ServedModel
 
 __all__ = ["client", "nothing_is_left", "server", "spec"]
 
@@ -54,7 +54,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"top_p": 0}, "top_p", "expected a number in (0, 1]"),
         ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
         ({"seed": 2**63}, "seed", "an integer in"),
-        ({"logprobs": 9}, "logprobs", "compiled for at most 5"),
+        ({"logprobs": 21}, "logprobs", "compiled for at most 20"),
         ({"stop": ["a", ""]}, "stop", "none of them empty"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
         ({"logit_bias": {"w7": 1}}, "logit_bias", "token ids as keys"),
@@ -263,7 +263,7 @@ def test_an_assistant_without_text(server: Running) -> None:
         assert asked.status_code == status, asked.text
 
 
-def test_reasoning_of_history_and_hints_reach_the_template() -> None:
+def test_reasoning_of_history_and_hints_reach_the_template(spec: mtpc.SpecModel) -> None:
     """`reasoning` by the template's name, and `cache_control` of tools not at all."""
     tool = {**TOOL, "cache_control": {"type": "ephemeral"}}
     message = {"role": "assistant", "content": "a", "reasoning": "b"}
@@ -273,19 +273,22 @@ def test_reasoning_of_history_and_hints_reach_the_template() -> None:
     assert fields["messages"] == [wanted]
     assert fields["tools"] == [TOOL]
     template = ChatTemplate("{{ reasoning_effort }} {{ enable_thinking }}", {})
-    made = Conversations(template, ServedModel("x", 96, ()), "none", "none").make(
+    made = Conversations(template, spec.served, "none", "none").make(
         {"messages": [wanted], "reasoning_effort": "none"}
     )
     assert made.prompt == "none False"
 
 
-def test_ignored_fields_are_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged_once(
+    spec: mtpc.SpecModel, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "mtpc.server")
     said = "requests have fields that change no answer here: messages[].annotations, store"
-    for _ in range(3):
-        message = {"role": "assistant", "content": "w7", "annotations": [1]}
-        fields = {"model": NAME, "max_tokens": 1, "messages": [message], "store": True}
-        httpx.post(f"{server.url}/v1/chat/completions", json=fields)
+    message = {"role": "assistant", "content": "w7", "annotations": [1]}
+    fields = {"model": NAME, "max_tokens": 1, "messages": [message], "store": True}
+    with serving(spec, model_name=NAME) as running:
+        for _ in range(3):
+            httpx.post(f"{running.url}/v1/chat/completions", json=fields)
     assert [r.getMessage() for r in caplog.records if "no answer" in r.message] == [said]
 
 
