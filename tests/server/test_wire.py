@@ -143,10 +143,10 @@ def test_bytes_of_a_connection() -> None:
         connections, protocol, wire = connection(options)
         one = connections.begin(SCOPE)
         one.body_read()
-        assert taken(protocol, wire) == 6, "a next head, and no end of it"
+        assert taken(protocol, wire) == 5, "a next head, and no end of it"
         connections, protocol, wire = connection(options)
         one = connections.begin(SCOPE)
-        assert taken(protocol, wire) == 42, "a body that nobody reads"
+        assert taken(protocol, wire) == 41, "a body that nobody reads"
         connections, protocol, wire = connection(options)
         one = connections.begin(SCOPE)
         one.end()
@@ -154,6 +154,6 @@ def test_bytes_of_a_connection() -> None:
             protocol.data_received(block)
         assert not wire.is_cut, "answered before the body was there"
         connections.begin(SCOPE).body_read()
-        assert taken(protocol, wire) == 6
+        assert taken(protocol, wire) == 5
 
     asyncio.run(main())
