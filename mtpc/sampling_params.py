@@ -55,7 +55,7 @@ class SamplingParams:
         allowed_ids: only these tokens may be emitted; None allows all.
         banned_ids: these tokens may not be emitted.
         min_tokens: no stop token is emitted before this many new tokens.
-        stop_token_ids: these tokens end the text, besides the model's end-of-sequence ids.
+        stop_token_ids: these tokens end the text, in addition to the model's end-of-sequence ids.
 
     Raises:
         RequestError: a value is of the wrong type or out of range.

@@ -78,7 +78,7 @@ class Session:
         machine: where it runs.
         schedule: what still fits.
         file: the CSV.
-        tell: hears of progress.
+        tell: called with progress.
         plan: what is decoded.
         rows: of this call.
         bench: the shape that is loaded: one at a time.

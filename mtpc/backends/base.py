@@ -61,7 +61,7 @@ class Artifact(Protocol):
         Args:
             tensor_of: gives each tensor that `package` names.
             sizes: numbers for the sizes that it leaves open.
-            begin: hears of "lower" and "capture", where these are done now.
+            begin: called at "lower" and "capture", where these are done now.
 
         Raises:
             BackendError: a tensor or a size does not fit, or the backend cannot compile the graph.

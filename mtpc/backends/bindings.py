@@ -69,7 +69,7 @@ class Binding:
         configure: chooses the kernel's configuration, if it has an argument `configs`.
         wins: measures, where the order of the candidates does not say which is faster. That it
             loses is no refusal, and not noted.
-        expand: puts other calls in the place of the call.
+        expand: puts other calls in place of the call.
         order: in which it reads weights; None as they are stored. `BindKernels` arranges a weight,
             once and for all steps, when the first call of it is bound.
     """

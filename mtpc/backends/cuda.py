@@ -60,7 +60,7 @@ INDUCTOR = {
 }
 """Inductor's options for a step."""
 RANKED = {"deterministic": True}
-"""Further ones for a step of several ranks: none chooses by its own measurements how to add."""
+"""More options for several ranks: Inductor must not choose the order of a sum by measuring."""
 ENABLES = (
     PackGroups.name,
     MergeProjections.name,

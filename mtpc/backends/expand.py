@@ -1,4 +1,4 @@
-"""A function in the place of a call: its ATen calls, which Inductor sees and fuses."""
+"""A function in place of a call: its ATen calls, which Inductor sees and fuses."""
 
 from __future__ import annotations
 

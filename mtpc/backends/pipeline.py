@@ -89,7 +89,7 @@ def select_passes(
     Args:
         buffer_names: layout name by tensor id, for state that model pieces hold.
         disabled: passes that do not run, even if they are enabled.
-        enabled: passes to run besides those that are on by default.
+        enabled: passes to run in addition to those that are on by default.
         draft_vocab: token ids that drafts may be; () allows all.
         quantize: scheme for weights that are not quantised; it enables pack-groups.
         sharding: this rank's part of the model; None is the whole model.

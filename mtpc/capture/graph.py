@@ -255,8 +255,11 @@ class WeightTable:
         self.read(name, order)
 
     def read(self, name: str, order: str) -> str | None:
-        """A step reads a weight in some order, "" as it is stored; returns the order that it is in
-        if that is another one, else None."""
+        """Note that a step reads a weight in an order of elements; "" is the stored order.
+
+        Returns:
+            The weight's own order if it differs; None if it is the order that the step reads.
+        """
         found = order_of(self[name])
         if not order:
             self._read_as_stored.add(self[name].data_ptr())

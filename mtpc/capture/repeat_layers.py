@@ -1,4 +1,4 @@
-"""Copies a period of layers in a flat graph, in the place of layers that were not traced.
+"""Copies a period of layers in a flat graph, in place of layers that were not traced.
 
     before | period A | period B | after      ->      before | A | B | B' | B'' | ... | after
 

@@ -1,4 +1,4 @@
-"""Fake tensors of one step, whose shared buffers have open sizes: symbols in the place of numbers.
+"""Fake tensors of one step, whose shared buffers have open sizes: symbols in place of numbers.
 
 A step that computes with a size as a number, or asks whether it is some number, is right for that
 size alone. torch's `ShapeEnv` notices both. Such a size is *fixed* from then on; the others are

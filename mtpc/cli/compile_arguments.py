@@ -167,7 +167,7 @@ def add_compile_options(
 
 
 def _add_steps(group: Any) -> None:
-    """Add when steps are launched, and what they can do besides greedy decoding."""
+    """Add when steps are launched, and what they can do in addition to greedy decoding."""
     either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
     shown = f"{text} (default: on GPUs, where that loses nothing)"
     group.add_argument("--async-scheduling", action=either, default=None, help=shown)

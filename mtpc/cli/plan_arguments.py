@@ -57,7 +57,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--tensor-parallel-size", positive, "N", shared),
         ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
         ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
-        ("--link-bandwidth", size, "RATE", "its bandwidth to others, one way (default: likewise)"),
+        (
+            "--link-bandwidth",
+            size,
+            "RATE",
+            "its bandwidth to others, one way (default: known)",
+        ),
         ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
         ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),

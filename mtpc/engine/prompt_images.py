@@ -72,7 +72,7 @@ class PromptImages:
         return keys
 
     def take(self, ids: Sequence[int], begin: int, first_id: int) -> tuple[list[int], Tensor]:
-        """Ids that name rows in the place of image tokens, and these rows.
+        """Ids that name rows in place of image tokens, and these rows.
 
         Args:
             ids: tokens of the text.

@@ -47,7 +47,7 @@ def _bypassed(model: Any, family: ModelFamily) -> Iterator[tuple[str, str]]:
     """Modules whose forward mtpc does not call, and that have another one than transformers'.
 
     mtpc calls decoder and head, but not the model that holds them; some families step the
-    decoder's layers; and canonical modules stand in the place of modules of certain classes.
+    decoder's layers; and canonical modules stand in place of modules of certain classes.
     """
     yield from _altered("the model", model, model_class(family))
     for name, module in model.named_modules():

@@ -314,7 +314,7 @@ def _vocabulary(layer: Eagle3Layer) -> DraftVocabulary | None:
 
 
 def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with an EAGLE-3 head in the place of MTP layers.
+    """A target's family with an EAGLE-3 head in place of MTP layers.
 
     Args:
         family: the target's.

@@ -133,7 +133,7 @@ def _head(model: Any, layer: Any) -> nn.Module:
 
 
 def assistant_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with an assistant in the place of MTP layers.
+    """A target's family with an assistant in place of MTP layers.
 
     Args:
         family: the target's.

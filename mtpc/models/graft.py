@@ -68,7 +68,7 @@ def graft(base: Path, finetune: Path, out: Path, tell: Tell = lambda *stage: Non
             fine-tune is quantised alike.
         finetune: checkpoint of the same architecture; MTP tensors of its own are left out.
         out: the new directory; it must not exist. It appears when it is whole.
-        tell: hears of progress.
+        tell: called with progress.
 
     Raises:
         OptionError: `out` exists.

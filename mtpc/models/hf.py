@@ -42,7 +42,7 @@ CACHE = next(
 
 @dataclass(frozen=True)
 class StepContext(Metadata):
-    """Metadata of one forward and the caches of its layers, in the place of transformers' cache.
+    """Metadata of one forward and the caches of its layers, in place of transformers' cache.
 
     `layers` holds a `LayerCache`, or state of another kind, by layer index.
     """
@@ -346,12 +346,12 @@ def run_mtp_layer(
         rotary: the layer's rotary embedding.
         embedding: of the rows' token ids, [T, H].
         features: of the rows, [T, H].
-        context: in the place of transformers' cache; has `positions` [T], `layers` and `update`.
+        context: in place of transformers' cache; has `positions` [T], `layers` and `update`.
         rotated: what the rotary embedding takes, see `TextRotary`; None: the positions.
         options: of the block.
 
     Returns:
-        Hidden states before the final norm, [T, H]; what the block gives besides, or None.
+        Hidden states before the final norm, [T, H]; what else the block gives, or None.
     """
     positions = context.positions
     hidden = layer.join(embedding, features, positions)[None]
@@ -400,7 +400,7 @@ class HFDraft(nn.Module):
     def run(
         self, ids: Tensor, features: Tensor, metadata: tuple[Tensor, ...], **options: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The features, and what the layer's block gives besides; `options` are the block's."""
+        """The features, and what else the layer's block gives; `options` are the block's."""
         context = StepContext.of(metadata, self.pool.layers())
         images = self.pool.images
         if images is None:
@@ -455,7 +455,7 @@ class StepParts:
         draft_head: (model, layer) -> module: features [T, ...] -> logits [T, V].
         stream_head: (decoder, config) -> the stream head of a new MTP layer, its weights not set;
             None for families without residual streams.
-        draft_entry: layer -> module: what `target` gives besides its features, [T, ...] -> what
+        draft_entry: layer -> module: what `target` gives in addition to its features, [T, ...] -> what
             the first draft is fed. `target` then gives both. None: the features are fed.
         draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
         single_position: whether the drafter keeps no state, and makes all drafts at the last

@@ -29,7 +29,7 @@ class ImageInputs(nn.Module):
 
     Args:
         vocab_size: the first id of a row in `embeds`.
-        embeds: [N, H], rows that stand in the place of embeddings.
+        embeds: [N, H], rows that stand in place of embeddings.
         offsets: int32 [S, positions, grids], by request slot; None: positions are those of text.
         kept: [S, window, H], rows of the step before, which the ids after those of `embeds` name;
             None: no step reads another's tokens.

@@ -102,7 +102,7 @@ class LoadedModel:
         return {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - heads
 
     def served(self) -> ServedModel:
-        """What serving needs besides the model itself."""
+        """What serving needs in addition to the model itself."""
         directory = self.checkpoint.directory if self.checkpoint else None
         return ServedModel(self.source, self.vocab_size, self.stop_ids, directory)
 
@@ -254,7 +254,7 @@ def load(
         wiring: rules that replace those of the family.
         headers_only: read no weight of a directory. Its tensors are then memory without contents,
             for steps that are traced and kept in the cache, and never run on it.
-        draft: a drafter's checkpoint, in the place of MTP layers. A `Checkpoint` has its own.
+        draft: a drafter's checkpoint, in place of MTP layers. A `Checkpoint` has its own.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or not finite; see

@@ -39,7 +39,7 @@ _Entry = TypeVar("_Entry")
 Place: TypeAlias = tuple[str, ...]
 """Where an entry is: the names of the objects that it is in, and its own."""
 _ABSENT, _SUITABLE = object(), 2
-"""In the place of a value: no entry at all; and a number that suits many sizes."""
+"""In place of a value: no entry at all; and a number that suits many sizes."""
 _LONGEST_S = 20.0
 """The time limit of a search."""
 _MOST_NAMED, _MOST_SAID = 3, 300

@@ -242,7 +242,7 @@ def _empty_model(checkpoint: Checkpoint, vision: VisionParts) -> Any:
 
 
 def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: str) -> nn.Module:
-    """A module with stored tensors in the place of one on the meta device.
+    """A module with stored tensors in place of one on the meta device.
 
     transformers loads its models; it knows the names that released checkpoints have for their
     tensors.

@@ -68,7 +68,7 @@ def given_to(node: fx.Node) -> dict[str, Any]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """As `given_to`, with (fake) values in the place of nodes."""
+    """As `given_to`, with (fake) values in place of nodes."""
     return dict(fx.node.map_aggregate(given_to(node), value_of))
 
 

@@ -29,7 +29,7 @@ Dims = Literal[
     "matmul", "linear", "look_up",
 ]  # fmt: skip
 """How the dimensions of a result follow from those of the inputs. `broadcast`: they align at the
-last; `same`: they are the first input's; `cast`: likewise, and only the dtype changes; `swap`: two
+last; `same`: they are the first input's; `cast`: so too, and only the dtype changes; `swap`: two
 change places; `add`, `drop`: one comes, one goes; `along`: the operator works along one; `reduce`:
 it combines some to one element each; `join`: inputs follow each other along one; `matmul` and
 `linear` are products; `look_up`: rows of a table."""

@@ -158,7 +158,7 @@ def bind_program(
 
     Args:
         built: the steps; those of a split step are no part of a program.
-        listener: hears of each step.
+        listener: called at each step.
         identity: see `Program`.
         costs: see `Program`.
     """
@@ -365,7 +365,7 @@ class WeightSource:
         return self._looked_at(name, quantised_rows(plain, spec))
 
     def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
-        """Rows whose numbers are checked as they are read: a scale of what is not finite is not."""
+        """Rows whose scales are checked as they are read: weights that are not finite have such scales."""
         some = Rows((), name)  # Never all of the tensor, which other weights may need.
 
         def read(start: int, stop: int) -> GroupedWeight:

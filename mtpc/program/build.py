@@ -110,7 +110,7 @@ def build(
         spec_tokens: the numbers of drafts to build for.
         form: which graphs; "both" serves engines and hosts that schedule.
         jobs: processes; None is one a core, as far as memory holds them.
-        listener: hears of progress.
+        listener: called with progress.
         check: sees each model before it is traced, and may refuse it.
         graphs: only these, in this order; None is all of `form`.
         parts: the ranks whose parts of the steps to build; None is the whole.
@@ -241,7 +241,7 @@ class Builder:
         directory: the checkpoint.
         options: for all K.
         check: sees each model before it is traced.
-        tell: hears of progress.
+        tell: called with progress.
 
     Attributes:
         tell: a worker, which begins as a copy of this process, puts its own in its place.

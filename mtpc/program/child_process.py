@@ -80,7 +80,7 @@ def build_in_child(
         options: as asked for, for a backend whose steps are packages.
         graphs: which steps.
         cache: of this checkpoint and these options.
-        listener: hears of progress.
+        listener: called with progress.
         owns_buffers: whether state takes memory of this process.
         ranks: whose part of the steps this is; None: the whole.
 

@@ -84,7 +84,7 @@ class StepCompiler:
         loaded: the model.
         options: sizes and choices.
         backend: what the steps are compiled for.
-        listener: hears of progress.
+        listener: called with progress.
         new_buffer: makes each shared buffer; `Layout.reserve` if steps are bound to other tensors.
         ranks: the processes that share the model; None: this one has all of it.
         cache: where steps are looked up and kept, of this very model and options; None: nowhere.

@@ -63,7 +63,7 @@ def build_kernels(
         options: as for `mtpc.compile`; its `spec_tokens` and `backend` have no effect.
         spec_tokens: the numbers of drafts to build for.
         targets: devices.
-        listener: hears of progress.
+        listener: called with progress.
 
     Raises:
         BackendError: there is no Triton, or it refuses a kernel.

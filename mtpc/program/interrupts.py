@@ -26,7 +26,7 @@ class HeldInterrupts:
     no handler in Python.
 
     Args:
-        listener: hears of progress.
+        listener: called with progress.
     """
 
     def __init__(self, listener: Listener):

@@ -1,7 +1,7 @@
 """What a model is known by: key fields of all that shapes its graphs, and an identity of its pages.
 
 The key has no values of weights. The identity has them: it is one digest of what the content of KV
-pages depends on, besides tokens, for `kv_offload_dir`.
+pages depends on, in addition to tokens, for `kv_offload_dir`.
 """
 
 from __future__ import annotations

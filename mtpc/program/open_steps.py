@@ -162,7 +162,7 @@ def _road(
     if isinstance(model, (str, Path)):
         source = open_checkpoint(Path(model), options.drafter)
         if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
-            report(f"{source.draft.directory} drafts in the place of the target's own MTP layers")
+            report(f"{source.draft.directory} drafts in place of the target's own MTP layers")
     elif options.kv_offload_dir is not None:
         raise OptionError(
             "kv_offload_dir with a model object, whose weights may change between runs; "

@@ -147,7 +147,7 @@ class Ranks:
 
 
 def all_parts(size: int) -> tuple[Ranks | None, ...]:
-    """The ranks of a default process group of that size; None alone, where one has all."""
+    """The ranks of a default process group of that size; (None,) if one process has everything."""
     return tuple(Ranks(rank, size) for rank in range(size)) if size > 1 else (None,)
 
 

@@ -399,7 +399,7 @@ class StepCache(OwnSteps):
 
 
 def _is_open(difference: Difference) -> bool:
-    """Whether a wanted size is any, and the entry's is not."""
+    """Whether any size will do, and the entry has only one."""
     return difference.wanted == ANY
 
 

@@ -32,7 +32,7 @@ _GRACE_S = 10.0
 
 
 class Tell(Protocol):
-    """Hears of a build's progress."""
+    """Receives a build's progress."""
 
     def __call__(self, stage: str, task: Task) -> None:
         """A stage of a task begins."""
@@ -57,7 +57,7 @@ class Workers:
         builder: of this process.
         todo: the tasks. Each process takes one after the other.
         count: how many workers to start.
-        tell: hears of the progress of all.
+        tell: called with the progress of all.
     """
 
     def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Teller):

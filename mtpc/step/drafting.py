@@ -54,7 +54,7 @@ class Drafting:
         has_vocabulary: whether drafts come from a head with rows for some tokens only (the pieces
             `draft_tokens` and `draft_logits`).
         hands_on: whether a layer gives a second value for each row, which the piece `later_draft`
-            takes in the place of the layer.
+            takes in place of the layer.
     """
 
     num_layers: int

@@ -1,4 +1,4 @@
-"""Key fields besides those of the model: mtpc's sources, versions of libraries, this machine."""
+"""Key fields in addition to those of the model: mtpc's sources, versions of libraries, this machine."""
 
 from __future__ import annotations
 

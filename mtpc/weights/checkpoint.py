@@ -36,7 +36,7 @@ class Checkpoint(CheckpointFiles):
     Args:
         directory: the checkpoint's path, or its id in the local hub cache.
 
-    Attributes, besides those of `CheckpointFiles`:
+    Attributes, in addition to those of `CheckpointFiles`:
         tensors: headers of all weights by name. A quantised weight has one entry, "X.weight", with
             the shape of the weight and the model's dtype. A projection of queries, keys or values
             that is stored within a fused tensor has an entry of its own (`fused_qkv`).
@@ -59,7 +59,7 @@ class Checkpoint(CheckpointFiles):
         self.dequantised: set[str] = set()
         for name in dropped:
             del self.tensors[name]
-        for weight in self._quantised.values():  # In the place of what it is stored as.
+        for weight in self._quantised.values():  # In place of what it is stored as.
             for stored in weight.parts.values():
                 self.tensors.pop(stored, None)
             codes, dtype = self.stored[weight.parts["codes"]], dtype_code(self._read_dtype)

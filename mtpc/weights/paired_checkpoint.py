@@ -39,7 +39,7 @@ class PairedCheckpoint(Checkpoint):
         directory: the target's path, or its id in the local hub cache.
         draft: the drafter's.
 
-    Attributes, besides those of `Checkpoint`:
+    Attributes, in addition to those of `Checkpoint`:
         draft: the drafter's checkpoint, under the names that it has.
 
     Raises:

@@ -39,7 +39,7 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all, in the place of whatever has its name, such as a link.
+    """Write a file, whole or not at all, in place of whatever has its name, such as a link.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

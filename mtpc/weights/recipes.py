@@ -345,7 +345,7 @@ def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
 
 
 def rename_read(recipe: Recipe, name_of: Callable[[str | Rows], str]) -> Recipe:
-    """The recipe with a name in the place of each of `parts_read`."""
+    """The recipe with a name in place of each of `parts_read`."""
     if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
         return name_of(recipe)
     if isinstance(recipe, Join):

@@ -64,7 +64,7 @@ def quantise_checkpoint(
         scheme: one of `mtpc.config.SCHEMES`.
         head: quantise output heads, too. vLLM reads them since March 2026; SGLang does not.
         keep: patterns of names of modules that stay plain, as "*.self_attn.*".
-        tell: hears of progress: the stage, and the share of it that is done.
+        tell: called with progress: the stage, and the share of it that is done.
 
     Raises:
         OptionError: there is no such scheme, or `out` exists.

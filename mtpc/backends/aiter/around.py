@@ -1,4 +1,4 @@
-"""What PyTorch computes around our ops on aiter's functions, in the place of an `mtpc::` operator.
+"""What PyTorch computes around our ops on aiter's functions, in place of an `mtpc::` operator.
 
 Each takes our operator, the phase of the step, and the arguments of the `mtpc::` operator of its
 name. Its calls are put into the step's graph: Inductor fuses them with what is before and behind,

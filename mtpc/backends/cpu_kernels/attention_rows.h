@@ -10,7 +10,7 @@
 namespace mtpc {
 
 /// The weights of one row, from its scores, for `add_weighted`: rounded to `narrow` where values are
-/// added up by pairs of keys, while `lines` are fetched; else in the place of the scores. See
+/// added up by pairs of keys, while `lines` are fetched; else in place of the scores. See
 /// `weigh_row`.
 template <class F, class A>
 __attribute__((always_inline)) inline Norm<A> weigh(

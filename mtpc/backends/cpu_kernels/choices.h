@@ -64,7 +64,7 @@ Choices<Accumulator<T>> group_rows(
 }
 
 /// What bounds gate (silu(gate), or gate itself) from above and up on both sides; 0 is off.
-/// With `gelu`, gelu(gate) stands in the place of silu(gate).
+/// With `gelu`, gelu(gate) stands in place of silu(gate).
 struct Limit {
   double value;
   bool of_input;

@@ -2,7 +2,7 @@
 // mtpc/ops/collectives.py says what the operators mean.
 //
 // Groups are known by name, as torch knows them. Where a group shares no memory, a tape calls the
-// reference in the place of a kernel (runner.cpp).
+// reference in place of a kernel (runner.cpp).
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

@@ -494,7 +494,7 @@ class Tape : public torch::CustomClassHolder {
                    const std::vector<std::string>& texts, c10::TypePtr type, bool writes) const {
     if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     const auto list = type->cast<c10::ListType>();
-    TORCH_CHECK(list, "a tape gives a list in the place of ", type->str());
+    TORCH_CHECK(list, "a tape gives a list in place of ", type->str());
     c10::impl::GenericList made(list->getElementType());
     for (int64_t i = 0; i < length; ++i) {
       made.push_back(read_value(code, at, texts, list->getElementType(), writes));

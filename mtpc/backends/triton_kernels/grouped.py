@@ -151,7 +151,7 @@ class GroupedRows:
         launches: the launches that round them; none for float8.
         x: int8 [T, K], or of the rows' own dtype if codes are float8.
         steps: float32 [T, groups]; x itself if codes are float8.
-        sums: int32 [T, groups]; likewise.
+        sums: int32 [T, groups]; as above.
     """
 
     launches: list[Launch]

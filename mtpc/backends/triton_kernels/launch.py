@@ -43,7 +43,7 @@ _TRACED = (FakeTensor, FunctionalTensor)
 @triton.jit
 def await_launches(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Every program calls it before it reads or writes anything but weights. It waits for the end
-    of the launch before, which has waited likewise, so all earlier launches have ended."""
+    of the launch before, which has waited in the same way, so all earlier launches have ended."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

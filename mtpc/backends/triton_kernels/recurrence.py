@@ -235,7 +235,7 @@ class Recurrence:
             kernel: of one position, or of a part of it.
             programs: of one position.
             arguments: those that not every such kernel has.
-            constants: likewise.
+            constants: as above.
         """
         width = self.conv.shape[1]
         shared = dict(conv_ptr=self.conv, num_reqs=self.num_reqs)

@@ -168,7 +168,7 @@ class SparseLatentAttention(nn.Module):
 
 def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pools of the latent, [N, P, rank + rope], and of the indexer keys, [N, P, D]."""
-    meaning = "DeepSeek-V3.2: indexer keys by page, likewise"
+    meaning = "DeepSeek-V3.2: indexer keys by page"
     index = paged_spec(f"kv.{layer}.index", (P, config.index_head_dim), dtype, meaning)
     return (*paged_latent_specs(config, layer, dtype), index)
 

@@ -62,7 +62,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Change:
-    """What the converter did to a tensor besides renaming it.
+    """What the converter did to a tensor in addition to renaming it.
 
     Attributes:
         values: "plus_one"; "negative_exp", -exp(x); "" nothing.
@@ -79,7 +79,7 @@ class Change:
 class GgufTensor(StoredTensor):
     """A tensor of a GGUF file, or a matrix of a stack, under transformers' name.
 
-    Attributes, besides those of `StoredTensor`:
+    Attributes, in addition to those of `StoredTensor`:
         block: its type in the file; `dtype` is the type's name.
         change: what llama.cpp's converter did to its values.
     """

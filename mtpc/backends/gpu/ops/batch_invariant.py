@@ -19,7 +19,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None
     Args:
         x: [..., K], or [B, T, K] where the weight has B parts.
         weight: [N, K] or [B, N, K], of x's dtype.
-        bias: [N], likewise, or None.
+        bias: [N], as above, or None.
 
     Returns:
         [..., N] or [B, T, N], of x's dtype.

@@ -25,7 +25,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Args:
         x: bfloat16 [..., K].
         weight: [N, K], of x's dtype.
-        bias: [N], likewise, or None.
+        bias: [N], as above, or None.
 
     Returns:
         [..., N].
@@ -60,7 +60,7 @@ def norm_linear(
         epsilon: as there.
         plus_one: as there.
         weight: [N, K], of x's dtype; if gated [2N, K], the gate's rows first.
-        bias: [N], likewise, or None; never if gated.
+        bias: [N], as above, or None; never if gated.
         gated: whether silu(gate) * up follows.
 
     Returns:

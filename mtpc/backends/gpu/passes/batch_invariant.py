@@ -46,7 +46,7 @@ class BatchInvariant:
 
 @dataclass(frozen=True)
 class _Emitter:
-    """Emits calls in the place of a node."""
+    """Emits calls in place of a node."""
 
     graph: fx.Graph
     node: fx.Node

@@ -56,7 +56,7 @@ class SpellCollectives:
 
 @dataclass(frozen=True)
 class _Emitter:
-    """Emits calls in the place of a collective."""
+    """Emits calls in place of a collective."""
 
     graph: fx.Graph
     node: fx.Node
