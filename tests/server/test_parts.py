@@ -77,6 +77,23 @@ def test_chunks_are_json(is_chat: bool, wants_usage: bool) -> None:
     assert choices[1]["logprobs"] is None
 
 
+def test_probable_tokens_of_one_text_all_stay() -> None:
+    """Halves of characters decode alike, and so may other ids. The emitted token has the text."""
+    texts = {1: "é", 2: "\ufffd", 3: "\ufffd", 4: "\ufffd", 5: "é"}
+    made = answer(is_chat=False, decode=lambda ids: "".join(texts[i] for i in ids))
+    top = ((3, -0.1), (1, -0.5), (5, -1.0), (2, -1.5))
+    for emitted, names in (
+        (3, ["\ufffd", "é", "token_id:5", "token_id:2"]),
+        (5, ["é", "\ufffd", "token_id:1", "token_id:2"]),
+        (4, ["\ufffd", "token_id:3", "é", "token_id:5", "token_id:2"]),
+    ):
+        logprob = dict(top).get(emitted, -9.0)
+        (found,) = made.logprobs([TokenLogprobs(emitted, logprob, top)], 0)[0]["top_logprobs"]
+        assert [*found] == names
+        assert sorted(found.values()) == sorted({emitted: logprob, **dict(top)}.values())
+        assert found[texts[emitted]] == logprob
+
+
 def test_histogram() -> None:
     histogram = Histogram("x_seconds", "Of x.", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
