@@ -53,8 +53,8 @@ class Request:
             request is added.
         prompt_ids: token ids, at least one.
         max_new_tokens: the most new tokens.
-        stop_ids: token ids that end the request, as those of `sampling` do. The stop token is part of
-            the output.
+        stop_ids: token ids that end the request, as those of `sampling` do. The stop token is part
+            of the output.
         sampling: how tokens are chosen. It has a seed once the request is added.
         on_output: called with each output of the request, in the thread that steps the engine or
             aborts the request.

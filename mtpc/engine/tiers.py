@@ -49,8 +49,8 @@ TRIAL = 2
 """Steps of a trial of more drafts. The first of them verifies only the drafts of the step
 before."""
 FLOOR, RESTED = 0.03, 0.015
-"""Shares of recent time lost to the smallest K. At the first, the engine rests at that K; at the second,
-it goes on."""
+"""Shares of recent time lost to the smallest K. At the first, the engine rests at that K; at the
+second, it goes on."""
 SLACK = 2.0
 """The time of this many steps of the smallest K may be lost, too, because acceptance varies."""
 RECENT, USUAL = 0.999, 0.99

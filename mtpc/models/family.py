@@ -123,7 +123,7 @@ class ModelFamily:
         cache_specs: (config, layer index, dtype) -> state buffers of a layer, `kv.<layer>.*`.
         caches_per_layer: layers that `config.num_hidden_layers` counts, each with state of its own,
             in one of the decoder's layers.
-        cache_kinds: dataclasses that hold the state of a layer, in addition to those of `caches`. A class
+        cache_kinds: dataclasses that hold the state of a layer, added to those of `caches`. A class
             is used for the layers whose buffer roles are the names of its fields.
         shared_tensors: names of an MTP layer's embedding and output head, which checkpoints may
             store. A tensor that equals the target's is shared with it; see `WiringRules.head`.

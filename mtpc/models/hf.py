@@ -455,7 +455,7 @@ class StepParts:
         draft_head: (model, layer) -> module: features [T, ...] -> logits [T, V].
         stream_head: (decoder, config) -> the stream head of a new MTP layer, its weights not set;
             None for families without residual streams.
-        draft_entry: layer -> module: what `target` gives in addition to its features, [T, ...] -> what
+        draft_entry: layer -> module: what `target` gives beside its features, [T, ...] -> what
             the first draft is fed. `target` then gives both. None: the features are fed.
         draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
         single_position: whether the drafter keeps no state, and makes all drafts at the last

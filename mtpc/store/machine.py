@@ -1,4 +1,4 @@
-"""Key fields in addition to those of the model: mtpc's sources, versions of libraries, this machine."""
+"""Key fields that are not the model's: mtpc's sources, versions of libraries, this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server needs of a model in addition to its program: vocabulary size, stop ids, tokenizer."""
+"""What a server needs of a model and its program lacks: vocabulary size, stop ids, tokenizer."""
 
 from __future__ import annotations
 
