@@ -91,7 +91,7 @@ class Eagle3Config:
         config = LlamaConfig(**describing(entries))
         use_seams(config)
         _check_known(entries, config, where)
-        check_rotary(config, f"{where}: ")
+        check_rotary(config, where)
         vocab, width = config.vocab_size, entries.get("target_hidden_size") or config.hidden_size
         for what, found, expected in (
             ("vocab_size", vocab, target.vocab_size),

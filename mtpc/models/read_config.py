@@ -54,7 +54,7 @@ def read_config(file: ConfigFile, family: ModelFamily) -> Any:
     entries = file.config if TEXT in sub_configs(kind) else file.text_config
     check_computed(entries, family.computed)
     config = kind(**family.config_entries(describing(entries)))
-    check_rotary(config.get_text_config(decoder=True))
+    check_rotary(config.get_text_config(decoder=True), file.config_path)
     return config
 
 

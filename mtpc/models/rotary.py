@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mtpc.errors import UnsupportedModelError
+from mtpc.errors import CheckpointError, UnsupportedModelError
 
 BY_LENGTH = ("dynamic", "longrope")
 """Types whose angles transformers computes from the longest text of a call."""
@@ -63,31 +64,33 @@ def _parts(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield from (nested or {"": given}).items()
 
 
-def check_rotary(config: Any, where: str = "") -> None:
+def check_rotary(config: Any, where: Path) -> None:
     """Refuse types that transformers does not have for text, and numbers that give no angles.
 
     Args:
         config: transformers', of the language model.
-        where: begins the message.
+        where: what it was read from, for messages.
 
     Raises:
-        UnsupportedModelError: the message names the type and the entry.
+        UnsupportedModelError: there is no such type.
+        CheckpointError: a number is wrong.
     """
     known = ("default", *ROPE_INIT_FUNCTIONS)
     for layers, part in _parts(config):
         kind = part.get("rope_type", "default")
-        said = f"{where}{layers} rope_scaling (or rope_parameters) has rope_type {kind!r}".lstrip()
+        place = f"rope_scaling (or rope_parameters) {layers}".rstrip()
+        said = f"{where}: {place} has rope_type {kind!r}"
         if kind not in known:
             raise UnsupportedModelError(f"{said}; expected one of {', '.join(known)}")
         for name in _POSITIVE:
             if part.get(name) is not None and not _is_positive(part[name]):
-                raise UnsupportedModelError(
+                raise CheckpointError(
                     f"{said} with {name} {part[name]!r}; expected a number above 0"
                 )
         lists = [part[name] for name in _LISTS if name in part]
         is_fine = all(isinstance(each, list) and all(map(_is_positive, each)) for each in lists)
         if not is_fine or len({len(each) for each in lists}) > 1:
-            raise UnsupportedModelError(
+            raise CheckpointError(
                 f"{said}; expected {' and '.join(_LISTS)} of equal length, with numbers above 0"
             )
 

@@ -113,7 +113,10 @@ def test_documents(copies: Callable[..., Path], file: str, what: str) -> None:
             {"num_attention_heads": 0},
             r"num_attention_heads is a number 0, .*; expected int, such as",
         ),
-        ({"rope_parameters": {"rope_theta": "x"}}, r"rope_parameters\.rope_theta is text 'x'"),
+        (
+            {"rope_parameters": {"rope_theta": "x"}},
+            "with rope_theta 'x'; expected a number above 0",
+        ),
         (
             {"rope_parameters": {"partial_rotary_factor": HUGE}},
             "rope_parameters.partial_rotary_factor is a number .*; expected a share of 0 to 1",
