@@ -365,7 +365,7 @@ class WeightSource:
         return self._looked_at(name, quantised_rows(plain, spec))
 
     def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
-        """Rows whose scales are checked as they are read. Weights that are not finite show there."""
+        """Rows whose scales are checked as they are read; infinite weights show there."""
         some = Rows((), name)  # Never all of the tensor, which other weights may need.
 
         def read(start: int, stop: int) -> GroupedWeight:
