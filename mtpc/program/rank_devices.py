@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device, device_name
-from mtpc.backends.gpu.ops.exchanges import exchange_ranks, gather_ranks
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
 from mtpc.errors import BackendError, LostRankError
 from mtpc.ops.collectives import group_of
@@ -117,9 +116,11 @@ def make_group(ranks: Ranks, device: torch.device) -> str:
     Raises:
         BackendError: the value is wrong.
     """
+    from mtpc.backends.gpu.ops import exchanges  # No other start needs it.
+
     name = str(dist.new_group(backend=_BACKEND, device_id=device).group_name)
     own = torch.full((ranks.size,), ranks.rank, device=device)
-    found = gather_ranks(exchange_ranks(own, name), ranks.size, name)
+    found = exchanges.gather_ranks(exchanges.exchange_ranks(own, name), ranks.size, name)
     if found.flatten().tolist() != [*range(ranks.size)] * ranks.size:
         raise BackendError(
             f"the first exchange on {device} gave {found.flatten().tolist()}; expected the numbers "
