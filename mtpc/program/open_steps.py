@@ -410,9 +410,12 @@ class _Road(Generic[T]):
         except MtpcError:
             raise
         except Exception as error:
+            if model.cache is None:
+                raise
             raise CacheError(
-                f"built steps do not fit {model.served.name}: {type(error).__name__}: {error}; "
-                "remove them: mtpc cache prune --all"
+                f"steps of the graph cache {model.cache.store.root} do not fit "
+                f"{model.served.name}: {type(error).__name__}: {error}; remove them: "
+                "mtpc cache prune --all"
             ) from error
 
     def _identity(self, model: Prepared) -> str:
