@@ -319,7 +319,7 @@ LINES = {
     # What a first draft hands to later ones.
     "step": 1320,  # Synthetic acceptance (`synthetic.py`).
     # Temporary directories that outlive no process for long (`store/scratch.py`).
-    "store": 955,
+    "store": 945,
     # Training MTP layers: their drafts with gradients, texts, runs that resume (`mtpc tune-head`).
     # Experts on round numbers of rows (`experts.py`).
     "tuning": 1040,
