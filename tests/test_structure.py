@@ -307,7 +307,7 @@ LINES = {
     # steps (`StepWatch`). A rank's slices where no cache keeps steps (`part_weights.py`).
     # Memory of GPUs that ranks share (`rank_devices.py`). Steps that are planned and then run
     # (`memory_plan.py`).
-    "program": 5640,
+    "program": 5645,
     # Limits on templates, names of hosts, clients that half-close. Tools, formats and reasoning
     # (`conversation.py`, `tool_formats.py`, `chat_parser.py`, `lark.py`, `grammars.py`).
     # What heads must be, for both parsers (`heads.py`); the server as an ASGI application. `echo`.
