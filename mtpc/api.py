@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from torch import Tensor
@@ -88,9 +87,8 @@ def compile(
             return bind_program(found.built, listener, found.identity, costs)
 
         opened = open_steps(model, {**options}, Wanted("fused", True, bind), listener)
-    found, program = opened.model, opened.made
-    if opened.ranks is not None:
-        program = ranked(program, opened.ranks)
+    found = opened.model
+    program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
     rest = None if opened.rest is None else Background(opened.rest, program, listener)
     of_model = (found.served, found.options, program, found.loaded)
     return SpecModel(*of_model, opened.fallbacks, rest)
@@ -120,7 +118,7 @@ class SpecModel:
         options: CompileOptions,
         program: Program,
         loaded: LoadedModel | None = None,
-        fallbacks: Mapping[str, int] = MappingProxyType({}),
+        fallbacks: Mapping[str, int] | None = None,
         background: Background | None = None,
     ):
         self.options, self.program, self.loaded = options, program, loaded
@@ -130,10 +128,9 @@ class SpecModel:
         if options.images:
             rows = program.shared[PROMPT_EMBEDS]
             self.vision = Vision(self.served, rows.dtype, rows.device, self.stats)
-        self.stats.fallbacks.update(fallbacks)
-        self._end_building: Callable[[], object] = lambda: None
-        if background is not None:
-            self._end_building = weakref.finalize(self, background.close)
+        self.stats.fallbacks.update(fallbacks or {})
+        close = background.close if background is not None else lambda: None
+        self._end_building = weakref.finalize(self, close)
 
     def follow(self) -> None:
         """On a rank other than 0: run the steps that rank 0 runs, until it calls `close`.

@@ -238,7 +238,7 @@ LINES = {
     "program": 5700,
     "server": 4410,
     "step": 1420,
-    "store": 950,
+    "store": 930,
     "tuning": 1070,
     "weights": 6230,
 }

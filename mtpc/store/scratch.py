@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
-from mtpc.errors import BackendError
 from mtpc.weights.plain_file import is_held
 
 _PREFIX = "mtpc-scratch-"
 YOUNG_S = 60.0
 """A directory may be without its lock for less than this, right after it is made."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a write fails with if no more fits: on the disk, into the quota, under `ulimit -f`."""
 
 
 class Scratch(tempfile.TemporaryDirectory[str]):
@@ -36,23 +31,6 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         weakref.finalize(self, os.close, handle)
         with contextlib.suppress(OSError):  # A file system without locks.
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-    @contextlib.contextmanager
-    def filled(self) -> Iterator[None]:
-        """A block that writes into it; the error of a write that does not fit names no file.
-
-        Raises:
-            BackendError: it is full.
-        """
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise BackendError(
-                f"cannot write to the temporary directory {self.name}: {error.strerror}; free "
-                "space, or choose another directory with TMPDIR"
-            ) from error
 
 
 def remove_abandoned() -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
-from helpers.bounded import full_disk
 from helpers.compiled import CpuBuilt
 from helpers.families import CPU_OPTIONS
 from helpers.warm_starts import BATCH, DECODE, damage
 
 import mtpc
-from mtpc.config import CompileOptions
-from mtpc.errors import BackendError, CacheError, CacheWriteError, OptionError
+from mtpc.errors import CacheError, CacheWriteError, OptionError
 from mtpc.program.build import Task, _report
 from mtpc.program.step_cache import StepCache
-from mtpc.program.step_record import StepRecord
 from mtpc.store.entries import SUMS, EntryStore
-from mtpc.weights.tensor_file import save_tensors
 
 
 def test_frozen_says_what_is_missing(
@@ -114,22 +108,26 @@ def test_a_cache_that_others_can_write_is_refused(
             warm("mimo", cache_dir=mine, frozen=frozen)
 
 
-def test_a_full_temporary_directory(tmp_path: Path) -> None:
-    """A write that does not fit names no file: the error says which directory is full."""
-    cache = StepCache(EntryStore(tmp_path), {}, CompileOptions(max_len=32))
-
-    def build(directory: Path) -> StepRecord:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(BackendError, match=r"mtpc-scratch-steps-.*: No space left.*; free.*TMPDIR"):
-        cache.obtain(DECODE, build)
-
-    def build_constants(directory: Path) -> StepRecord:
-        save_tensors({"x": torch.zeros(1000)}, directory / "constants")
-        raise AssertionError
-
-    with full_disk(), pytest.raises(BackendError, match=r"steps-.*: File too large; free.*TMPDIR"):
-        cache.obtain(DECODE, build_constants)
+@pytest.mark.parametrize("can_write", [True, False])
+def test_a_step_needs_no_temporary_directory(
+    can_write: bool,
+    checkpoint: Callable[..., Path],
+    cpu_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not where the cache keeps it, nor where only this process has it, which a note then says."""
+    root = own_copy(cpu_cache, tmp_path)
+    if not can_write:
+        shutil.rmtree(root / "tmp", ignore_errors=True)
+        (root / "tmp").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    options = {**CPU_OPTIONS, "batch_buckets": (1,), "spec_tokens": 1, "cache_dir": root}
+    spec = mtpc.compile(checkpoint("mimo"), **options)
+    assert len(spec.generate(BATCH[0], 4)) == 4
+    notes = spec.stats.fallbacks
+    assert all(line.startswith("not kept in the cache: ") for line in notes)
+    assert bool(notes) is not can_write
 
 
 def test_a_build_without_kernels_in_the_cache(tmp_path: Path) -> None:
