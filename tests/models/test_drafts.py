@@ -49,6 +49,14 @@ def test_drafts_equal_the_wiring(
     assert check_drafts(spec, DraftOracle(oracle(family, kind)), prompts, 12) >= 6
 
 
+def test_drafts_of_a_part_of_the_vocabulary(
+    compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """A head with rows for some tokens, whose drafts are picked among all."""
+    spec = compiled("llama", 2, "random", batch_buckets=(1,), **DEFAULTS)
+    assert check_drafts(spec, DraftOracle(oracle("llama", "random")), [PROMPTS[9]], 8) >= 4
+
+
 @pytest.mark.parametrize(
     "family",
     [
