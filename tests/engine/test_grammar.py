@@ -121,7 +121,7 @@ def ahead_of(state: str, count: int) -> list[list[int]]:
 
 
 def test_each_row_has_the_masks_of_the_drafts_after_it(compiled: Callable[..., Any]) -> None:
-    """Of two requests: what few tokens are possible after each of the drafts that a step reads."""
+    """Of several requests: what few tokens are possible after each draft that a step reads."""
     spec, changes = compiled("mimo", 3, **MASKED), 0
     for prompt in PROMPTS[:6]:
         spec.engine.add(prompt, NEW, (STOP,), KINDS["temperature"], grammar=Records())

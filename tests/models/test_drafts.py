@@ -119,7 +119,7 @@ def test_drafts_after_rejections_at_every_position(
 ) -> None:
     """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right."""
     spec, plain = (
-        compiled(family, spec_tokens, "random", batch_buckets=(2,), **DEFAULTS),
+        compiled(family, spec_tokens, "random", batch_buckets=(2,)),
         oracle(family, "random"),
     )
     poison(spec)

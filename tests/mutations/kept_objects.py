@@ -1,7 +1,7 @@
-#!/usr/bin/env python3
 """A C++ compiler that compiles no text twice, so that a fault in a kernel takes a file or two.
 
-`CXX` names this file, `KEPT_CXX` the compiler, and `KEPT_OBJECTS` a folder of what it has compiled.
+`CXX` names a copy that Python runs (plant.py), `KEPT_CXX` the compiler, and `KEPT_OBJECTS` a folder
+of what it has compiled.
 An object is known by the options, its source, and the files of mtpc that the source includes.
 """
 

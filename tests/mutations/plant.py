@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutations.faults import FAULTS, Fault  # noqa: E402
 
-COMPILER = Path(__file__).with_name("kept_objects.py")
+KEPT = Path(__file__).with_name("kept_objects.py")
 LIMIT_S = 600.0
 """For each test. A fault that makes its test run longer is seen, too: the run hangs."""
 _PASSED, _FAILED = 0, 1
@@ -120,8 +120,11 @@ class Trial:
 
 def _compile(tree: Path, objects: Path) -> dict[str, str]:
     """Compile the kernels of a copy; returns the variables by which its tests find them."""
+    compiler = tree / "kept_objects"
+    compiler.write_text(f"#!{sys.executable}\n{KEPT.read_text()}")
+    compiler.chmod(0o700)
     given = {"KEPT_CXX": os.environ.get("CXX", "g++"), "KEPT_OBJECTS": str(objects)}
-    env = {"CXX": str(COMPILER), "MTPC_CACHE_DIR": str(tree / "cache"), "PYTHONPATH": str(tree)}
+    env = {"CXX": str(compiler), "MTPC_CACHE_DIR": str(tree / "cache"), "PYTHONPATH": str(tree)}
     build = "from mtpc.backends.cpu_kernels import build_kernels; build_kernels()"
     command = [sys.executable, "-c", build]
     subprocess.run(command, cwd=tree, env={**os.environ, **given, **env}, check=True)
