@@ -1116,4 +1116,11 @@ FAULTS = (
         "if (false) stopped.remaining",
         _ACCEPT,
     ),
+    Fault(
+        "kernel: rows of a joint projection are read side by side",
+        f"{KERNELS}/write_cache.cpp",
+        "row += dense.stride(0) * width",
+        "row += row_bytes",
+        "cpu/test_kernels.py::test_write_cache_from_a_slice_of_a_joint_projection",
+    ),
 )
