@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from helpers.families import (
     TINY,
 )
 from helpers.oracles import Oracle
-from helpers.reuse import Conversations, check_reuse
+from helpers.reuse import NEW, Ask, Conversations, check_reuse
 from helpers.theorem import (
     PROMPTS,
     check_after_rejection,
@@ -173,6 +174,20 @@ def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[...,
     These are the programs of the tests above, so that nothing is compiled for it.
     """
     check_reuse(Conversations(compiled(family, 3)), 4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "step3p7"])
+def test_a_turn_after_decoded_text_when_steps_are_read_late(
+    family: str, compiled: Callable[..., Any]
+) -> None:
+    """Steps end at page ends, where the state has moved on before the host knows of it."""
+    conversations = Conversations(compiled(family, 3))
+    engine = {"num_pages": 60, "snapshots": 99, "snapshot_distance": 1024, "async_scheduling": True}
+    for length in (3, 16, 21, 26):
+        first = Ask(0, length, 0, None, 0, NEW, None, 1)
+        turn = replace(first, turn_of=0)
+        conversations.run([(first, 99, None), (turn, 99, None)], engine)
+    assert conversations.seen["reused"] > 0
 
 
 RESTARTED = ("mimo", "qwen3_next", "step3p7")

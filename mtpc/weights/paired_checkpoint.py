@@ -95,9 +95,9 @@ class PairedCheckpoint(Checkpoint):
         return self.draft.directory
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all files that hold tensors of either."""
-        return super().nbytes + self.draft.nbytes
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold tensors of either."""
+        return (*super().paths, *self.draft.paths)
 
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:

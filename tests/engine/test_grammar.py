@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.records import MASKED, NEW, STOP, Records, V, run, wanted
+from helpers.records import MASKED, NEW, STATES, STOP, Records, V, run, wanted
 from helpers.sampling_oracle import FILTERS
 from helpers.schedules import Session
 from helpers.theorem import PROMPTS
@@ -19,6 +19,7 @@ from mtpc.engine import grammar as engine_grammar
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
+from mtpc.engine.sampling_rows import pack_bits
 from mtpc.engine.stream import Output, check_served
 from mtpc.errors import GrammarError, NumericsError, RequestError
 
@@ -106,6 +107,45 @@ def test_masks_of_drafts_raise_acceptance(
             assert text == wanted(plain, prompt, params)
         accepted[few] = sum(spec.stats.accepted) - before
     assert 0 < accepted[0] < accepted[4]
+
+
+def ahead_of(state: str, count: int) -> list[list[int]]:
+    """Masks of the tokens after the next one, where a record is in a state: if few are possible."""
+    texts, found = [state], [torch.full((V // 32,), -1).tolist() for _ in range(count)]
+    for place in range(count):
+        texts = [then for each in texts for then in STATES[each].values() if then != "over"]
+        if not 0 < len(texts) <= engine_grammar.FEW:
+            break
+        found[place] = pack_bits({token for each in texts for token in STATES[each]}, V).tolist()
+    return found
+
+
+def test_each_row_has_the_masks_of_the_drafts_after_it(compiled: Callable[..., Any]) -> None:
+    """Of several requests: what few tokens are possible after each draft that a step reads."""
+    spec, changes = compiled("mimo", 3, **MASKED), 0
+    for prompt in PROMPTS[:6]:
+        spec.engine.add(prompt, NEW, (STOP,), KINDS["temperature"], grammar=Records())
+    (step,) = [step for key, step in spec.program.steps.items() if key.phase == "decode"]
+    tokens, masks = spec.program.shared["state.token_ids"], step.buffers["batch.draft_mask"]
+    while spec.engine.has_work:
+        running = [request for request in spec.engine.running if request.is_prefilled]
+        rows = [(r.grammar.states[-1], tokens[r.slot].tolist()[1:]) for r in running]
+        before = spec.stats.decode_steps
+        spec.engine.step()
+        if spec.stats.decode_steps == before:
+            continue
+        for index, (state, drafts) in enumerate(rows):
+            places, row = [state], 4 * index
+            for draft in drafts:
+                allowed = STATES[state]
+                state = allowed.get(min(allowed) if len(allowed) == 1 else draft, "over")
+                if state == "over":
+                    break
+                places.append(state)
+            wanted = [ahead_of(state, 3) for state in places]
+            assert masks[row : row + len(wanted)].tolist() == wanted
+            changes += wanted.count(wanted[0]) < len(wanted)
+    assert changes > 2
 
 
 class Broken(Records):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,19 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import offloads
+from helpers import offloads, tiny
 from helpers.bounded import bounded, full_disk
 from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
 from helpers.theorem import PROMPTS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
-from mtpc.program.model_key import MEMORY
+from mtpc.program.model_key import MEMORY, page_identity
 from mtpc.weights.content import content_digest
+from mtpc.weights.paired_checkpoint import open_checkpoint
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -276,6 +278,43 @@ def test_other_weights_are_another_model(
     plain = warm("mimo", moved)
     assert other.generate(PROMPTS[12], 4) == plain.generate(PROMPTS[12], 4)
     assert not other.stats.offload_loaded
+
+
+def halved(source: Path, directory: Path) -> list[Path]:
+    """A copy of a checkpoint whose tensors are in two files, which are returned."""
+    shutil.copytree(source, directory)
+    whole = directory / "model.safetensors"
+    tensors, places = load_file(whole), dict[str, str]()
+    whole.unlink()
+    for number in (1, 2):
+        file = f"model-0000{number}-of-00002.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[number - 1 :: 2]}
+        save_file(part, directory / file, {"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(directory.glob("model-*"))
+
+
+@pytest.mark.parametrize("family", ["mimo", "llama"])
+def test_every_file_of_weights_counts(
+    family: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The target's two, and a drafter's: one value less, and pages are another model's."""
+    files = halved(checkpoint(family, "random"), tmp_path / "model")
+    draft = tiny.drafter(tmp_path / "model").get("draft")
+    files += [draft / "model.safetensors"] if draft else []
+    options = mtpc.CompileOptions(kv_offload_dir=tmp_path / "kv", draft=draft)
+
+    def identity() -> str:
+        return page_identity(open_checkpoint(tmp_path / "model", draft), options, "cpu")
+
+    found = [identity(), identity()]
+    for path in files:
+        path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 1))
+        found.append(identity())
+    assert found[0] == found[1]
+    assert len(set(found)) == 1 + len(files)
 
 
 def test_options_that_do_not_go_together(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

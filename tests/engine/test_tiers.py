@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -290,11 +291,15 @@ def test_requests_share_what_they_know_where_they_are_alike() -> None:
 
 
 class Scripted(TierPolicy):
-    """Changes K at every step, in an order of its own."""
+    """Changes K in an order of its own."""
+
+    def __init__(self, tiers: Sequence[int], order: Sequence[int]):
+        super().__init__(tiers)
+        self._order = itertools.cycle(order)
 
     def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
         self.switches += 1
-        return (0, 2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3)[self.switches % 12]
+        return next(self._order)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +316,7 @@ def test_k_may_change_at_every_step(
     that drafted nothing, and beside a prompt: MTP layers keep the KV of every row."""
     spec = compiled(family, "auto", batch_buckets=(2,))
     drafts = DraftOracle(oracle(family))
-    spec.engine.tiers = Scripted(spec.options.tiers)
+    spec.engine.tiers = Scripted(spec.options.tiers, (2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3, 0))
     poison(spec)
     asked = [(PROMPTS[7], 24), (PROMPTS[10], 12), (PROMPTS[9], 8)]
     texts = {spec.engine.add(prompt, new): list(prompt) for prompt, new in asked}
@@ -332,6 +337,25 @@ def test_k_may_change_at_every_step(
     used = {key.spec_tokens for key in spec.stats.replays if key.phase == "decode"}
     assert used == {0, 1, 2, 3}
     assert sum(spec.stats.drafted) < 3 * spec.stats.request_steps
+
+
+def test_every_layer_keeps_its_kv_at_any_k(
+    compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """Two layers, and K = 1 up to a step of K = 2: the second layer reads rows that it wrote for no
+    draft."""
+    spec = compiled("step3p7", "auto", "random", spec_tiers=(1, 2), batch_buckets=(1,))
+    spec.engine.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
+    poison(spec)
+    spec.engine.add(PROMPTS[7], 16)
+    compared, drafts = 0, DraftOracle(oracle("step3p7", "random"))
+    while spec.engine.has_work:
+        text += [token for output in spec.engine.step() for token in output.token_ids]
+        for request in [r for r in spec.engine.running if r.num_drafts == 2]:
+            found = spec.program.shared["state.token_ids"][request.slot].tolist()
+            assert found == [text[-1], *drafts.drafts(text, 2)]
+            compared += 1
+    assert compared >= 3
 
 
 def test_the_engine_chooses(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> None:

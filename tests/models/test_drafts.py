@@ -14,6 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 HERE = ("glm4_moe",)
 """Random models that are compiled in this file by default, and whose oracle is float64."""
+DEFAULTS = {"sampling": True}
+"""What `mtpc.compile` does, for programs that no other file shares."""
 
 
 @pytest.mark.parametrize(
@@ -38,12 +40,21 @@ def test_drafts_equal_the_wiring(
 ) -> None:
     """All families against pages of plain code, K = 3, two requests in a bucket of 4.
 
-    Trained drafts rest on a row's token; random ones on all that their row attends to.
+    Trained drafts rest on a row's token; random ones on all that their row attends to. The trained
+    models are the theorem's.
     """
-    few = {} if kind == "trained" else {"batch_buckets": (4,)}  # The theorem's models are trained.
+    few = {} if kind == "trained" else {"batch_buckets": (4,), **DEFAULTS}
     spec = compiled(family, 3, kind, **few)
     prompts = [PROMPTS[3], PROMPTS[9]]
     assert check_drafts(spec, DraftOracle(oracle(family, kind)), prompts, 12) >= 6
+
+
+def test_drafts_of_a_part_of_the_vocabulary(
+    compiled: Callable[..., Any], oracle: Callable[..., Any]
+) -> None:
+    """A head with rows for some tokens, whose drafts are picked among all."""
+    spec = compiled("llama", 2, "random", batch_buckets=(1,), **DEFAULTS)
+    assert check_drafts(spec, DraftOracle(oracle("llama", "random")), [PROMPTS[9]], 8) >= 4
 
 
 @pytest.mark.parametrize(
@@ -61,7 +72,7 @@ def test_random_models_decode_alike(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
     """The theorem where next to nothing is accepted, and texts are as random as the weights."""
-    spec = compiled(family, 3, "random", batch_buckets=(4,))
+    spec = compiled(family, 3, "random", batch_buckets=(4,), **DEFAULTS)
     check_theorem(spec, oracle(family, "random"), max_examples=2)
 
 
@@ -70,7 +81,7 @@ def test_a_random_recurrent_model_decodes_alike(
 ) -> None:
     """The same for prompts whose texts keep the margin that its oracle's float32 asks for."""
     spec, plain = (
-        compiled("qwen3_next", 3, "random", batch_buckets=(4,)),
+        compiled("qwen3_next", 3, "random", batch_buckets=(4,), **DEFAULTS),
         oracle("qwen3_next", "random"),
     )
     poison(spec)
@@ -92,7 +103,7 @@ def test_several_layers_chain_truly(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
     """2 and 3 layers, K below, at and above their number; prompts of 1 token and many chunks."""
-    spec = compiled(family, spec_tokens, batch_buckets=(4,))
+    spec = compiled(family, spec_tokens, batch_buckets=(4,), **DEFAULTS)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[7], PROMPTS[12]]
     assert check_drafts(spec, DraftOracle(oracle(family)), prompts, 12) >= 16
     assert 0 < spec.stats.acceptance_rate < 1
@@ -167,6 +178,7 @@ def test_drafts_equal_transformers_mtp(
     """
     if family == "step3p7" and not hasattr(MtpModel, "forward_layer"):
         pytest.skip("this MtpModel gives Step-3.7's rotary embedding no layer type: it cannot run")
-    spec = compiled(family, 3, kind, batch_buckets=(4,), **TRANSFORMERS.get(family, {}))
+    few = {} if kind == "trained" else DEFAULTS
+    spec = compiled(family, 3, kind, batch_buckets=(4,), **few, **TRANSFORMERS.get(family, {}))
     prompts = [PROMPTS[5], PROMPTS[10]]
     assert check_drafts(spec, TransformersDraftOracle(oracle(family, kind)), prompts, 10) >= 6

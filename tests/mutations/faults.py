@@ -28,6 +28,11 @@ class Fault:
     test: str
     in_sample: bool = False
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it lies in a kernel, which is compiled with it."""
+        return self.file.endswith((".cpp", ".h"))
+
 
 _MIMO = "test_theorem.py::test_speculative_output_equals_plain_decoding[mimo-3]"
 _CODES = "engine/test_kv_cache_dtype.py::test_the_theorem_with_pages_of_codes[mimo-int8-3]"
@@ -50,6 +55,9 @@ _QWEN4 = "models/test_qwen4_exp.py::test_rows_equal_transformers_uncached[4-8-3-
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RANKS = "ranks/test_tensor_parallel.py::"
 _RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_rank"
+_EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
+_LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
+_LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
@@ -68,6 +76,8 @@ ASSISTANT = "models/gemma4_assistant.py"
 SHARD = "passes/shard.py"
 SINGLE = "step/single_position.py"
 HEADS = "models/heads.py"
+GRAMMAR = "engine/grammar.py"
+KERNELS = "backends/cpu_kernels"
 RECURRENCE = "ops/recurrence.py"
 
 FAULTS = (
@@ -1041,5 +1051,76 @@ FAULTS = (
         "for rank in range(1, emit.ranks):",
         "for rank in range(emit.ranks - 1, 0, -1):",
         "ranks/test_spelled.py::test_large_sums_are_made_by_blocks[3-dtype1]",
+    ),
+    Fault(
+        "a drafter's map of its vocabulary is ignored in whole logits",
+        EAGLE3,
+        "ids = self.offsets + torch.arange(self.offsets.shape[0], device=logits.device)",
+        "ids = torch.arange(self.offsets.shape[0], device=logits.device)",
+        "models/test_drafts.py::test_drafts_of_a_part_of_the_vocabulary",
+    ),
+    Fault(
+        "masks ahead are all written to a request's first row",
+        GRAMMAR,
+        "self._look_ahead(walk, rows[row], ahead[row])",
+        "self._look_ahead(walk, rows[row], ahead[0])",
+        "engine/test_grammar.py::test_each_row_has_the_masks_of_the_drafts_after_it",
+    ),
+    Fault(
+        "in files: the first file of weights alone identifies a model",
+        "program/model_key.py",
+        "content_digest(checkpoint.paths, directory / MEMORY)",
+        "content_digest(checkpoint.paths[:1], directory / MEMORY)",
+        f"{_EVERY_FILE}[mimo]",
+    ),
+    Fault(
+        "in files: pages of another drafter are taken over",
+        "weights/paired_checkpoint.py",
+        "return (*super().paths, *self.draft.paths)",
+        "return super().paths",
+        f"{_EVERY_FILE}[llama]",
+    ),
+    Fault(
+        "deeper MTP layers skip their KV where K is under their number",
+        CHAINING,
+        "for index in range(1, self.num_layers):",
+        "for index in range(1, min(self.num_layers, step.key.spec_tokens)):",
+        _LEVELS,
+    ),
+    Fault(
+        "a snapshot of decoded text is taken when the next step has moved on",
+        "engine/snapshots.py",
+        "not prefixes.distance or self._options.async_scheduling:",
+        "not prefixes.distance:",
+        f"{_LATE_TURN}[qwen3_next]",
+    ),
+    # Kernels in C++.
+    Fault(
+        "kernel: a draft is compared with the choice after it",
+        f"{KERNELS}/accept.cpp",
+        "draft(r, count) == chosen(r * width + count)",
+        "draft(r, count) == chosen(r * width + count + 1)",
+        _ACCEPT,
+    ),
+    Fault(
+        "kernel: a stop token is not emitted",
+        f"{KERNELS}/accept.cpp",
+        "return {j + 1, 0, kToken};",
+        "return {j, 0, kToken};",
+        _ACCEPT,
+    ),
+    Fault(
+        "kernel: a request that goes on loses its budget",
+        f"{KERNELS}/accept.cpp",
+        "if (goes_on) stopped.remaining",
+        "if (false) stopped.remaining",
+        _ACCEPT,
+    ),
+    Fault(
+        "kernel: rows of a joint projection are read side by side",
+        f"{KERNELS}/write_cache.cpp",
+        "row += dense.stride(0) * width",
+        "row += row_bytes",
+        "cpu/test_kernels.py::test_write_cache_from_a_slice_of_a_joint_projection",
     ),
 )

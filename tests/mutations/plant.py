@@ -1,8 +1,10 @@
 """Plant faults in copies of mtpc, one at a time: the test that each names must fail.
 
     python tests/mutations/plant.py [--sample] [--only WORDS] [--jobs 2] [--out FILE]
+        [--objects DIRECTORY]
 
 --out keeps the rows of faults that are not planted this time, if their tests are the same.
+--objects keeps what was compiled of the kernels: a fault in one compiles the files that have it.
 
 Each fault has a process of its own, a fork of one that has torch imported. Exit status 1 means that
 a test missed its fault, or fails without any.
@@ -14,6 +16,7 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutations.faults import FAULTS, Fault  # noqa: E402
 
+KEPT = Path(__file__).with_name("kept_objects.py")
 LIMIT_S = 600.0
 """For each test. A fault that makes its test run longer is seen, too: the run hangs."""
 _PASSED, _FAILED = 0, 1
@@ -78,10 +82,15 @@ class Trial:
     Args:
         tests: names below tests/.
         fault: what to plant in the copy; None leaves it right.
+        objects: what is compiled of kernels.
+
+    Raises:
+        ValueError: the fault cannot be planted.
+        CalledProcessError: the kernels with the fault do not compile.
     """
 
-    def __init__(self, tests: Sequence[str], fault: Fault | None = None):
-        self.fault, self._start, self._limit_s = fault, time.monotonic(), LIMIT_S * len(tests)
+    def __init__(self, tests: Sequence[str], fault: Fault | None, objects: Path):
+        self.fault, self._limit_s = fault, LIMIT_S * len(tests)
         self._tree = Path(tempfile.mkdtemp(prefix="mtpc-fault-"))
         ignored = shutil.ignore_patterns("__pycache__")
         for part in ("mtpc", "tests", "examples"):
@@ -89,9 +98,10 @@ class Trial:
         shutil.copy(ROOT / "pyproject.toml", self._tree)
         if fault is not None:
             plant(fault, self._tree)
-        self._child = os.fork()
+        env = _compile(self._tree, objects) if fault is not None and fault.is_compiled else {}
+        self._start, self._child = time.monotonic(), os.fork()
         if self._child == 0:
-            _test(tests, self._tree)
+            _test(tests, self._tree, env)
 
     def poll(self) -> Run | None:
         """How the tests ended, or None while they run. Removes the copy."""
@@ -108,7 +118,20 @@ class Trial:
         return Run(code, seconds, output)
 
 
-def _test(tests: Sequence[str], tree: Path) -> None:
+def _compile(tree: Path, objects: Path) -> dict[str, str]:
+    """Compile the kernels of a copy; returns the variables by which its tests find them."""
+    compiler = tree / "kept_objects"
+    compiler.write_text(f"#!{sys.executable}\n{KEPT.read_text()}")
+    compiler.chmod(0o700)
+    given = {"KEPT_CXX": os.environ.get("CXX", "g++"), "KEPT_OBJECTS": str(objects)}
+    env = {"CXX": str(compiler), "MTPC_CACHE_DIR": str(tree / "cache"), "PYTHONPATH": str(tree)}
+    build = "from mtpc.backends.cpu_kernels import build_kernels; build_kernels()"
+    command = [sys.executable, "-c", build]
+    subprocess.run(command, cwd=tree, env={**os.environ, **given, **env}, check=True)
+    return given | env
+
+
+def _test(tests: Sequence[str], tree: Path, env: Mapping[str, str]) -> None:
     """The child: run pytest on the copy, and end."""
     status = 3
     try:
@@ -117,7 +140,7 @@ def _test(tests: Sequence[str], tree: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree)
+        os.environ |= {"PYTHONPATH": str(tree), **env}
         ours = {str(ROOT / part) for part in ("", "tests", "examples", "tests/mutations")}
         sys.path[:] = [str(tree), *(place for place in sys.path if place not in ours)]
         for name in [name for name in sys.modules if name.split(".")[0] == "mutations"]:
@@ -135,7 +158,7 @@ def _test(tests: Sequence[str], tree: Path) -> None:
         os._exit(status)
 
 
-def check_all(faults: Sequence[Fault], jobs: int, out: Path | None) -> bool:
+def check_all(faults: Sequence[Fault], jobs: int, out: Path | None, objects: Path) -> bool:
     """Check faults, `jobs` at a time; says how each ended, and writes each row as it is known.
 
     Returns:
@@ -145,7 +168,7 @@ def check_all(faults: Sequence[Fault], jobs: int, out: Path | None) -> bool:
     while waiting or running:
         while waiting and len(running) < jobs:
             fault = waiting.pop(0)
-            running.append(Trial([fault.test], fault))
+            running.append(Trial([fault.test], fault, objects))
         for trial in list(running):
             result = trial.poll()
             if result is None or trial.fault is None:
@@ -188,9 +211,9 @@ def report(verdicts: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f"{text} {verdicts[text]} |" for text in known)]) + "\n"
 
 
-def _pass_without_faults(tests: set[str]) -> bool:
+def _pass_without_faults(tests: set[str], objects: Path) -> bool:
     """Whether all tests pass on a copy that is right; else says how they end."""
-    trial, right = Trial(sorted(tests)), None
+    trial, right = Trial(sorted(tests), None, objects), None
     while right is None:
         time.sleep(0.1)
         right = trial.poll()
@@ -207,6 +230,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="plant those with these words in the name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the results as Markdown")
+    parser.add_argument("--objects", type=Path, help="keep what was compiled of the kernels")
     options = parser.parse_args()
     wanted = [f for f in FAULTS if options.only in f.name and (f.in_sample or not options.sample)]
     import torch  # noqa: F401  (each fork has them)
@@ -215,9 +239,12 @@ def main() -> int:
     tests = {fault.test for fault in wanted}
     if options.sample:  # Whole files take longest, and the default run has just run them.
         tests = {test for test in tests if "::" in test}
-    if not _pass_without_faults(tests):
-        return 1
-    return int(not check_all(wanted, options.jobs, options.out))
+    with tempfile.TemporaryDirectory(prefix="mtpc-objects-") as fresh:
+        objects = (options.objects or Path(fresh)).resolve()
+        objects.mkdir(parents=True, exist_ok=True)
+        if not _pass_without_faults(tests, objects):
+            return 1
+        return int(not check_all(wanted, options.jobs, options.out, objects))
 
 
 if __name__ == "__main__":
