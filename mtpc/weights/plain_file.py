@@ -20,9 +20,11 @@ def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     handle = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, "not a plain file", str(path))
     return os.fdopen(handle, "rb")
 
 

@@ -42,7 +42,7 @@ def test_build_fills_a_cache_that_compile_uses(
 ) -> None:
     """Two processes build two K; the pin that is printed loads exactly this."""
     out = ["--out", mine, "--jobs", 2]
-    assert run("build", checkpoint("mimo"), *option_words(spec_tokens="0,3"), *out) == 0
+    assert run("build", checkpoint("mimo"), *option_words(spec_tokens="0,3"), *out, "-v") == 0
     printed, told = capsys.readouterr()
     rows = [line for line in printed.splitlines() if "[R=" in line]
     assert [row.split()[0] for row in rows] == [

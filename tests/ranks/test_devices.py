@@ -25,6 +25,7 @@ import mtpc
 from mtpc.api import SpecModel
 from mtpc.backends import cuda, make_backend
 from mtpc.backends.cuda import lower_by_inductor
+from mtpc.backends.gpu.ops import exchanges
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import GraphReplay
@@ -164,7 +165,7 @@ def make_groups(ranks: Ranks) -> tuple[Any, ...]:
     patch = pytest.MonkeyPatch()
     name, given = made_over_gloo(ranks, patch)
     assert ours.gather_ranks(torch.ones(2), 2, name).shape == (2, 2)
-    patch.setattr(rank_devices, "gather_ranks", lambda part, ranks, name: torch.zeros(2, 1))
+    patch.setattr(exchanges, "gather_ranks", lambda part, ranks, name: torch.zeros(2, 1))
     with pytest.raises(BackendError, match=r"first exchange on cpu gave \[0.0, 0.0\]; expected"):
         make_group(ranks, torch.device("cpu"))
     dist.destroy_process_group(group_of(name))
