@@ -33,29 +33,33 @@ _OTHERS = "mmproj"
 class Heads:
     """The order of value heads: transformers groups them by key head, files interleave key heads.
 
+    So are the rows of a Llama head that rotate together: the two halves of a head are its `keys`.
+
     Attributes:
         keys: key heads.
         values: value heads of each key head.
         width: rows of a value head.
         skip: rows before the first.
+        times: how many such orders follow each other.
     """
 
     keys: int
     values: int
     width: int = 1
     skip: int = 0
+    times: int = 1
 
     @property
     def count(self) -> int:
         """Number of rows, those before the first included."""
-        return self.skip + self.keys * self.values * self.width
+        return self.skip + self.times * self.keys * self.values * self.width
 
     def order(self) -> Tensor:
         """For each row in transformers, its row in the file."""
         rows = (
             torch.arange(self.count - self.skip)
-            .view(self.values, self.keys, self.width)
-            .transpose(0, 1)
+            .view(self.times, self.values, self.keys, self.width)
+            .transpose(1, 2)
         )
         return torch.cat((torch.arange(self.skip), self.skip + rows.reshape(-1)))
 
@@ -130,7 +134,7 @@ class GgufFile(TensorFile):
             if heads is not None and heads.count != size:
                 raise CheckpointError(
                     f"{self.path}: {source} is {made}; expected {heads.count} in place of {size}, "
-                    "as the metadata announce value heads"
+                    "as the metadata announce heads"
                 )
         self._add(name, made)
 
@@ -178,6 +182,12 @@ class GgufFile(TensorFile):
         if change.rows is not None:
             values = values[change.rows.order()]
         return values if change.columns is None else values[:, change.columns.order()]
+
+    def numbers(self, source: str) -> list[float]:
+        """The values of a tensor of float32, by its name in the file."""
+        stored = self.header.tensors[source]
+        made = self._described(stored, Change(), stored.shape, stored.begin)
+        return [float(value) for value in self._values(made.span, torch.float32)]
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         yield self.tensor(name)  # A change may need all rows.

@@ -155,7 +155,7 @@ class _Cursor:
         if kind not in _FORMATS:
             raise self.error(f"{what} has the type {kind}; expected one of 0 to 12")
         number = self.take(_FORMATS[kind], what)
-        return _shortest(number) if kind == _FLOAT else number
+        return shortest(number) if kind == _FLOAT else number
 
     def _array(self, what: str) -> Any:
         kind = self.take("I", what)
@@ -175,10 +175,10 @@ class _Cursor:
             return Skipped(f"an array of {count} numbers")
         found = self.take(f"{count}{_FORMATS[kind]}", what) if count else ()
         row = list(found) if isinstance(found, tuple) else [found]
-        return [_shortest(number) for number in row] if kind == _FLOAT else row
+        return [shortest(number) for number in row] if kind == _FLOAT else row
 
 
-def _shortest(number: float) -> float:
+def shortest(number: float) -> float:
     """The shortest decimal number that float32 rounds to this one: 1e-06, not 9.99999997e-07."""
     return float(str(np.float32(number)))
 
