@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import inf, nextafter
 from typing import Any
 
-from mtpc.errors import CheckpointError
+from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.weights.gguf.file import GgufFile
 from mtpc.weights.gguf.header import Header, shortest
 from mtpc.weights.json_file import LARGEST
@@ -212,11 +212,15 @@ def dense(of: Metadata) -> dict[str, Any]:
     angles by such factors in the type longrope.
 
     Raises:
-        CheckpointError: the model computes something else as well.
+        UnsupportedModelError: the model computes something else as well.
+        CheckpointError: a value is wrong.
     """
     for name in _UNKNOWN:
         if of.get(name):
-            raise of.error(name, f"none, as {of.arch} is in transformers")
+            raise UnsupportedModelError(
+                f"{of.header.path}: {of.arch}.{name} is {of.get(name)!r:.200}; expected none: "
+                f"mtpc computes {of.arch} as transformers' class of that name does, without it"
+            )
     heads, rope = of.size("attention.head_count"), _rope(of)
     width = of.size("attention.key_length", 0) or of.size("embedding_length") // heads
     if width % 2 or not width:
