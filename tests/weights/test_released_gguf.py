@@ -50,7 +50,7 @@ def theirs(path: Path) -> Qwen2ForCausalLM:
 
 
 def test_text() -> None:
-    """The same in each batch and chunk; float32 finds each token as likely as its own, or nearly."""
+    """The same in each batch and chunk; float32 finds each token nearly as likely as its own."""
     path = Path(str(FILE))
     texts = []
     for batch, chunk in ((1, 64), (4, 512)):
