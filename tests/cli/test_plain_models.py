@@ -33,6 +33,7 @@ Captured = pytest.CaptureFixture[str]
 NOTE = r"note: no drafts, K = 0: .*--draft DIR"
 QUICK: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
 SLOW_RUNS = [DRAFTED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in DRAFTED[1:])]
+EAGER = ["--repeats", "1", "--backend", "eager", "--max-len", "64"]
 GIVEN = ["run", "chat", "bench", "build", "inspect", "serve"]
 
 
@@ -149,7 +150,7 @@ def test_every_other_command(
     ("command", "code", "expected"),
     [
         (["run", "-p", "AB", "-n", "4", "--json"], 0, r'"finish_reason": "length"'),
-        (["bench", "-p", "AB", "-n", "4", "--repeats", "1", "--json"], 0, r'"spec_tokens": 0,'),
+        (["bench", "-p", "AB", "-n", "4", *EAGER, "--json"], 0, r'"spec_tokens": 0,'),
         (["plan"], 0, r"weights in all +\d"),
         (["inspect"], 0, r"decode\[R=1,Q=1,K=0\] after legalise-cpu"),
         (["check", "-p", "AB"], 1, "absent: .* announces no MTP layers"),
