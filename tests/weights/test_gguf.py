@@ -19,6 +19,7 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.hf import model_class
 from mtpc.models.load import find_family
 from mtpc.models.read_config import read_config
+from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.gguf import find
 from mtpc.weights.gguf.blocks import BLOCKS, Block
@@ -411,3 +412,28 @@ def test_a_file_without_vocabulary(whole: bytes, tmp_path: Path) -> None:
         whole.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.nokens")
     )
     assert not ServedModel("a model", 64, (), tmp_path / "a.gguf").has_tokenizer
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_the_chat_template_of_the_file(size: int, is_directory: bool, tmp_path: Path) -> None:
+    """A long one, too, with the texts of special tokens; a file beside it counts first."""
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_token_list(["a", "<s>", "</s>"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    said = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    writer.add_chat_template("{# " + "x" * size + " #}" + said)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    given = tmp_path if is_directory else path
+    template = load_chat_template(given, None)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}], {}) == "<s>hi</s>"
+    (tmp_path / "chat_template.jinja").write_text("another")
+    template = load_chat_template(given, None)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}], {}) == "another"

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import Block
-from mtpc.weights.gguf.header import MOST_TENSORS, Header, StoredBlocks, read_header
+from mtpc.weights.gguf.header import (
+    MOST_TENSORS,
+    TEMPLATE,
+    Header,
+    Skipped,
+    StoredBlocks,
+    read_header,
+)
 from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
 
@@ -183,6 +190,17 @@ class GgufFile(TensorFile):
             values = values[change.rows.order()]
         return values if change.columns is None else values[:, change.columns.order()]
 
+    def text(self, key: str, index: Any) -> str | None:
+        """One text of an array that the header skips; None if it has no such one."""
+        array = self.header.metadata.get(key)
+        if not isinstance(array, Skipped) or type(index) is not int or not 0 <= index < array.count:
+            return None
+        begin = end = array.begin
+        for _ in range(index + 1):
+            begin = end + 8
+            end = begin + int.from_bytes(self._map[end:begin], "little")
+        return self._map[begin:end].decode("utf-8", "replace")
+
     def numbers(self, source: str) -> list[float]:
         """The values of a tensor of float32, by its name in the file."""
         stored = self.header.tensors[source]
@@ -224,6 +242,16 @@ def find_gguf(source: Path) -> list[Path]:
 def has_tokens(path: Path) -> bool:
     """Whether a GGUF file has a vocabulary."""
     return "tokenizer.ggml.tokens" in GgufFile(path).header.metadata
+
+
+def chat_template(path: Path) -> tuple[Any, dict[str, str]]:
+    """A GGUF file's chat template, None without one, and texts of special tokens by its names."""
+    file, tokens = GgufFile(path), dict[str, str]()
+    for name in ("bos", "eos"):
+        index = file.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        text = file.text("tokenizer.ggml.tokens", index)
+        tokens |= {} if text is None else {f"{name}_token": text}
+    return file.header.metadata.get(TEMPLATE), tokens
 
 
 def _all_parts(path: Path) -> list[Path]:
