@@ -236,11 +236,11 @@ LINES = {
     "ops": 2520,
     "passes": 2270,
     "program": 5700,
-    "server": 4410,
+    "server": 4420,
     "step": 1420,
     "store": 930,
     "tuning": 1070,
-    "weights": 6230,
+    "weights": 6380,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -103,7 +103,10 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
     """
     import torch
 
-    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    from mtpc.weights.gguf.file import find_gguf
+
+    files = find_gguf(checkpoint) or checkpoint.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files)
     if requested is not None or weights < SMALL_BYTES:
         torch.set_num_threads(requested or 1)
     elif ranks is not None:

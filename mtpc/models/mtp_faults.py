@@ -120,19 +120,20 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
     """Layers that are announced and not stored, or the reverse."""
     announced, stored = tensors.announced, len(tensors.layers())
     wanted = 1 if announced is None else announced
-    first = tensors.prefix(0)
+    first, says = tensors.prefix(0), f"{tensors.files.config_path.name} announces"
     if wanted == 0 and stored == 0:
-        found = f"config.json announces no MTP layers ({_COUNT} is 0 or absent), and none is stored"
+        found = f"{says} no MTP layers ({_COUNT} is 0 or absent), and none is stored"
         other = "for drafts, give a drafter's checkpoint (draft=DIR), or use spec_tokens=0"
-        yield Fault("absent", found, f"if the base has MTP layers, {graft}; else {other}")
+        first = "" if tensors.files.gguf else f"if the base has MTP layers, {graft}; else "
+        yield Fault("absent", found, first + other)
     elif stored == 0:
         found = f"no tensor is named {first}*; expected {wanted} MTP layer(s)"
         yield Fault("absent", found, graft)
     elif announced is not None and stored > announced:
-        found = f"config.json announces {announced} MTP layer(s), and {stored} are stored"
+        found = f"{says} {announced} MTP layer(s), and {stored} are stored"
         yield Fault("count", found, f"set {_COUNT} to {stored} in config.json")
     elif stored < wanted:
-        found = f"config.json announces {wanted} MTP layers, and the first {stored} are stored"
+        found = f"{says} {wanted} MTP layers, and the first {stored} are stored"
         yield Fault("absent", found, f"{graft}; or set {_COUNT} to {stored} in config.json")
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.server.renderer import Renderer
-from mtpc.weights.json_file import read_json
+from mtpc.weights.gguf.file import chat_template, find_gguf
+from mtpc.weights.json_file import CONFIG, read_json
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """transformers' tags around the assistant's text. Only training uses them."""
@@ -74,10 +75,11 @@ class ChatTemplate:
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:
     """Load a checkpoint's chat template.
 
-    The first of these counts: `file`, chat_template.jinja, the entry in tokenizer_config.json.
+    The first of these counts: `file`, chat_template.jinja, the entry in tokenizer_config.json, that
+    in a GGUF file's metadata. The files are in the directory, or beside the GGUF file.
 
     Args:
-        directory: the checkpoint's directory.
+        directory: the checkpoint's directory, or a GGUF file.
         file: a template to use instead of the checkpoint's, or None.
 
     Returns:
@@ -87,8 +89,14 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
         CheckpointError: a file cannot be read, or the template is invalid.
         ServingError: the process that renders cannot be started.
     """
+    gguf = [] if _is_there(directory / CONFIG) else find_gguf(directory)
+    directory = gguf[0].parent if gguf else directory
     place = directory / "tokenizer_config.json"
     config = read_json(place) if _is_there(place) else {}
+    if gguf and not config:
+        place = gguf[0]
+        template, tokens_of_file = chat_template(place)
+        config = {**tokens_of_file, "chat_template": template}
     path = file or directory / "chat_template.jinja"
     if file is not None or _is_there(path):
         source: str | None = _read(path)

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from helpers.compiled import run_on
 from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY, TINY
+from helpers.places import TESTS
 from helpers.tiny import build_target, with_entries
 from helpers.word_model import word_checkpoint
 from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.cli.main import main
+from mtpc.cli.run import SMALL_BYTES, set_threads
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
 
@@ -29,6 +33,7 @@ Captured = pytest.CaptureFixture[str]
 NOTE = r"note: no drafts, K = 0: .*--draft DIR"
 QUICK: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
 SLOW_RUNS = [DRAFTED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in DRAFTED[1:])]
+EAGER = ["--repeats", "1", "--backend", "eager", "--max-len", "64"]
 GIVEN = ["run", "chat", "bench", "build", "inspect", "serve"]
 
 
@@ -139,6 +144,57 @@ def test_every_other_command(
     assert len(re.findall("note: no drafts, K = 0", err)) == is_noted
     assert len(re.findall("error:", err)) == (code == 2)
     assert "no drafts" not in err or is_noted
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        (["run", "-p", "AB", "-n", "4", "--json"], 0, r'"finish_reason": "length"'),
+        (["bench", "-p", "AB", "-n", "4", *EAGER, "--json"], 0, r'"spec_tokens": 0,'),
+        (["plan"], 0, r"weights in all +\d"),
+        (["inspect"], 0, r"decode\[R=1,Q=1,K=0\] after legalise-cpu"),
+        (["check", "-p", "AB"], 1, "absent: .* announces no MTP layers"),
+        (["chat"], 2, "has no chat template"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_gguf_file(
+    command: list[str], code: int, expected: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vocabulary and config are in the file; each line names the file, never a config.json."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("AB\n"))
+    path = TESTS / "weights/gguf/qwen2.gguf"
+    assert main([command[0], str(path), *command[1:]]) == code
+    out, err = capsys.readouterr()
+    assert re.search(expected, err if code == 2 else out)
+    assert len(re.findall("error:", err)) == (code == 2)
+    assert "config.json" not in out + err
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["model.safetensors"],
+        ["model.gguf"],
+        ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+    ],
+    ids=lambda files: files[0],
+)
+@pytest.mark.parametrize("is_file", [False, True], ids=["directory", "file"])
+def test_only_a_small_model_runs_on_one_thread(
+    files: list[str], is_file: bool, tmp_path: Path
+) -> None:
+    if is_file and not files[0].endswith(".gguf"):
+        pytest.skip("the path of a checkpoint is a directory or a GGUF file")
+    given = tmp_path / files[0] if is_file else tmp_path
+    for total, threads in ((SMALL_BYTES, 3), (SMALL_BYTES // 2, 1)):
+        for name in files:
+            with (tmp_path / name).open("wb") as file:
+                file.truncate(total // len(files))
+        with run_on(3):
+            set_threads(None, given)
+            assert torch.get_num_threads() == threads
 
 
 def test_serve(plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -210,7 +210,44 @@ def stack(count: int) -> Callable[[File], File]:
     return lambda file: replace(file, tensors=[*file.tensors, raw], size=(1 << 22) + 4 * count)
 
 
+def factors(shape: int | None) -> Callable[[File], File]:
+    """The factors of Llama 3's angles with another size, or all zero."""
+
+    def change(file: File) -> File:
+        name = text("rope_freqs.weight")
+        index = next(i for i, raw in enumerate(file.tensors) if raw.startswith(name))
+        (begin,) = struct.unpack_from("<Q", file.tensors[index], len(file.tensors[index]) - 8)
+        if shape is None:
+            return replace(file, data=file.data[:begin] + bytes(32) + file.data[begin + 32 :])
+        size = struct.pack("<IQ", 1, shape)
+        return tensor(lambda raw: name + size + raw[-12:], index)(file)
+
+    return change
+
+
+def scaled_twice(file: File) -> File:
+    return set_(".rope.scaling.type", TEXT, "linear")(set_(".rope.scaling.factor", 6, 2.0)(file))
+
+
 CASES: dict[str, tuple[str, Callable[[File], File], str]] = {
+    "factors of zero": ("llama3", factors(None), "weight is F32.8.; expected 8 positive"),
+    "too few factors": ("llama3", factors(4), "weight is F32.4.; expected 8 positive"),
+    "angles scaled twice": ("llama3", scaled_twice, "type is 'linear'; expected none beside rope"),
+    "factors of Qwen2's YaRN": ("qwen2", lambda f: replace(f, tensors=[
+        *f.tensors, text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 8, 0, len(f.data))],
+        data=f.data + bytes(32)), "rope_freqs.weight is F32.8.; expected 8 positive"),
+    "experts of Mixtral": ("llama", set_(".expert_count", 4, 8), "count is 8; expected none"),
+    "scores scaled": ("llama", set_(".attention.scale", 6, 0.5), "scale is 0.5; expected none"),
+    "logits scaled": ("qwen2", set_(".logit_scale", 6, 8.0), "logit_scale is 8.0; expected none"),
+    "a window": ("qwen3", set_(".attention.sliding_window", 4, 8), "window is 8; expected"),
+    "narrow values": ("qwen3", set_(".attention.value_length", 4, 8), "length is 8; expected 16"),
+    "half a head rotates": ("llama", set_(".rope.dimension_count", 4, 8), "is 8; expected 16"),
+    "an odd head": ("llama", set_(".attention.key_length", 4, 15), "heads of an even width"),
+    "heads wider than the model": ("llama", lambda f: set_(".attention.head_count", 4, 2**20)(
+        set_(".attention.key_length", 4, 0)(f)), "expected heads of an even width"),
+    "other heads": ("llama", set_(".attention.head_count", 4, 8), "in place of 64"),
+    "heads by layer": ("llama", set_(".attention.head_count", ARRAY, array(
+        4, [number(4, 4)] * 4)), "head_count is .4, 4, 4, 4.; expected a positive size"),
     "10^9 texts in a hole": ("glm4_moe", sparse(TEXT, 10**9, 9 * GIB), "announces 1000000000 val"),
     "10^9 bytes in a hole": ("glm4_moe", sparse(0, 10**9, 2 * GIB), "announces 1000000000 values"),
     "2^21 texts": ("glm4_moe", sparse(TEXT, 2**21 - 100, GIB), "token_embd.weight"),

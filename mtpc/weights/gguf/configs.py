@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf, nextafter
 from typing import Any
 
-from mtpc.errors import CheckpointError
-from mtpc.weights.gguf.header import Header
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.weights.gguf.file import GgufFile
+from mtpc.weights.gguf.header import Header, shortest
 from mtpc.weights.json_file import LARGEST
 
 
@@ -17,11 +19,15 @@ class Metadata:
     CheckpointError that names the entry and its value.
 
     Args:
-        header: of the file.
+        header: of the first file, with the tensors of all.
+        files: all files.
+
+    Attributes:
+        read: tensors that are part of the config.
     """
 
-    def __init__(self, header: Header):
-        self.header = header
+    def __init__(self, header: Header, files: Iterable[GgufFile]):
+        self.header, self._files, self.read = header, files, set[str]()
         self.arch = str(header.metadata.get("general.architecture"))
         self.tensors = header.tensors
 
@@ -87,6 +93,21 @@ class Metadata:
             raise self._error(key, value, "a token id")
         return value if value is not None and 0 <= value < vocabulary else None
 
+    def factors(self, name: str, count: int) -> list[float]:
+        """So many positive numbers of a tensor, which is then no weight; [] if there is none."""
+        stored, found = self.tensors.get(name), list[float]()
+        if stored is None:
+            return found
+        if (stored.block.name, stored.shape) == ("F32", (count,)):
+            found = next(f.numbers(name) for f in self._files if name in f.header.tensors)
+        if not found or not all(0 < one < inf for one in found):
+            raise CheckpointError(
+                f"{self.header.path}: {name} is {stored.block.name}{list(stored.shape)}; expected "
+                f"{count} positive numbers, F32"
+            )
+        self.read.add(name)
+        return [*map(shortest, found)]
+
     def error(self, name: str, expected: str) -> CheckpointError:
         return self._error(f"{self.arch}.{name}", self.get(name), expected)
 
@@ -131,13 +152,28 @@ class Metadata:
         return stored.shape[0]
 
 
+_YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
+"""Entries of YaRN's that a file may lack -> their names in files."""
+_UNKNOWN = (
+    *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.sliding_window"),
+    *("attention.temperature_scale", "rope.scaling.attn_factor", "rope.scaling.alpha"),
+    *("logit_scale", "embedding_scale", "residual_scale", "final_logit_softcapping"),
+)
+"""Metadata that change what a dense model computes, and that its family in transformers lacks."""
+
+
 def _rope(of: Metadata) -> dict[str, Any]:
     """Rotary embedding of all layers.
 
     Raises:
         CheckpointError: it is scaled in a way that mtpc does not know.
     """
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": of.number("rope.freq_base")}
+    theta = of.number("rope.freq_base", 1e4)  # llama.cpp's own default.
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = of.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(
@@ -149,7 +185,7 @@ def _rope(of: Metadata) -> dict[str, Any]:
     found |= {"rope_type": kind, "factor": of.number("rope.scaling.factor")}
     if kind == "yarn":
         found["original_max_position_embeddings"] = of.size("rope.scaling.original_context_length")
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        for ours, theirs in _YARN.items():
             if of.get(f"rope.scaling.{theirs}") is not None:
                 found[ours] = of.number(f"rope.scaling.{theirs}")
     return found
@@ -167,6 +203,49 @@ def _share(of: Metadata, width: int) -> float:
         raise of.error("rope.dimension_count", f"at most {width}, the width of a head")
     share = count / width
     return share if int(width * share) == count else nextafter(share, 1)
+
+
+def dense(of: Metadata) -> dict[str, Any]:
+    """Llama, Qwen2 and Qwen3, whose names in transformers are those of files.
+
+    Files have the factors by which Llama 3 scales angles, and not their rule. transformers divides
+    angles by such factors in the type longrope.
+
+    Raises:
+        UnsupportedModelError: the model computes something else as well.
+        CheckpointError: a value is wrong.
+    """
+    for name in _UNKNOWN:
+        if of.get(name):
+            raise UnsupportedModelError(
+                f"{of.header.path}: {of.arch}.{name} is {of.get(name)!r:.200}; expected none: "
+                f"mtpc computes {of.arch} as transformers' class of that name does, without it"
+            )
+    heads, rope = of.size("attention.head_count"), _rope(of)
+    width = of.size("attention.key_length", 0) or of.size("embedding_length") // heads
+    if width % 2 or not width:
+        raise of.error("attention.head_count", "heads of an even width")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if of.size(name, width) != width:
+            raise of.error(name, f"{width}, the width of a head")
+    if factors := of.factors("rope_freqs.weight", width // 2):
+        if rope["rope_type"] != "default":
+            raise of.error("rope.scaling.type", "none beside rope_freqs.weight")
+        length = of.size("context_length")
+        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        rope |= {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": length}
+    return {
+        "model_type": of.arch,
+        "intermediate_size": of.size("feed_forward_length"),
+        "num_key_value_heads": of.size("attention.head_count_kv", heads),
+        "head_dim": width,
+        "rope_parameters": rope,
+    }
+
+
+def llama(of: Metadata) -> dict[str, Any]:
+    biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+    return {**dense(of), **{name: of.has(0, leaf) for name, leaf in biased.items()}}
 
 
 def _experts(of: Metadata) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
         UnsupportedModelError: mtpc has no such family.
         CheckpointError: metadata are missing, or a tensor is unknown.
     """
-    metadata = Metadata(header)
+    files = [*files]
+    metadata = Metadata(header, files)
     family = FAMILIES.get(metadata.arch)
     if family is None:
         raise UnsupportedModelError(
@@ -68,7 +69,7 @@ def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
     config = {**_common(metadata), **family.config(metadata)}
     changes = family.changes(metadata)
     for file in files:
-        for source in file.header.tensors:
+        for source in (one for one in file.header.tensors if one not in metadata.read):
             _name(file, source, metadata, family, changes)
     return config
 
@@ -171,6 +172,14 @@ def _qwen_changes(of: Metadata) -> dict[str, Change]:
     }
 
 
+def _llama_changes(of: Metadata) -> dict[str, Change]:
+    """Llama's rows of a head that rotate together are neighbours in files."""
+    says = configs.dense(of)
+    counts = {"attn_q": of.size("attention.head_count"), "attn_k": says["num_key_value_heads"]}
+    half = says["head_dim"] // 2
+    return {leaf: Change(rows=Heads(2, half, times=count)) for leaf, count in counts.items()}
+
+
 _QWEN = Family(
     architecture="Qwen3_5ForCausalLM",
     modules={
@@ -207,7 +216,20 @@ _QWEN_MOE = replace(
     config=configs.qwen35moe,
     shapes={**_QWEN.shapes, "ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
 )
+_DENSE = Family(
+    architecture="Qwen3ForCausalLM",
+    modules={**names.ATTENTION, **names.PRE_NORM, **names.DENSE},
+    config=configs.dense,
+)
 FAMILIES: Mapping[str, Family] = {
+    "qwen3": _DENSE,
+    "qwen2": replace(_DENSE, architecture="Qwen2ForCausalLM"),
+    "llama": replace(
+        _DENSE,
+        architecture="LlamaForCausalLM",
+        config=configs.llama,
+        changes=_llama_changes,
+    ),
     "qwen35": _QWEN,
     "qwen35moe": _QWEN_MOE,
     "glm4moe": Family(

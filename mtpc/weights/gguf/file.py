@@ -19,7 +19,14 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import Block
-from mtpc.weights.gguf.header import MOST_TENSORS, Header, StoredBlocks, read_header
+from mtpc.weights.gguf.header import (
+    MOST_TENSORS,
+    TEMPLATE,
+    Header,
+    Skipped,
+    StoredBlocks,
+    read_header,
+)
 from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
 
@@ -33,29 +40,33 @@ _OTHERS = "mmproj"
 class Heads:
     """The order of value heads: transformers groups them by key head, files interleave key heads.
 
+    So are the rows of a Llama head that rotate together: the two halves of a head are its `keys`.
+
     Attributes:
         keys: key heads.
         values: value heads of each key head.
         width: rows of a value head.
         skip: rows before the first.
+        times: how many such orders follow each other.
     """
 
     keys: int
     values: int
     width: int = 1
     skip: int = 0
+    times: int = 1
 
     @property
     def count(self) -> int:
         """Number of rows, those before the first included."""
-        return self.skip + self.keys * self.values * self.width
+        return self.skip + self.times * self.keys * self.values * self.width
 
     def order(self) -> Tensor:
         """For each row in transformers, its row in the file."""
         rows = (
             torch.arange(self.count - self.skip)
-            .view(self.values, self.keys, self.width)
-            .transpose(0, 1)
+            .view(self.times, self.values, self.keys, self.width)
+            .transpose(1, 2)
         )
         return torch.cat((torch.arange(self.skip), self.skip + rows.reshape(-1)))
 
@@ -130,7 +141,7 @@ class GgufFile(TensorFile):
             if heads is not None and heads.count != size:
                 raise CheckpointError(
                     f"{self.path}: {source} is {made}; expected {heads.count} in place of {size}, "
-                    "as the metadata announce value heads"
+                    "as the metadata announce heads"
                 )
         self._add(name, made)
 
@@ -179,6 +190,23 @@ class GgufFile(TensorFile):
             values = values[change.rows.order()]
         return values if change.columns is None else values[:, change.columns.order()]
 
+    def text(self, key: str, index: Any) -> str | None:
+        """One text of an array that the header skips; None if it has no such one."""
+        array = self.header.metadata.get(key)
+        if not isinstance(array, Skipped) or type(index) is not int or not 0 <= index < array.count:
+            return None
+        begin = end = array.begin
+        for _ in range(index + 1):
+            begin = end + 8
+            end = begin + int.from_bytes(self._map[end:begin], "little")
+        return self._map[begin:end].decode("utf-8", "replace")
+
+    def numbers(self, source: str) -> list[float]:
+        """The values of a tensor of float32, by its name in the file."""
+        stored = self.header.tensors[source]
+        made = self._described(stored, Change(), stored.shape, stored.begin)
+        return [float(value) for value in self._values(made.span, torch.float32)]
+
     def pieces(self, name: str) -> Iterator[Tensor]:
         yield self.tensor(name)  # A change may need all rows.
 
@@ -214,6 +242,16 @@ def find_gguf(source: Path) -> list[Path]:
 def has_tokens(path: Path) -> bool:
     """Whether a GGUF file has a vocabulary."""
     return "tokenizer.ggml.tokens" in GgufFile(path).header.metadata
+
+
+def chat_template(path: Path) -> tuple[Any, dict[str, str]]:
+    """A GGUF file's chat template, None without one, and texts of special tokens by its names."""
+    file, tokens = GgufFile(path), dict[str, str]()
+    for name in ("bos", "eos"):
+        index = file.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        text = file.text("tokenizer.ggml.tokens", index)
+        tokens |= {} if text is None else {f"{name}_token": text}
+    return file.header.metadata.get(TEMPLATE), tokens
 
 
 def _all_parts(path: Path) -> list[Path]:

@@ -40,6 +40,7 @@ _MOST_ENTRIES = 1024
 _MOST_VALUES = 2**21
 """The most tensors, entries of metadata, and values of all arrays together. No released model has
 two thirds of one of these."""
+TEMPLATE, _TEMPLATE_BYTES = "tokenizer.chat_template", 2**20
 _KEPT, _KEPT_BYTES = 1024, 4096
 """The most values of an array, and bytes of a text, that are read; others are skipped."""
 
@@ -65,9 +66,13 @@ class Skipped:
 
     Attributes:
         what: says so in messages.
+        begin: offset in the file of the first text of an array.
+        count: number of texts of an array.
     """
 
     what: str
+    begin: int = 0
+    count: int = 0
 
     def __repr__(self) -> str:
         return self.what
@@ -130,7 +135,7 @@ class _Cursor:
         length = self.take("Q", what)
         start = self.place
         self.skip(length, what)
-        if length > _KEPT_BYTES:
+        if length > (_TEMPLATE_BYTES if what == TEMPLATE else _KEPT_BYTES):
             return Skipped(f"a text of {length} bytes")
         try:
             return self._data[start : self.place].decode("utf-8")
@@ -155,7 +160,7 @@ class _Cursor:
         if kind not in _FORMATS:
             raise self.error(f"{what} has the type {kind}; expected one of 0 to 12")
         number = self.take(_FORMATS[kind], what)
-        return _shortest(number) if kind == _FLOAT else number
+        return shortest(number) if kind == _FLOAT else number
 
     def _array(self, what: str) -> Any:
         kind = self.take("I", what)
@@ -165,20 +170,21 @@ class _Cursor:
         count = self.count(f"values of {what}", width, _MOST_VALUES - self._values)
         self._values += count
         if kind == _TEXT:
-            place, last, length = self.place, self.size - 8, struct.Struct("<Q").unpack_from
+            begin = place = self.place
+            last, length = self.size - 8, struct.Struct("<Q").unpack_from
             for _ in range(count):
                 place += 8 + (length(self._data, place)[0] if place <= last else 0)
             self.skip(place - self.place, what)
-            return Skipped(f"an array of {count} texts")
+            return Skipped(f"an array of {count} texts", begin, count)
         if count > _KEPT:
             self.skip(count * width, what)
             return Skipped(f"an array of {count} numbers")
         found = self.take(f"{count}{_FORMATS[kind]}", what) if count else ()
         row = list(found) if isinstance(found, tuple) else [found]
-        return [_shortest(number) for number in row] if kind == _FLOAT else row
+        return [shortest(number) for number in row] if kind == _FLOAT else row
 
 
-def _shortest(number: float) -> float:
+def shortest(number: float) -> float:
     """The shortest decimal number that float32 rounds to this one: 1e-06, not 9.99999997e-07."""
     return float(str(np.float32(number)))
 
