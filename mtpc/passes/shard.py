@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from mtpc.capture.graph import StepGraph, arguments, set_tensor
 from mtpc.capture.inline import fake_call, fake_mode_of
@@ -165,7 +166,8 @@ class _Cutter:
         cut = [n for n in node.all_input_nodes if n in self.held]
         if cut:
             try:
-                if not self._share(node, arguments(node)):
+                is_operator = isinstance(node.target, OpOverload)
+                if not (is_operator and self._share(node, arguments(node))):
                     self._follow(node, cut)
             except NeedsWholeError:
                 self._make_whole(node, cut)

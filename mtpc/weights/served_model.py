@@ -84,7 +84,9 @@ class ServedModel:
             return PreTrainedTokenizerFast.from_pretrained(
                 place.parent, local_files_only=True, **more
             )
-        except Exception as error:  # The tokenizers library raises Exception itself.
+        except BaseException as error:  # The tokenizers library raises Exception itself, or panics.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise CheckpointError(
                 f"the tokenizer of {place} cannot be read: {type(error).__name__}: {error}; copy "
                 "or download the tokenizer's files again, or put a tokenizer.json beside it"

@@ -149,8 +149,9 @@ def test_every_other_command(
 @pytest.mark.parametrize(
     ("command", "code", "expected"),
     [
-        (["run", "-p", "AB", "-n", "4", "--json"], 0, r'"finish_reason": "length"'),
-        (["bench", "-p", "AB", "-n", "4", *EAGER, "--json"], 0, r'"spec_tokens": 0,'),
+        (["run", "--ids", "5 6", "-n", "4", "--json"], 0, r'"finish_reason": "length"'),
+        (["bench", "--ids", "5 6", "-n", "4", *EAGER, "--json"], 0, r'"spec_tokens": 0,'),
+        (["run", "-p", "AB"], 2, "the tokenizer of .*qwen2.gguf cannot be read"),  # It has 1 merge.
         (["plan"], 0, r"weights in all +\d"),
         (["inspect"], 0, r"decode\[R=1,Q=1,K=0\] after legalise-cpu"),
         (["check", "-p", "AB"], 1, "absent: .* announces no MTP layers"),

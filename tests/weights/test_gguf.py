@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -62,6 +63,8 @@ SAYS_LESS = {
     "mtp_mlp_layer_types",
 }
 """Entries of configs that files do not have, or that differ without a difference."""
+JOINED = re.compile(r"\.experts\.|\.kv_b_proj\.")
+"""Names of tensors that are several in a file, or a part of one."""
 NOT_READ = {
     "rope_freqs",  # Part of the config, or refused by name.
     "attn_rot_embd",
@@ -131,7 +134,7 @@ def test_names_come_from_the_library(name: str) -> None:
     number = next(key for key, said in gguf.MODEL_ARCH_NAMES.items() if said == arch)
     table = gguf.get_tensor_name_map(number, header.metadata[f"{arch}.block_count"])
     sources = {stored.begin: source for source, stored in header.tensors.items()}
-    whole = {n: sources[t.begin] for n, t in file.tensors.items() if ".experts." not in n}
+    whole = {n: sources[t.begin] for n, t in file.tensors.items() if not JOINED.search(n)}
     wanted = {n: table.get_name(n, (".weight", ".bias")) for n in whole}
     ends = {n: (None, source, source.rpartition(".")[0]) for n, source in whole.items()}
     assert not {n: found for n, found in wanted.items() if found not in ends[n]}
