@@ -76,11 +76,11 @@ def test_completions_are_what_they_complete() -> None:
 def test_types_name_every_option() -> None:
     """What a type checker knows is what the checks at run time know."""
     from mtpc.arguments import CompileArguments, SamplingArguments
-    from mtpc.config import _ALIASES
+    from mtpc.config import ALIASES
     from mtpc.engine.prompts import GenerateArguments
 
     names = [field.name for field in fields(mtpc.CompileOptions)]
-    assert sorted(CompileArguments.__annotations__) == sorted([*names, *_ALIASES])
+    assert sorted(CompileArguments.__annotations__) == sorted([*names, *ALIASES])
     params = [field.name for field in fields(mtpc.SamplingParams)]
     assert [*SamplingArguments.__annotations__] == params
     signature = inspect.signature(mtpc.SpecModel.stream).parameters.values()
