@@ -242,7 +242,7 @@ def test_a_drafter_wins_over_mtp_layers(checkpoint: Callable[..., Path], tmp_pat
     tensors["fc.weight"] = tensors["fc.weight"][:, :128].contiguous()
     save_file(tensors, draft / "model.safetensors")
     mtpc.compile(checkpoint("mimo"), progress=lambda p: said.append(p.stage), **given)
-    assert any("in the place of the target's own MTP layers" in line for line in said)
+    assert any("drafts in place of the target's own MTP layers" in line for line in said)
 
 
 # ---------------------------------------------------------------------- layers, keys, refusals
