@@ -70,9 +70,7 @@ def _part(nodes: list[fx.Node]) -> Part:
         env[node] = graph.placeholder(f"input_{index}")
         env[node].meta = dict(node.meta)
     for node in nodes:
-        # Export's assertions, as in `cuda.lift_tensors`.
-        if node.target is not torch.ops.aten._assert_tensor_metadata.default:
-            env[node] = graph.node_copy(node, env.__getitem__)
+        env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in outputs))
     module = fx.GraphModule(nn.Module(), graph)
     return Part(module, tuple(map(_name, inputs)), tuple(map(_name, outputs)))

@@ -13,7 +13,6 @@ from mtpc.errors import GraphError
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy
-from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.linears import weight_of
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
@@ -23,8 +22,7 @@ Configure = Callable[[fx.Node, StepGraph], tuple[str, tuple[str, ...]]]
 Wins = Callable[[fx.Node, StepGraph], tuple[bool, tuple[str, ...]]]
 """(call, graph) -> whether a measurement prefers the candidate to those after it; and notes."""
 Expand = Callable[[fx.Node, StepGraph], fx.Node]
-"""(call, graph) -> the result of calls, emitted before it, that compute what it does. `BindKernels`
-merges equal calls."""
+"""(call, graph) -> the result of calls, emitted before it, that compute what it does."""
 
 
 def by_default(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
@@ -106,7 +104,7 @@ class BindKernels:
     policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites, expanded, orders = 0, False, dict[Any, Order]()
+        rewrites, orders = 0, dict[Any, Order]()
         for node in list(graph.graph.nodes):
             if node.op != "call_function" or not str(node.target).startswith("mtpc."):
                 continue
@@ -115,11 +113,8 @@ class BindKernels:
                 if chosen.order is not None:
                     orders[chosen.target] = chosen.order
                     _arrange(node, graph, chosen.order)
-                expanded |= chosen.expand is not None
                 self._bind(node, graph, chosen)
                 rewrites += 1
-        if expanded:
-            HoistShared().apply(graph)
         _check_orders(graph, orders)
         return rewrites
 

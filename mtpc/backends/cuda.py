@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,6 +28,7 @@ from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
 from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
+from mtpc.backends.gpu.passes.hold_shared import HoldShared
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.backends.gpu.passes.merge_projections import MergeProjections
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
@@ -39,7 +39,6 @@ from mtpc.backends.measured import Table
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.backends.torch_experts import torch_bindings
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
-from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, get_tensor, operators
 from mtpc.errors import BackendError
 from mtpc.layout.progress import Report, silent
@@ -105,8 +104,12 @@ class GpuBackend(GraphBackend):
         self.notes: Counter[str] = Counter()
 
     def legalise(self) -> tuple[Pass, ...]:
-        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops."""
-        return (BindKernels(self._bindings, self._note), *self._checks)
+        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops.
+
+        Passes and kernels have emitted equal calls for each layer, which are merged here.
+        """
+        bind = BindKernels(self._bindings, self._note)
+        return (bind, HoistShared(), HoldShared(), *self._checks)
 
     def _note(self, line: str) -> None:
         self.notes[line] += 1
@@ -361,8 +364,6 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
     If a tensor were an attribute, Inductor could copy it into the code or fold it into a constant.
     """
     copy = graph.clone()
-    HoistShared().apply(copy)  # Passes have emitted views of the same angles for each layer.
-    _compute_once(copy.graph)
     tensors: list[Tensor] = []
     attributes = [node for node in copy.graph.nodes if node.op == "get_attr"]
     first = next(iter(copy.graph.nodes))
@@ -374,48 +375,4 @@ def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
         node.replace_all_uses_with(placeholder)
     for node in attributes:
         copy.graph.erase_node(node)
-    for node in list(copy.graph.nodes):
-        # Assertions of torch.export beside casts. The verifier has checked the dtypes, and Inductor
-        # fails on one of the assertions.
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            copy.graph.erase_node(node)
     return fx.GraphModule(torch.nn.Module(), copy.graph), tensors
-
-
-def _compute_once(graph: fx.Graph) -> None:
-    """Have Inductor compute once what several of mtpc's operators read, such as a block table.
-
-    Inductor copies an argument that is not in memory, to give it the strides that the operator
-    expects, and does so for each call. A view by strides makes it put the value in memory. What
-    mtpc's operators write is in memory, and a view would make Inductor copy it before the write.
-    """
-    effects, versions = analyse(graph), Counter[Root]()
-    ours = [
-        node
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload) and node.target.namespace.startswith("mtpc")
-    ]
-    in_memory = frozenset().union(*(effects.writes[n] | effects.roots[n] for n in ours))
-    readers: dict[tuple[Any, ...], list[fx.Node]] = {}
-    for node in graph.nodes:
-        for read in node.all_input_nodes if node in ours else ():
-            roots = effects.roots[read]
-            version = tuple(versions[root] for root in roots)
-            computed = read.op == "call_function" or any(version)
-            if computed and not roots & in_memory and _is_plain(read.meta.get("val")):
-                readers.setdefault((read, version), []).append(node)
-        versions.update(effects.writes[node])
-    for (read, *_), calls in readers.items():
-        if len(calls) > 1:
-            value: Tensor = read.meta["val"]
-            with graph.inserting_before(calls[0]):
-                args = (read, list(value.shape), list(value.stride()), 0)
-                held = graph.call_function(torch.ops.aten.as_strided.default, args)
-                held.meta = {"val": value}
-            for call in calls:
-                call.replace_input_with(read, held)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that begins where its memory does, without gaps."""
-    return isinstance(value, Tensor) and not value.storage_offset() and value.is_contiguous()

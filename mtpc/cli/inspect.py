@@ -91,7 +91,7 @@ def _build(
     graph = compiler.trace(key)
     if last != NO_PASS:
         tell(f"rewrite {key} through {last or 'the last pass'}")
-        compiler.rewrite(graph, last)
+        graph = compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
@@ -107,6 +107,7 @@ def _last_pass(
         OptionError: the requested pass is unknown or off.
     """
     from mtpc.backends.pipeline import pass_names, select_passes
+    from mtpc.passes.copy_layers import CopyLayers
 
     wanted = after or before
     if wanted is None:
@@ -115,7 +116,7 @@ def _last_pass(
     selected = select_passes(
         {}, options.disabled_passes, enabled, options.draft_vocab, options.quantize
     )
-    running = [step.name for step in (*selected, *backend.legalise())]
+    running = [step.name for step in (*selected, *backend.legalise(), CopyLayers)]
     if wanted not in running:
         if wanted in pass_names():
             raise OptionError(f"pass {wanted!r} is off; add --enable-pass {wanted}")

@@ -17,9 +17,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
-from mtpc.capture.graph import PassRecord, StepGraph, WeightTable, is_buffer_name, set_tensor
+from mtpc.capture.graph import StepGraph, WeightTable, is_buffer_name, set_tensor
 from mtpc.capture.inline import fake_mode_of
-from mtpc.capture.repeat_layers import repeat_layers
 from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
@@ -60,9 +59,9 @@ from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_groups, weight_recipes
-from mtpc.passes import Verifier
+from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.program.binding import BuiltSteps, bind_program
-from mtpc.program.lowering import Lowering, Seen, agree_on_calls
+from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
 from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
@@ -73,8 +72,6 @@ from mtpc.weights.recipes import Recipe, names
 
 _Write = Callable[[int, str, StepGraph], None]
 """Called with the number and name of a pass, and the graph after it."""
-COPY_LAYERS = "copy-layers"
-"""Name in a graph's history of the step that adds layers that were not traced."""
 
 
 class StepCompiler:
@@ -236,29 +233,21 @@ class StepCompiler:
             self._traces = ModelTraces(stepped, layout)
         return self._traces
 
-    @torch.no_grad()
-    def all_layers(self, graph: StepGraph) -> StepGraph | None:
-        """A rewritten graph with the layers that were not traced, verified.
-
-        None where its calls do not repeat: from now on every layer is traced.
-        """
-        if self.pattern is None:
-            return graph
-        start, before = time.perf_counter(), graph.num_nodes
-        whole = repeat_layers(graph, self.pattern, self.shared)
-        if whole is None:
-            self.pattern, self._traces = None, None
-            return None
-        copies, seconds = self.pattern.copies, time.perf_counter() - start
-        whole.history.append(PassRecord(COPY_LAYERS, copies, seconds, before, whole.num_nodes))
-        Verifier(propagate=False)(whole, COPY_LAYERS)  # Values follow from verified ones.
-        return whole
-
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
     ) -> StepGraph:
-        """Run the pass pipeline in place; see `Lowering.rewrite`."""
-        return self._lowering.rewrite(graph, until, seen)
+        """Run the pass pipeline in place; see `Lowering.rewrite`.
+
+        A step whose calls do not repeat as its layers do is traced again with all of them, and
+        returned. So are those after it.
+        """
+        copies = (CopyLayers(self.pattern, self.shared),) if self.pattern else ()
+        agrees = (AgreeOnCalls(self._ranks),) if self._ranks else ()
+        try:
+            return self._lowering.rewrite(graph, (*copies, *agrees), until, seen)
+        except LayersDiffer:
+            self.pattern, self._traces = None, None
+            return self.rewrite(self.trace(graph.key), until, seen)
 
     def rewritten(self, key: StepKey) -> StepGraph:
         """One step after all passes; that of `rewrite_all`, once, where there is one."""
@@ -277,15 +266,9 @@ class StepCompiler:
         write(0, "traced", graph)
         self.tell("rewrite", key, part)
         with self._timer("rewrite"):
-            self.rewrite(graph, seen=lambda name, graph: write(len(graph.history), name, graph))
-            whole = self.all_layers(graph)
-        if whole is None:
-            return self._rewritten(key, part, write)
-        if len(whole.history) > len(graph.history):
-            write(len(whole.history), whole.history[-1].name, whole)
-        if self._ranks is not None:
-            agree_on_calls(whole, self._ranks)
-        return whole
+            return self.rewrite(
+                graph, seen=lambda name, graph: write(len(graph.history), name, graph)
+            )
 
     def rewrite_all(self) -> Mapping[StepKey, StepGraph]:
         """Every step after all passes. They are kept until they are built."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -23,7 +24,8 @@ from mtpc.capture.graph import StepGraph, get_tensor, operators
 from mtpc.config import CompileOptions
 from mtpc.errors import RankError
 from mtpc.ops.collectives import is_collective
-from mtpc.passes import Sharding, Verifier, run_pipeline
+from mtpc.passes import Pass, Policy, Sharding, Verifier, run_pipeline
+from mtpc.passes.copy_layers import CopyLayers
 from mtpc.program.program import CapturedStep
 from mtpc.program.ranks import Ranks
 
@@ -49,12 +51,17 @@ class Lowering:
     sharding: Sharding | None = None
 
     def rewrite(
-        self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
+        self,
+        graph: StepGraph,
+        ending: Sequence[Pass] = (),
+        until: str | None = None,
+        seen: Seen = lambda name, graph: None,
     ) -> StepGraph:
         """Run the pass pipeline in place, verifying after each pass.
 
         Args:
             graph: as traced.
+            ending: what follows the backend's passes: copied layers, and what ranks agree on.
             until: stop after this pass; None runs them all.
             seen: called with each pass's name and the graph after it.
 
@@ -70,16 +77,19 @@ class Lowering:
             options.quantize,
             self.sharding,
         )
-        pipeline = (*passes, *self.backend.legalise())
+        rewriting = (*passes, *self.backend.legalise())
         verify = Verifier(options.verify_passes)
 
         def check(graph: StepGraph, name: str) -> None:
+            nonlocal verify
+            if name == CopyLayers.name:  # More layers have other effects, and verified values.
+                verify = Verifier(propagate=False)
             verify(graph, name)
+            if name == rewriting[-1].name:
+                Verifier(propagate=True)(graph, name)
             seen(name, graph)
 
-        run_pipeline(graph, pipeline, check, until)
-        if until is None:
-            Verifier(propagate=True)(graph, pipeline[-1].name)
+        run_pipeline(graph, (*rewriting, *ending), check, until)
         return graph
 
     @torch.no_grad()
@@ -97,38 +107,44 @@ _CHOICE = "configs"
 """The argument of a kernel that names its configurations."""
 
 
-def agree_on_calls(graph: StepGraph, ranks: Ranks) -> int:
-    """Give each call the configuration that rank 0 has chosen for it.
+@dataclass(frozen=True)
+class AgreeOnCalls:
+    """agree-on-calls: give each call the configuration that rank 0 has chosen for it.
 
-    Args:
-        graph: bound to kernels, not lowered yet. Every rank calls this for the same steps.
+    Every rank runs it on the same steps, bound to kernels and not lowered yet. It counts the calls
+    that have another configuration now.
+
+    Attributes:
         ranks: this process among those that share the model.
-
-    Returns:
-        How many calls have another configuration now.
 
     Raises:
         RankError: another rank's step makes other exchanges.
     """
-    calls = dict(_named(graph))
-    exchanges = [str(target) for _, target in operators(graph.graph) if is_collective(target)]
-    own = {name: node.kwargs.get(_CHOICE, "") for name, node in calls.items()}
-    every = ranks.tell_all((exchanges, own))
-    for rank, (theirs, _) in enumerate(every):
-        for index, (one, other) in enumerate(zip_longest(theirs, exchanges)):
-            if one != other:
-                raise RankError(
-                    f"{graph.name}: exchange {index} of rank {rank} of {ranks.size} is {one}, and "
-                    f"rank {ranks.rank}'s is {other}; ranks would wait for each other for ever: "
-                    "give all ranks the same machine, libraries and options"
-                )
-    changed = 0
-    for name, choice in every[0][1].items():
-        if name in own and own[name] != choice:
-            node = calls[name]
-            node.kwargs = {**node.kwargs, _CHOICE: choice}
-            changed += 1
-    return changed
+
+    ranks: Ranks
+    name: ClassVar[str] = "agree-on-calls"
+    policy: ClassVar[Policy] = "required"
+
+    def apply(self, graph: StepGraph) -> int:
+        calls, ranks = dict(_named(graph)), self.ranks
+        exchanges = [str(target) for _, target in operators(graph.graph) if is_collective(target)]
+        own = {name: node.kwargs.get(_CHOICE, "") for name, node in calls.items()}
+        every = ranks.tell_all((exchanges, own))
+        for rank, (theirs, _) in enumerate(every):
+            for index, (one, other) in enumerate(zip_longest(theirs, exchanges)):
+                if one != other:
+                    raise RankError(
+                        f"{graph.name}: exchange {index} of rank {rank} of {ranks.size} is {one}, "
+                        f"and rank {ranks.rank}'s is {other}; ranks would wait for each other for "
+                        "ever: give all ranks the same machine, libraries and options"
+                    )
+        changed = 0
+        for name, choice in every[0][1].items():
+            if name in own and own[name] != choice:
+                node = calls[name]
+                node.kwargs = {**node.kwargs, _CHOICE: choice}
+                changed += 1
+        return changed
 
 
 def _named(graph: StepGraph) -> Iterator[tuple[tuple[str, int], fx.Node]]:

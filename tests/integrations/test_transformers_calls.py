@@ -171,6 +171,8 @@ def test_other_models(generator: Any, compiled: Callable[..., Any]) -> None:
     for name in ("assistant_model", "custom_generate"):
         with pytest.raises(RequestError, match=f"{name} was given"):
             generator.generate(**RAGGED, **{name: model})
+    with pytest.raises(RequestError, match="cache_implementation is 'paged'.*never calls mtpc"):
+        generator.generate(**RAGGED, cache_implementation="paged")
 
 
 def test_greedy_steps_refuse_sampling(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

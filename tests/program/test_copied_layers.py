@@ -24,7 +24,8 @@ from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import LoadedModel, load
-from mtpc.program.compiler import COPY_LAYERS, StepCompiler
+from mtpc.passes.copy_layers import CopyLayers
+from mtpc.program.compiler import StepCompiler
 from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
 
@@ -90,11 +91,9 @@ def _tape(loaded: LoadedModel, key: StepKey, copies: bool) -> tuple[str, Any]:
     compiler.weights.defers = True
     if not copies:
         compiler.pattern = None
-    graph = compiler.rewrite(compiler.trace(key))
-    nodes = graph.num_nodes
-    whole = compiler.all_layers(graph)
-    assert whole is not None
-    assert (whole.num_nodes > nodes) == copies
+    whole = compiler.rewrite(compiler.trace(key))
+    last = whole.history[-1]
+    assert (last.name == CopyLayers.name and last.nodes_after > last.nodes_before) == copies
     return write_tape(*lower_to_tape(whole)), compiler.weights
 
 
@@ -140,7 +139,7 @@ def test_a_model_with_copied_layers_runs(backend: Callable[[], Backend], tmp_pat
         program = compiler.compile()
         model = SpecModel(loaded.served(), compiler.options, program, loaded)
         history = [record.name for record in next(iter(program.steps.values())).graph.history]
-        assert (COPY_LAYERS in history) == copies
+        assert (CopyLayers.name in history) == copies
         texts.append([each.token_ids for each in model.generate([[1, 2, 3], [4] * 9], 12)])
     assert texts[0] == texts[1]
 

@@ -39,7 +39,7 @@ from mtpc.program import rank_devices
 from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.lowering import agree_on_calls
+from mtpc.program.lowering import AgreeOnCalls
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.part_weights import read_part
 from mtpc.program.rank_devices import Seen, StepWatch, choose_device, make_group, why_apart
@@ -211,12 +211,12 @@ def agree(ranks: Ranks) -> tuple[Any, ...]:
     calls = [node for node, target in operators(graph.graph) if target is twice]
     if ranks.rank:
         calls[0].kwargs, calls[1].kwargs = {}, {"configs": "deep"}
-    changed = agree_on_calls(graph, ranks)
+    changed = AgreeOnCalls(ranks).apply(graph)
     found = [node.kwargs.get("configs", "") for node in calls]
     run(graph)
     graph = small_graph(another if ranks.rank else step, batch_out=torch.zeros(3), x=torch.ones(3))
     with pytest.raises(RankError) as caught:
-        agree_on_calls(graph, ranks)
+        AgreeOnCalls(ranks).apply(graph)
     return found, changed, str(caught.value)
 
 

@@ -131,8 +131,8 @@ FIELDS: dict[str, Field] = {
     "target_lookbehind": _irrelevant(_OF_ASSISTED),
     "use_cache": _irrelevant(_MEMORY),
     "cache_implementation": _irrelevant(
-        "the step has its own KV cache; but with `paged`, transformers does not call "
-        "`custom_generate`"
+        "the step has its own KV cache; `Generator.generate` refuses `paged`, with which "
+        "transformers does not call `custom_generate`"
     ),
     "cache_config": _irrelevant(_MEMORY),
     "max_cache_len": _irrelevant(_MEMORY),

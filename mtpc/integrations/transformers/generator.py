@@ -187,7 +187,8 @@ class Generator:
             See `__call__`.
 
         Raises:
-            RequestError: `assistant_model`, `assistant_tokenizer` or `custom_generate` is given.
+            RequestError: `assistant_model`, `assistant_tokenizer` or `custom_generate` is given, or
+                transformers' paged cache.
             MtpcError: see `__call__`.
         """
         for name in ("assistant_model", "assistant_tokenizer", "custom_generate"):
@@ -195,6 +196,11 @@ class Generator:
                 raise RequestError(
                     f"{name} was given; mtpc drafts with the model's own MTP layers: leave it out"
                 )
+        if arguments.get("cache_implementation") == "paged":
+            raise RequestError(
+                "cache_implementation is 'paged', with which transformers decodes by itself and "
+                "never calls mtpc; leave it out: mtpc's steps have a paged cache of their own"
+            )
         if tokenizer is not None:
             arguments = self._with_stop_strings(arguments, tokenizer)
         generate: Any = self.model.generate

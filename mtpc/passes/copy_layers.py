@@ -1,4 +1,4 @@
-"""Copies a period of layers in a flat graph, in place of layers that were not traced.
+"""copy-layers: add the layers that were not traced, as copies of a period of those that were.
 
     before | period A | period B | after      ->      before | A | B | B' | B'' | ... | after
 
@@ -12,35 +12,52 @@ model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
 from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
+from mtpc.layout.layers import LayerPattern
+from mtpc.passes.base import Policy
 from mtpc.weights.recipes import substitute
 
-if TYPE_CHECKING:
-    from mtpc.models.layer_pattern import LayerPattern
+
+class LayersDiffer(Exception):
+    """A graph's calls do not repeat as its layers do, or a kernel cannot read the weights of all
+    layers in its order: every layer must be traced."""
 
 
-def repeat_layers(
-    graph: StepGraph, pattern: LayerPattern, shared: Mapping[str, Tensor]
-) -> StepGraph | None:
-    """The graph with all layers, or None where its calls do not repeat as its layers do, or where
-    a kernel cannot read the weights of all of them in its order.
+@dataclass(frozen=True)
+class CopyLayers:
+    """Give a graph of the first layers all of them; counts the periods that it copies.
 
-    Args:
-        graph: flat, of the pattern's first layers.
+    Its copies keep the values of the verified calls that they are made of.
+
+    Attributes:
         pattern: how layers repeat.
         shared: state and caches of all layers, by name.
+
+    Raises:
+        LayersDiffer: the graph is left as it is.
     """
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    periods = _find_periods(calls, pattern)
-    if periods is None:
-        return None
-    writer = _Writer(graph, pattern, shared, calls, periods)
-    return writer.run() if writer.can_read_weights() else None
+
+    pattern: LayerPattern
+    shared: Mapping[str, Tensor]
+    name: ClassVar[str] = "copy-layers"
+    policy: ClassVar[Policy] = "required"
+
+    def apply(self, graph: StepGraph) -> int:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        periods = _find_periods(calls, self.pattern)
+        if periods is None:
+            raise LayersDiffer
+        writer = _Writer(graph, self.pattern, self.shared, calls, periods)
+        if not writer.can_read_weights():
+            raise LayersDiffer
+        graph.module = writer.run()
+        return self.pattern.copies
 
 
 def _find_periods(calls: list[fx.Node], pattern: LayerPattern) -> tuple[int, int] | None:
@@ -130,9 +147,9 @@ class _Writer:
                     return False
         return True
 
-    def run(self) -> StepGraph:
-        """Write everything; the old graph is left as it was."""
-        (start, size), old = self.periods, self.old
+    def run(self) -> fx.GraphModule:
+        """A module with everything."""
+        start, size = self.periods
         end = start + 2 * size
         for call in self.calls[:end]:
             self._write(call, 0)
@@ -146,8 +163,7 @@ class _Writer:
         for call in self.calls[end:]:
             self._write(call, self.pattern.copies * self.pattern.period)
         self.graph.output(())
-        module = module_of(self.root, self.graph)
-        return StepGraph(module, old.key, old.layout, old.weights, list(old.history), old.part)
+        return module_of(self.root, self.graph)
 
     def _write(self, call: fx.Node, layers: int) -> None:
         """Append a copy of a call, with the names of weights and state moved by so many layers."""
