@@ -171,7 +171,7 @@ def test_other_models(generator: Any, compiled: Callable[..., Any]) -> None:
     for name in ("assistant_model", "custom_generate"):
         with pytest.raises(RequestError, match=f"{name} was given"):
             generator.generate(**RAGGED, **{name: model})
-    with pytest.raises(RequestError, match="cache_implementation is 'paged'.*never calls mtpc"):
+    with pytest.raises(RequestError, match=r"cache_implementation is 'paged'.*never calls mtpc"):
         generator.generate(**RAGGED, cache_implementation="paged")
 
 
