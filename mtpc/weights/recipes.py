@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import index
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -158,62 +157,87 @@ def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
     return with_parts(recipe, lambda part: substitute(part, recipe_of))
 
 
+class Source(Protocol):
+    """Where recipes find the tensors that they name."""
+
+    def form(self, name: str) -> Tensor:
+        """A tensor of the shape and dtype of one; its values are not read."""
+
+    def read(self, part: Recipe) -> Tensor:
+        """What `is_read` describes."""
+
+    def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
+        """A name, which may be cast, as codes: [N, K], or a stack [E, N, K]."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors in memory, as a `Source`; as codes, they are rounded.
+
+    Attributes:
+        form: name -> tensor.
+    """
+
+    form: TensorOf
+
+    def read(self, part: Recipe) -> Tensor:
+        """A named tensor itself, or rows of it, which do not keep the whole."""
+        if isinstance(part, Rows):
+            held = take(part, self.form(next(names(part))))
+            return cast(held, part.part).clone(memory_format=torch.contiguous_format)
+        return cast(self.form(next(names(part))), part)
+
+    def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
+        """Rounded on demand."""
+        return quantised_rows(self.read(part), spec)
+
+
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
-    """The tensor of a recipe; see `make_all`."""
-    return make_all(recipe, tensor_of, fill)[recipe]
+    """The tensor of a recipe over tensors in memory; see `make_all`."""
+    return make_all(recipe, Held(tensor_of), fill)[recipe]
 
 
-def make_all(
-    recipe: Recipe,
-    tensor_of: TensorOf,
-    fill: Fill = packing.fill_packed,
-    codes_of: CodesOf | None = None,
-) -> dict[Recipe, Tensor]:
+def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]:
     """The tensor of a recipe: for a name the named tensor itself, otherwise a new one.
 
     All tensors of a weight in groups are made together, in the host's memory.
 
     Args:
         recipe: what to make.
-        tensor_of: name -> tensor; with `codes_of`, only the form of what is in groups is read.
+        source: of what it names.
         fill: packs a weight.
-        codes_of: weights as codes; None rounds them.
 
     Raises:
         TypeError: the recipe packs a packed weight.
     """
     if isinstance(recipe, Grouped):
-        rounded = partial(_rounded, tensor_of)
-        early = take_early(recipe.part, tensor_of)
-        rows = make_grouped(early, recipe.spec, codes_of or rounded)
+        rows = make_grouped(take_early(recipe.part, source.form), recipe.spec, source.codes)
         packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), fill)
         return {replace(recipe, piece=piece): tensor for piece, tensor in packed.items()}
-    if not isinstance(recipe, Packed):
-        return {recipe: _plain(recipe, tensor_of)}
-    out = allocate(recipe, tensor_of)
-    _place(recipe.part, out, tensor_of, fill)
+    early = take_early(recipe, source.form)
+    if not isinstance(early, Packed):
+        return {recipe: _plain(early, source.read)}
+    out = allocate(early, source.form)
+    _place(early.part, out, source, fill)
     # It is packed in the host's memory, which has huge pages, and then moved.
-    return {recipe: out.to(tensor_of(next(names(recipe))).device)}
+    return {recipe: out.to(source.form(next(names(recipe))).device)}
 
 
-def _rounded(tensor_of: TensorOf, recipe: Recipe, spec: GroupSpec) -> GroupedRows:
-    return quantised_rows(_plain(recipe, tensor_of), spec)
-
-
-def _plain(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
+def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
     """The tensor of a recipe that packs nothing."""
-    if isinstance(recipe, str):
-        return tensor_of(recipe)
+    if is_read(recipe):
+        return read(recipe)
     if isinstance(recipe, (Packed, Grouped)):
         raise TypeError("a packed weight cannot be joined or packed again")
-    first, *more = parts = [_plain(part, tensor_of) for part in parts_of(recipe)]
+    first, *more = parts = [_plain(part, read) for part in parts_of(recipe)]
     if isinstance(recipe, Cast):
-        return first.to(getattr(torch, recipe.dtype))
-    if isinstance(recipe, Rows):  # The copy does not keep the whole.
+        return cast(first, recipe)
+    if isinstance(recipe, Rows):
         return take(recipe, first).clone(memory_format=torch.contiguous_format)
     if isinstance(recipe, Blocks):
         blocks = first.view(recipe.count, -1, first.shape[-1])[:, recipe.start : recipe.stop]
         return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
+    assert isinstance(recipe, Join)
     if recipe.op == "stack":
         return torch.stack(parts)
     return torch.cat([first, *more], 0 if recipe.op == "cat" else 1)
@@ -221,7 +245,7 @@ def _plain(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
 
 def form_of(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
     """A meta tensor of the shape and dtype of a recipe's that packs nothing; reads no values."""
-    return _plain(recipe, lambda name: tensor_of(name).to("meta"))
+    return _plain(recipe, Held(lambda name: tensor_of(name).to("meta")).read)
 
 
 def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
@@ -239,28 +263,28 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
     return make_room(tuple(form.shape), form.dtype)
 
 
-def _place(recipe: Recipe, out: Tensor, tensor_of: TensorOf, fill: Fill) -> None:
+def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
     """Pack the tensor of a recipe, part by part if possible, so that the whole is never made.
 
     Args:
         recipe: a recipe that packs nothing.
         out: memory of the result.
-        tensor_of: name -> tensor.
+        source: of what it names.
         fill: packs one part.
     """
     pieces: Iterator[Tensor] | None = None
     if isinstance(recipe, Join) and recipe.op == "stack":
         pieces = iter(out)
     elif isinstance(recipe, Join) and recipe.op == "cat":
-        shapes = [form_of(part, tensor_of).shape for part in recipe.parts]
+        shapes = [form_of(part, source.form).shape for part in recipe.parts]
         is_matrix = all(len(shape) == 2 for shape in shapes)
         if is_matrix and not any(shape[0] % packing.TILE for shape in shapes[:-1]):
             pieces = iter(out.split([packing.count_tiles(shape[0]) for shape in shapes]))
     if pieces is None:
-        fill(_plain(recipe, tensor_of).contiguous(), out)
+        fill(_plain(recipe, source.read).contiguous(), out)
         return
     for part, to in zip(parts_of(recipe), pieces, strict=True):
-        _place(part, to, tensor_of, fill)
+        _place(part, to, source, fill)
 
 
 def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
@@ -353,17 +377,15 @@ def parts_read(recipe: Recipe) -> Iterator[Recipe]:
         yield from parts_read(part)
 
 
-def rename_read(recipe: Recipe, name_of: Callable[[Recipe], str]) -> Recipe:
-    """The recipe with a name in place of each of `parts_read`."""
-    if is_read(recipe):
-        return name_of(recipe)
-    return with_parts(recipe, lambda part: rename_read(part, name_of))
-
-
 def take(rows: Rows, tensor: Tensor) -> Tensor:
     """These rows of a tensor: a view of adjacent ones, otherwise a copy."""
     held = [tensor.narrow(rows.dim, start, stop - start) for start, stop in rows.runs]
     return held[0] if len(held) == 1 else torch.cat(held, rows.dim)
+
+
+def cast(tensor: Tensor, part: Recipe) -> Tensor:
+    """A tensor in the dtype of a `Cast`; where `part` is none, the tensor itself."""
+    return tensor.to(getattr(torch, part.dtype)) if isinstance(part, Cast) else tensor
 
 
 def packs_all(recipe: Recipe) -> bool:

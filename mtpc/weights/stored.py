@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,12 +28,11 @@ from mtpc.weights.recipes import (
     Recipe,
     Rows,
     allocate,
-    make,
+    cast,
     make_all,
     names,
     packs_all,
     parts_read,
-    rename_read,
     spec_of,
     substitute,
     take,
@@ -99,11 +99,9 @@ class StoredWeights:
 
     def make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
         """The tensor of a recipe over stored tensors; see `make_all`."""
-        whole, form_of = self._read_in_pieces(recipe), self._checkpoint.meta_tensor
-        if isinstance(recipe, Grouped):
-            found = make_all(recipe, form_of, self._fill, self._codes)
-        elif whole is None:
-            found = {recipe: self._make_plain(take_early(recipe, form_of))}
+        whole = self._read_in_pieces(recipe)
+        if whole is None:
+            found = self._make(recipe)
         elif isinstance(recipe, Packed):
             found = {recipe: self._pack_in_pieces(whole, recipe)}
         else:
@@ -114,38 +112,18 @@ class StoredWeights:
         # few rows.
         for name in names(recipe):
             self._checkpoint.release(name)
-        return {each: self._pages.take(tensor) for each, tensor in found.items()}
+        return {each: self._pages.take(tensor.contiguous()) for each, tensor in found.items()}
 
-    def _make_plain(self, recipe: Recipe) -> Tensor:
-        """Make a weight that is not grouped, and check what it is made of."""
-        packs, finite = packs_all(recipe), torch.ones(1, dtype=torch.bool)
-        parts = {str(part): self._part(part) for part in parts_read(recipe)}
-        if not packs:
-            self._look(recipe, parts)
-        fill = partial(self._fill, finite=finite)
-        made = make(rename_read(recipe, str), parts.__getitem__, fill).contiguous()
-        if packs and not finite:
-            self._look(recipe, parts)
+    def _make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
+        """Make a weight, and check the values that it reads. What packs all of them sees them."""
+        early, finite = take_early(recipe, self._checkpoint.meta_tensor), torch.ones(1).bool()
+        packs = isinstance(recipe, Grouped) or packs_all(early)
+        files = _Files(self._checkpoint, self._finite, not packs)
+        made = make_all(recipe, files, partial(self._fill, finite=finite))
+        if not finite:
+            for part in parts_read(early):
+                files.look(part, files.read(part))
         return made
-
-    def _part(self, part: Recipe) -> Tensor:
-        """A stored tensor or rows of one, cast: in the mapped file where it is plain, or a copy.
-
-        No more than these rows stays in memory, and no more is cast.
-        """
-        (name,) = names(part)
-        held = part.part if isinstance(part, Rows) else part
-        dtype = getattr(torch, held.dtype) if isinstance(held, Cast) else None
-        if not isinstance(part, Rows):
-            return self._checkpoint.tensor(name).to(dtype)
-        rows = take(part, self._checkpoint.tensor(name)).to(dtype)
-        return rows if self._checkpoint.is_plain(name) else rows.clone()
-
-    def _look(self, recipe: Recipe, parts: Mapping[str, Tensor]) -> None:
-        """Check the values that a recipe reads, except those that were checked before."""
-        for part in parts_read(recipe):
-            if part not in self._finite:
-                self._finite[part] = is_finite(parts[str(part)])
 
     def _read_in_pieces(self, recipe: Recipe) -> str | None:
         """The tensor that a recipe packs, or that steps read from its file's memory map."""
@@ -169,29 +147,6 @@ class StoredWeights:
             begin = end
         self._finite[name] = self._finite.get(name, True) and bool(finite)
         return packed
-
-    def _codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
-        """A weight as codes of this form: as it is stored, or else rounded."""
-        (name,) = names(part)
-        if self._checkpoint.specs.get(name) == spec:
-            return self._looked_at(name, self._checkpoint.grouped(name))
-        return self._looked_at(name, quantised_rows(self._part(part), spec))
-
-    def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
-        """Rows whose scales are checked as they are read; infinite weights show there."""
-        some = Rows((), name)  # Never all of the tensor, which other weights may need.
-
-        def read(start: int, stop: int) -> GroupedWeight:
-            part = rows.read(start, stop)
-            is_float = part.codes.is_floating_point()
-            numbers = (part.scales, part.codes) if is_float else (part.scales,)
-            self._finite[some] = self._finite.get(some, True) and all(map(is_finite, numbers))
-            return part
-
-        def take(runs: Runs, dim: int) -> GroupedRows:
-            return self._looked_at(name, take_rows(rows, runs, dim))
-
-        return GroupedRows(rows.shape, read, take)
 
     def check(self) -> None:
         """Check the tensors that were read so far: all of them, once the steps are bound.
@@ -265,3 +220,66 @@ class StoredWeights:
             return False
         pieces = zip(self._checkpoint.pieces(one), self._checkpoint.pieces(two), strict=True)
         return all(torch.equal(*pair) for pair in pieces)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The tensors of a checkpoint, as a `Source`.
+
+    Attributes:
+        checkpoint: holds them.
+        finite: what was checked -> whether all its values are finite.
+        checks: whether `read` checks what it reads.
+    """
+
+    checkpoint: Checkpoint
+    finite: dict[Recipe, bool]
+    checks: bool
+
+    def form(self, name: str) -> Tensor:
+        return self.checkpoint.meta_tensor(name)
+
+    def read(self, part: Recipe) -> Tensor:
+        """A tensor or rows of one, cast: in the mapped file where it is plain, or a copy.
+
+        No more than these rows stays in memory, and no more is cast.
+        """
+        (name,) = names(part)
+        tensor = self.checkpoint.tensor(name)
+        if not isinstance(part, Rows):
+            tensor = cast(tensor, part)
+        elif self.checkpoint.is_plain(name):
+            tensor = cast(take(part, tensor), part.part)
+        else:
+            tensor = cast(take(part, tensor), part.part).clone()
+        if self.checks:
+            self.look(part, tensor)
+        return tensor
+
+    def look(self, part: Recipe, tensor: Tensor) -> None:
+        """Check values, but for those that were checked before."""
+        if part not in self.finite:
+            self.finite[part] = is_finite(tensor)
+
+    def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
+        """A weight as codes of this form: as it is stored, or else rounded."""
+        (name,) = names(part)
+        if self.checkpoint.specs.get(name) == spec:
+            return self._looked_at(name, self.checkpoint.grouped(name))
+        return self._looked_at(name, quantised_rows(self.read(part), spec))
+
+    def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
+        """Rows whose scales are checked as they are read; infinite weights show there."""
+        some = Rows((), name)  # Never all of the tensor, which other weights may need.
+
+        def read(start: int, stop: int) -> GroupedWeight:
+            part = rows.read(start, stop)
+            is_float = part.codes.is_floating_point()
+            numbers = (part.scales, part.codes) if is_float else (part.scales,)
+            self.finite[some] = self.finite.get(some, True) and all(map(is_finite, numbers))
+            return part
+
+        def take(runs: Runs, dim: int) -> GroupedRows:
+            return self._looked_at(name, take_rows(rows, runs, dim))
+
+        return GroupedRows(rows.shape, read, take)

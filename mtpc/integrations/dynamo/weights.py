@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import fill_packed
-from mtpc.weights.recipes import Recipe, make_all, substitute
+from mtpc.weights.recipes import Held, Recipe, make_all, substitute
 
 State: TypeAlias = tuple[int, int]
 """A parameter's version counter, which in-place updates increment, and its address."""
@@ -92,7 +92,7 @@ class CallWeights:
                 if held is not None:
                     found[recipe] = held
                 elif recipe not in found:
-                    found |= make_all(recipe, values, fill_packed)
+                    found |= make_all(recipe, Held(values), fill_packed)
         self._store.update({substitute(r, identity): tensor for r, tensor in found.items()})
         return [found[recipe] for recipe in self._recipes]
 
