@@ -193,14 +193,16 @@ class Held:
 
 
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
-    """The tensor of a recipe over tensors in memory; see `make_all`."""
-    return make_all(recipe, Held(tensor_of), fill)[recipe]
+    """The tensor of a recipe over tensors in memory, packed on their device; see `make_all`."""
+    made = make_all(recipe, Held(tensor_of), fill)[recipe]
+    return made.to(tensor_of(next(names(recipe))).device) if isinstance(recipe, Packed) else made
 
 
 def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]:
     """The tensor of a recipe: for a name the named tensor itself, otherwise a new one.
 
-    All tensors of a weight in groups are made together, in the host's memory.
+    All tensors of a weight in groups are made together. What is packed is in the host's memory,
+    which has huge pages.
 
     Args:
         recipe: what to make.
@@ -219,8 +221,7 @@ def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]
         return {recipe: _plain(early, source.read)}
     out = allocate(early, source.form)
     _place(early.part, out, source, fill)
-    # It is packed in the host's memory, which has huge pages, and then moved.
-    return {recipe: out.to(source.form(next(names(recipe))).device)}
+    return {recipe: out}
 
 
 def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
