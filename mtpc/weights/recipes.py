@@ -244,9 +244,32 @@ def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
     return torch.cat([first, *more], 0 if recipe.op == "cat" else 1)
 
 
-def form_of(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
-    """A meta tensor of the shape and dtype of a recipe's that packs nothing; reads no values."""
-    return _plain(recipe, Held(lambda name: tensor_of(name).to("meta")).read)
+def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of the tensor of a recipe that packs nothing; no value is read.
+
+    Raises:
+        TypeError: the recipe packs something.
+    """
+    if isinstance(recipe, str):
+        return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
+    if isinstance(recipe, (Packed, Grouped)):
+        raise TypeError("a packed weight cannot be joined or packed again")
+    parts = [shape_of(part, tensor_of) for part in parts_of(recipe)]
+    (first, *inner), dtype = parts[0]
+    if isinstance(recipe, Cast):
+        return [first, *inner], getattr(torch, recipe.dtype)
+    if isinstance(recipe, Rows):
+        shape = [first, *inner]
+        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
+        return shape, dtype
+    if isinstance(recipe, Blocks):
+        matrix = [recipe.stop - recipe.start, *inner]
+        return [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)], dtype
+    if recipe.op == "stack":
+        return [len(parts), first, *inner], dtype
+    if recipe.op == "cat_rows":
+        return [first, sum(shape[1] for shape, _ in parts), *inner[1:]], dtype
+    return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
 def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
@@ -256,12 +279,13 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
         recipe: what the memory is for.
         tensor_of: name -> tensor; only shapes and dtypes are read.
     """
-    packs = isinstance(recipe, (Packed, Grouped))
-    form = form_of(recipe.part if isinstance(recipe, (Packed, Grouped)) else recipe, tensor_of)
     if isinstance(recipe, Grouped):
-        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), form.shape)
-    make_room = packing.allocate_packed if packs else packing.allocate
-    return make_room(tuple(form.shape), form.dtype)
+        shape, _ = shape_of(recipe.part, tensor_of)
+        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape)
+    if isinstance(recipe, Packed):
+        return packing.allocate_packed(*shape_of(recipe.part, tensor_of))
+    shape, dtype = shape_of(recipe, tensor_of)
+    return packing.allocate(tuple(shape), dtype)
 
 
 def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
@@ -277,7 +301,7 @@ def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
     if isinstance(recipe, Join) and recipe.op == "stack":
         pieces = iter(out)
     elif isinstance(recipe, Join) and recipe.op == "cat":
-        shapes = [form_of(part, source.form).shape for part in recipe.parts]
+        shapes = [shape_of(part, source.form)[0] for part in recipe.parts]
         is_matrix = all(len(shape) == 2 for shape in shapes)
         if is_matrix and not any(shape[0] % packing.TILE for shape in shapes[:-1]):
             pieces = iter(out.split([packing.count_tiles(shape[0]) for shape in shapes]))
@@ -355,7 +379,7 @@ def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
         return with_parts(part, lambda each: take_early(Rows(recipe.runs, each, dim), tensor_of))
     start, taken = 0, []
     for each in part.parts:
-        size = form_of(each, tensor_of).shape[joined]
+        size = shape_of(each, tensor_of)[0][joined]
         own = [(max(a, start), min(b, start + size)) for a, b in recipe.runs]
         runs = tuple((a - start, b - start) for a, b in own if a < b)
         taken += [take_early(Rows(runs, each, joined), tensor_of)] if runs else []
