@@ -180,7 +180,7 @@ def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str 
     for operand in (arguments(node)[name] for name in order.weights) if order else ():
         if weight_of(graph, operand) is None:
             return "weights that a step computes; it takes those of the model, in its own order"
-        reason = graph.weights.why_as_stored(str(operand.target))
+        reason = graph.weights.orders.why_as_stored(str(operand.target))
         if reason is not None:
             return reason
     return None
@@ -188,7 +188,7 @@ def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str 
 
 def _arrange(node: fx.Node, graph: StepGraph, order: Order) -> None:
     for operand in (arguments(node)[name] for name in order.weights):
-        graph.weights.arrange(str(operand.target), order.name, order.arrange)
+        graph.weights.orders.arrange(str(operand.target), order.name, order.arrange)
 
 
 def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:
@@ -208,7 +208,7 @@ def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:
             reads = order is not None and any(
                 arguments(user)[argument] is node for argument in order.weights
             )
-            found = graph.weights.read(name, order.name if order and reads else "")
+            found = graph.weights.orders.read(name, order.name if order and reads else "")
             if found is not None:
                 raise GraphError(
                     f"{graph.name}: {user} reads {name}, which other calls made the order of "

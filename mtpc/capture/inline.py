@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtpc.capture.fake_calls import form_of
-from mtpc.capture.graph import StepGraph, WeightTable, get_tensor, module_of, set_tensor
+from mtpc.capture.graph import StepGraph, get_tensor, module_of, set_tensor
 from mtpc.capture.step_mode import StepMode, fake_of, settled
 from mtpc.errors import GraphError
 from mtpc.ops.signatures import value_of
+from mtpc.weights.weights import Weights
 
 aten = torch.ops.aten
 
@@ -84,7 +85,7 @@ class Inliner:
 
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
         self.source, self.buffer_names = source, buffer_names
-        self.weights: WeightTable = source.weights
+        self.weights: Weights = source.weights
         layout = source.layout
         self.mode = StepMode(layout) if layout.open_sizes else FakeTensorMode()
         self.graph = fx.Graph()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from mtpc.capture.graph import StepGraph, WeightTable, module_of
+from mtpc.capture.graph import StepGraph, module_of
 from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import P
@@ -34,6 +34,7 @@ from mtpc.step.sampling import Record, SampleChoice, SampledChoice, SampleDraft
 from mtpc.step.single_position import SinglePosition
 from mtpc.step.step import Step, StepPieces
 from mtpc.step.synthetic import Dictate
+from mtpc.weights.weights import Weights
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
 """Numbers of requests and of tokens while tracing: different, above 1, and no other size of a
@@ -182,7 +183,7 @@ def trace_step(
     traces: ModelTraces,
     layout: Layout,
     shared: nn.Module,
-    weights: WeightTable,
+    weights: Weights,
 ) -> StepGraph:
     """Trace one iteration of one bucket.
 

@@ -53,4 +53,4 @@ def compile_host(
         opened = open_steps(model, {"sampling": False, **options}, wanted, listener)
     found = opened.model
     of_model = (found.served, found.options, form, found.device, opened.fallbacks)
-    return HostedModel(*of_model, opened.made, found.check)
+    return HostedModel(*of_model, opened.made)

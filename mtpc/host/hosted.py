@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,7 +37,6 @@ class HostedModel:
     device: str
     fallbacks: Counter[str]
     _built: BuiltSteps = field(repr=False)
-    _check: Callable[[], None] = field(repr=False)
 
     @property
     def keys(self) -> tuple[StepKey, ...]:
@@ -138,7 +137,7 @@ class HostedModel:
             (key, part): StepBinder(self._built, common | own[key]).bind(step).replay
             for (key, part), step in self._built.steps.items()
         }
-        self._check()
+        self._built.weights.check()
         return HostProgram(shared, steps, runs)
 
 

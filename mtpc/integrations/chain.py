@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mtpc.backends import Backend
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, UnsupportedModelError
@@ -29,6 +29,7 @@ from mtpc.program.program import CapturedStep
 from mtpc.step.choose import Pick
 from mtpc.step.metadata import ChainMetadata
 from mtpc.step.records import Chained, Rows, unpack
+from mtpc.weights.weights import Weights
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ class DraftChain:
         heads = _Head(head, plan.vocab_size, None if draft.returns_normed else draft.final_norm)
         self._buffer_names = layer.buffer_names()
         self._lowering = Lowering(backend, self._buffer_names, CompileOptions())
-        self._weights = WeightTable(_weights(layer, heads, self._buffer_names))
+        self._weights = Weights(_weights(layer, heads, self._buffer_names))
         self._pieces = _export(layer, heads, pools)
         self._width, self._dtype = head.shape[1], head.dtype
         self._device = head.device

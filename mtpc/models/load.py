@@ -41,8 +41,8 @@ from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
-from mtpc.weights.recipes import Elsewhere
 from mtpc.weights.served_model import ServedModel, tokenizer_ends
+from mtpc.weights.stored import StoredWeights
 from mtpc.wiring import Rules
 
 
@@ -60,7 +60,7 @@ class LoadedModel:
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
-        elsewhere: makes a rank's parts of weights, in whose places the modules have placeholders;
+        stored: makes a rank's parts of weights, in whose places the modules have placeholders;
             None: the modules have all values, or none.
     """
 
@@ -73,7 +73,7 @@ class LoadedModel:
     owned: bool = False
     headers: HeaderWeights | None = None
     kv_cache_dtype: torch.dtype | None = None
-    elsewhere: Elsewhere | None = field(default=None, repr=False)
+    stored: StoredWeights | None = field(default=None, repr=False)
 
     @property
     def config(self) -> Any:

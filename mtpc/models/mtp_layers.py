@@ -149,7 +149,7 @@ def share_copies(layers: Iterable[MTPLayer], target: Any) -> None:
     """Let each layer's embedding and head use the target's memory where they are equal.
 
     They keep names of their own, so that graphs do not depend on the values of weights. Where
-    tensors are not loaded, `WeightSource` does the same when it binds them.
+    tensors are not loaded, `StoredWeights` does the same when it binds them.
     """
     theirs = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
     for layer in layers:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from mtpc.layout import dtype_name
 from mtpc.models.header_weights import shards_of
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import (
@@ -17,12 +19,12 @@ from mtpc.models.mtp_layers import (
     stored_name,
 )
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, StoredGroups
-from mtpc.weights.recipes import Join, Recipe, make, make_grouped, names, spec_of
+from mtpc.weights.recipes import Cast, Join, Recipe, make, names, spec_of, substitute
+from mtpc.weights.stored import StoredWeights
 
 
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
-    """Weight name -> recipe over the checkpoint's tensors.
+    """Weight name -> recipe over the checkpoint's tensors, which are cast to the weight's dtype.
 
     Where the model was loaded with its values, each recipe is carried out, and its result equals
     what transformers loaded bit for bit. Where it was loaded from headers, a recipe of one tensor
@@ -45,18 +47,24 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
         by_headers = loaded.headers is not None
         recipe = (_by_headers if by_headers else _by_values)(name, tensor, loaded, checkpoint)
         if recipe is not None:
-            found[name] = recipe
+            found[name] = substitute(recipe, partial(_cast, checkpoint, tensor.dtype))
     return found
 
 
-def stored_groups(loaded: LoadedModel) -> StoredGroups:
-    """The weights of a loaded model that its checkpoint stores in groups; from headers alone.
+def _cast(checkpoint: Checkpoint, dtype: torch.dtype, name: str) -> Recipe:
+    """A stored tensor in the dtype of a weight."""
+    return name if checkpoint.meta_tensor(name).dtype == dtype else Cast(dtype_name(dtype), name)
 
-    A model object's weights are what the object holds, so none of them is.
+
+def stored_weights(loaded: LoadedModel) -> StoredWeights | None:
+    """The weights that are made from files, not of the modules' tensors; from headers alone.
+
+    Those of a rank's part, and those that the checkpoint stores in groups. A model object's weights
+    are what the object holds, so none of them is.
     """
     checkpoint = loaded.checkpoint
-    if checkpoint is None or not checkpoint.specs or not loaded.owned:
-        return StoredGroups()
+    if loaded.stored is not None or checkpoint is None or not loaded.owned or not checkpoint.specs:
+        return loaded.stored
     recipes: dict[str, Recipe] = {}
     for name, tensor in loaded.weights().items():
         recipe = (
@@ -66,16 +74,7 @@ def stored_groups(loaded: LoadedModel) -> StoredGroups:
         )
         if recipe is not None and spec_of(recipe, checkpoint.specs) is not None:
             recipes[name] = recipe
-    specs = {name: spec_of(recipe, checkpoint.specs) for name, recipe in recipes.items()}
-
-    def stored(name: str, spec: GroupSpec) -> GroupedRows:
-        return checkpoint.grouped(name)
-
-    def read(name: str) -> GroupedRows:
-        return make_grouped(recipes[name], known[name], stored)
-
-    known = {name: spec for name, spec in specs.items() if spec is not None}
-    return StoredGroups(known, read)
+    return StoredWeights(checkpoint, recipes)
 
 
 def _by_values(

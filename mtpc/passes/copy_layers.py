@@ -143,7 +143,7 @@ class _Writer:
                 if node.op != "get_attr" or is_buffer_name(old):
                     continue
                 name = pattern.shifted(old, number * pattern.period)
-                if name in weights and not weights.can_read_alike(name, old):
+                if name in weights and not weights.orders.can_read_alike(name, old):
                     return False
         return True
 
@@ -196,5 +196,5 @@ class _Writer:
         if name not in weights:
             recipe = weights.recipes[old]
             weights.derive(name, substitute(recipe, lambda n: self.pattern.shifted(n, layers)))
-        weights.read_alike(name, old)
+        weights.orders.read_alike(name, old)
         return weights[name]

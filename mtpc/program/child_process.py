@@ -327,8 +327,7 @@ class Background:
             start = time.perf_counter()
             binder = StepBinder(rest.begun, program.shared)
             bound = [binder.bind(step) for step in found]
-            assert rest.begun.source is not None
-            rest.begun.source.check()
+            rest.begun.weights.check()
             del self._missing[tier]
             self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]
             program.arrived.append((tuple(self._ready), bound))

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
-from mtpc.capture.graph import StepGraph, WeightTable, is_buffer_name, set_tensor
+from mtpc.capture.graph import StepGraph, is_buffer_name, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
@@ -30,7 +30,6 @@ from mtpc.layout import (
     Layout,
     Part,
     StepKey,
-    dtype_name,
     largest_first,
     step_keys,
 )
@@ -58,7 +57,7 @@ from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
-from mtpc.models.weight_recipes import stored_groups, weight_recipes
+from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
@@ -69,6 +68,7 @@ from mtpc.program.step_cache import CONSTANTS, CachedStep, OwnSteps, Steps, grap
 from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
+from mtpc.weights.weights import Weights
 
 _Write = Callable[[int, str, StepGraph], None]
 """Called with the number and name of a pass, and the graph after it."""
@@ -107,9 +107,7 @@ class StepCompiler:
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.forecast = Forecast()
-        self.weights = WeightTable(
-            loaded.weights(), stored_groups(loaded), loaded.owned, loaded.elsewhere
-        )
+        self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
         self._pools = self._traced_pools()
@@ -289,7 +287,7 @@ class StepCompiler:
             shared: what they are bound to; None: state and caches of their own.
         """
         meet = self._ranks.meet if self._ranks else lambda: None
-        return BuiltSteps(steps, self.weights, None, shared, meet)
+        return BuiltSteps(steps, self.weights, shared, meet)
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """Every step, in order: from the cache, or built."""
@@ -371,7 +369,6 @@ class StepCompiler:
             package=artifact.package,
             derived=derived,
             stored=stored,
-            dtypes={n: dtype_name(weights[n].dtype) for n in stored},
             unexplained=tuple(sorted(n for n in others if not self._is_constant(n))),
             ends=tuple(sorted(loaded.ends() & stored.keys())),
             max_positions=loaded.max_positions,

@@ -19,7 +19,6 @@ from mtpc.backends.base import Backend
 from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.placing import Live, place_live, pool_bytes
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
@@ -28,6 +27,7 @@ from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
+from mtpc.weights.weights import Weights
 
 MARGIN = 64 << 20
 """Bytes for what nothing here computes: kernels' code, gaps between blocks. Never measured."""
@@ -108,7 +108,7 @@ def _state_bytes(compiler: StepCompiler) -> tuple[int, int]:
     return sizes[0] - pages * page + snapshots_nbytes(less, compiler.options), page
 
 
-def _made(weights: WeightTable) -> int:
+def _made(weights: Weights) -> int:
     """Bytes that derived weights add: without those of weights that are now views of them."""
     made = {weights[n].untyped_storage().data_ptr(): weights[n].nbytes for n in weights.recipes}
     views = {

@@ -15,17 +15,18 @@ import torch
 
 from mtpc.backends import PACKAGING, first_choice
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
-from mtpc.capture.graph import WeightTable
 from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, OptionError
 from mtpc.layout import Graphs, step_name
-from mtpc.program.binding import BuiltSteps, WeightSource
+from mtpc.program.binding import BuiltSteps
 from mtpc.program.model_key import checkpoint_fields, object_fields
 from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache, Steps, program_fields
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import checkpoint_of
+from mtpc.weights.stored import StoredWeights
+from mtpc.weights.weights import Weights
 
 
 def open_store(options: CompileOptions) -> EntryStore:
@@ -95,7 +96,9 @@ def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None
 
 def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
     """Built steps, to be bound to weights of a checkpoint's files."""
-    return BuiltSteps(steps, WeightTable({}), WeightSource(checkpoint, fill_packed))
+    # Weights that were dequantised for tracing are gone, and notes must not count them.
+    checkpoint.dequantised.clear()
+    return BuiltSteps(steps, Weights(stored=StoredWeights(checkpoint, {}, fill=fill_packed)))
 
 
 def restore(

@@ -72,7 +72,6 @@ class Prepared:
         options: what the steps were built with, settled for the model.
         backend: name of the backend that runs them.
         device: where they run, as torch names it.
-        check: raises CheckpointError if weights that binding read are unusable.
         done: says that all is done.
         loaded: the model in memory; None where its weights come from files.
         cache: the steps' entries; None if no cache keeps them.
@@ -84,7 +83,6 @@ class Prepared:
     options: CompileOptions
     backend: str
     device: str
-    check: Callable[[], None]
     done: Callable[[], None] = lambda: None
     loaded: LoadedModel | None = None
     cache: StepCache | None = None
@@ -270,12 +268,11 @@ class _Road(Generic[T]):
 
     def _of_files(self, built: BuiltSteps) -> Prepared:
         """Steps whose weights come straight from the checkpoint's files."""
-        assert built.source is not None
         record, directory = next(iter(built.steps.values())).record, self.source.directory
         ends = self.source.stop_ids()
         served = ServedModel(str(directory), record.vocab_size, ends, directory)
         options = self.options.for_model(record.max_positions)
-        return Prepared(built, served, options, PACKAGING, DEVICE, built.source.check)
+        return Prepared(built, served, options, PACKAGING, DEVICE)
 
     def beginning(self, cache: StepCache | None) -> _Road[T]:
         """A copy for the steps with which a program can begin; the others become its `rest`.
@@ -332,9 +329,8 @@ class _Road(Generic[T]):
             compiler = make(self.options)
         own = compiler.shared if owns and not backend.makes_files else None
         built = compiler.built(compiler.obtain_all(self.graphs), own)
-        check = loaded.elsewhere.check if loaded.elsewhere else lambda: None
         options, done = settle_scheduling(compiler, self.ranks), lambda: compiler.tell("done", None)
-        of_backend = (backend.name, backend.device, check, done)
+        of_backend = (backend.name, backend.device, done)
         return Prepared(built, loaded.served(), options, *of_backend, loaded)
 
     def _built_from_headers(
@@ -355,7 +351,7 @@ class _Road(Generic[T]):
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
         from mtpc.models.load import load
         from mtpc.models.place import place
-        from mtpc.program.part_weights import read_part
+        from mtpc.program.rank_share import read_part
 
         options, ranks = self.options, self.ranks
         given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring)
@@ -388,14 +384,14 @@ class _Road(Generic[T]):
         """Make of the steps what is wanted, and check the weights that this reads."""
         model = replace(found, cache=cache, identity=self._identity(found))
         built, source, rest = model.built, self.source, None
-        if built.source is None:
+        if model.loaded is not None:
             made = self.wanted.bind(model)
         else:
             need = need_of_steps(built.steps, model.options, self.wanted.owns_buffers)
             need.check(model.options, free_bytes())
             made = self._bound_to_files(model)
         model.done()
-        model.check()
+        built.weights.check()
         if self.rest and cache is not None:
             rest = Rest(built, source, cache, self.options, self.rest, self.tiers)
         checkpoint = model.loaded.checkpoint if model.loaded is not None else source

@@ -1,20 +1,32 @@
-"""One rank's part of a model: the part of each weight, and the heads of each cache."""
+"""One rank's part of a model: the part of each weight, and the heads of each cache.
+
+Where no cache keeps steps, a rank is compiled over its part, which it reads from the mapped files:
+
+    headers -> a model without values -> whole weights, placeholders of cut ones -> parts, as passes
+    derive them
+
+So it reads the slices that its steps use, and no rank has the whole model in memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mtpc.errors import OptionError
 from mtpc.layout import BufferSpec
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import ShardPlan
+from mtpc.models.weight_recipes import weight_recipes
 from mtpc.ops.attention import HEADS
 from mtpc.passes import Sharding
 from mtpc.passes.shard import CutWeight
 from mtpc.program.ranks import Ranks
+from mtpc.weights.recipes import Recipe
+from mtpc.weights.stored import StoredWeights
 
 
 class RankShare:
@@ -83,3 +95,57 @@ class RankShare:
         """
         place = (self.ranks.rank, self.ranks.size, self.ranks.group)
         return Sharding(*place, self._weights, caches, self.ranks.peer_bytes)
+
+
+def read_part(loaded: LoadedModel, ranks: Ranks, device: str) -> LoadedModel | None:
+    """A model with the weights that a rank has whole, and placeholders of those that it cuts.
+
+    A placeholder is NaN, without memory for each of its numbers. So steps are traced as if the
+    device had the weight, no two placeholders are equal, and a step that reads one is noticed.
+    `LoadedModel.stored` makes the rank's parts.
+
+    Args:
+        loaded: from headers, so without values; its modules are changed.
+        ranks: this process among those that share the model.
+        device: of the weights, as torch names it.
+
+    Returns:
+        None if transformers alone can read some weight.
+
+    Raises:
+        CheckpointError: a weight that this rank has whole holds NaN or infinity.
+        OptionError: as `RankShare`.
+        UnsupportedModelError: as `RankShare`.
+    """
+    assert loaded.checkpoint is not None
+    weights, found = loaded.weights(), weight_recipes(loaded)
+    if not _others(loaded).issuperset(weights.keys() - found.keys()):
+        return None
+    stored = {name: recipe for name, recipe in found.items() if recipe is not None}
+    parts = StoredWeights(loaded.checkpoint, stored, loaded.ends() & stored.keys())
+    cut, made = RankShare(loaded, ranks).cut_weights, dict[Recipe, Tensor]()
+    for name, tensor in weights.items():
+        if name not in stored:  # A constant of the model's code, or what no step reads.
+            tensor.data = tensor.data.to(device)
+            continue
+        same = parts.over_tensors(name)
+        if same not in made:
+            is_cut = name in cut
+            made[same] = _placeholder(tensor, device) if is_cut else parts.read(same).to(device)
+        tensor.data = made[same]
+    parts.check()
+    return replace(loaded, stored=parts)
+
+
+def _others(loaded: LoadedModel) -> set[str]:
+    """Weights that no step reads: of a multimodal model, those outside of its language model."""
+    target = loaded.target
+    ends = [target.get_input_embeddings(), target.get_output_embeddings()]
+    modules = [target.get_decoder(), *filter(None, ends), *loaded.mtp_layers]
+    read = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+    return {name for name, tensor in loaded.weights().items() if id(tensor) not in read}
+
+
+def _placeholder(tensor: Tensor, device: str) -> Tensor:
+    one = tensor.new_full((1,) * tensor.dim(), torch.nan, device=device)
+    return one.expand(tensor.shape)

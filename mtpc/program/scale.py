@@ -24,7 +24,7 @@ from mtpc.layout import Layout
 from mtpc.layout.slot_state import rows_of_slot
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import Collective, ShardPlan
-from mtpc.models.weight_recipes import stored_groups
+from mtpc.models.weight_recipes import stored_weights
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights.quantise import is_head, spec_by_scheme
 
@@ -285,10 +285,11 @@ class RankModel:
         )
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
-        stored, scheme = stored_groups(self.loaded), self.options.quantize
+        stored, scheme = stored_weights(self.loaded), self.options.quantize
+        specs = stored.specs if stored else {}
         tables = self.loaded.tables
         for name, tensor in self.loaded.weights().items():
-            spec = stored.specs.get(name) or spec_by_scheme(
+            spec = specs.get(name) or spec_by_scheme(
                 None if is_head(name) else scheme, name, tensor
             )
             shard = self.plan.shard(name, tensor)

@@ -22,7 +22,7 @@ from mtpc.layout.open_sizes import Size, is_size_text, size_of
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 4
+FORMAT = 5
 """Version of the record's format; part of the key."""
 _LARGEST = 2**40
 """No size in a record exceeds this."""
@@ -40,7 +40,6 @@ class StepRecord:
         derived: weights that passes made, as recipes over other weights.
         stored: weights that a checkpoint holds, as recipes over its tensors. A weight that is
             neither derived nor stored is a constant in a file of the entry.
-        dtypes: dtype of each weight in `stored`.
         unexplained: weights that only transformers can load from a checkpoint.
         ends: embeddings and heads among `stored`, of which a checkpoint may store copies.
         max_positions: how far the model's angles reach, where its config says so.
@@ -57,7 +56,6 @@ class StepRecord:
     package: Package
     derived: Mapping[str, Recipe]
     stored: Mapping[str, Recipe]
-    dtypes: Mapping[str, str]
     unexplained: tuple[str, ...]
     ends: tuple[str, ...]
     max_positions: int | None

@@ -7,8 +7,8 @@ needs little more memory than its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -81,21 +81,6 @@ class GroupedRows:
         return self.read(0, self.shape[0])
 
 
-@dataclass(frozen=True)
-class StoredGroups:
-    """Weights of a model that its checkpoint stores in groups.
-
-    Attributes:
-        specs: by the weight's name in the program.
-        read: name -> the weight as codes.
-    """
-
-    specs: Mapping[str, GroupSpec] = field(default_factory=dict)
-    read: Callable[[str], GroupedRows] = dict[str, GroupedRows]().__getitem__
-
-
-GroupedOf = Callable[[str, GroupSpec], GroupedRows]
-"""(name of a weight, its spec) -> the weight as codes, [N, K] or a stack [E, N, K]."""
 PackedWeight = dict[Piece, Tensor]
 """The tensors of a grouped weight in the kernels' order."""
 

@@ -4,7 +4,7 @@ A recipe is the name of a tensor, several recipes joined, a part of one, or one 
 kernels. A weight that is stored in groups is converted from its codes. Passes derive weights by
 recipes, and recipes read checkpoints that store experts one by one. So a warm start makes its
 weights from the checkpoint's present values, even if the cached program was built with other
-values.
+values. A recipe reads nothing; `mtpc.weights.weights.Weights` makes its tensor, once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from torch import Tensor
 from mtpc.weights import packing
 from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import (
-    GroupedOf,
     GroupedRows,
     GroupSpec,
-    PackedWeight,
     Piece,
     allocate_piece,
     join,
@@ -84,6 +82,19 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """A tensor in another dtype.
+
+    Attributes:
+        dtype: its name in torch.
+        part: the name of the tensor.
+    """
+
+    dtype: str
+    part: Recipe
+
+
+@dataclass(frozen=True)
 class Packed:
     """A weight in the kernels' order, see `mtpc.weights.packing`.
 
@@ -109,60 +120,156 @@ class Grouped:
     part: Recipe
 
 
-Recipe: TypeAlias = "str | Join | Rows | Blocks | Packed | Grouped"
+Recipe: TypeAlias = "str | Join | Rows | Blocks | Cast | Packed | Grouped"
 TensorOf: TypeAlias = Callable[[str], Tensor]
+CodesOf: TypeAlias = Callable[[Recipe, GroupSpec], GroupedRows]
+"""(a name, which may be cast; its spec) -> the weight as codes, [N, K] or a stack [E, N, K]."""
 
 
-class Elsewhere(Protocol):
-    """Weights that are made by recipes, without all of them in memory."""
+def parts_of(recipe: Recipe) -> tuple[Recipe, ...]:
+    """What an operation is applied to; () for a name."""
+    if isinstance(recipe, str):
+        return ()
+    return recipe.parts if isinstance(recipe, Join) else (recipe.part,)
 
-    def __contains__(self, name: object) -> bool:
-        """Whether it has a weight of that name."""
 
-    def make(self, recipe: Recipe) -> Tensor:
-        """What a recipe makes of them, in the host's memory."""
+def with_parts(recipe: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
+    """The operation on other parts; a name stays."""
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, Join):
+        return replace(recipe, parts=tuple(map(change, recipe.parts)))
+    return replace(recipe, part=change(recipe.part))
 
-    def check(self) -> None:
-        """Check the values that were read so far.
 
-        Raises:
-            CheckpointError: they hold NaN or infinity.
-        """
+def names(recipe: Recipe) -> Iterator[str]:
+    """Names of all tensors that a recipe uses."""
+    if isinstance(recipe, str):
+        yield recipe
+    for part in parts_of(recipe):
+        yield from names(part)
+
+
+def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
+    """The recipe with each name replaced by the recipe of that name."""
+    if isinstance(recipe, str):
+        return recipe_of(recipe)
+    return with_parts(recipe, lambda part: substitute(part, recipe_of))
+
+
+class Source(Protocol):
+    """Where recipes find the tensors that they name."""
+
+    def form(self, name: str) -> Tensor:
+        """A tensor of the shape and dtype of one; its values are not read."""
+
+    def read(self, part: Recipe) -> Tensor:
+        """What `is_read` describes."""
+
+    def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
+        """A name, which may be cast, as codes: [N, K], or a stack [E, N, K]."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors in memory, as a `Source`; as codes, they are rounded.
+
+    Attributes:
+        form: name -> tensor.
+    """
+
+    form: TensorOf
+
+    def read(self, part: Recipe) -> Tensor:
+        """A named tensor itself, or rows of it, which do not keep the whole."""
+        if isinstance(part, Rows):
+            held = take(part, self.form(next(names(part))))
+            return cast(held, part.part).clone(memory_format=torch.contiguous_format)
+        return cast(self.form(next(names(part))), part)
+
+    def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
+        """Rounded on demand."""
+        return quantised_rows(self.read(part), spec)
 
 
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
-    """Make the tensor of a recipe: for a name the named tensor itself, otherwise a new one.
+    """The tensor of a recipe over tensors in memory, packed on their device; see `make_all`."""
+    made = make_all(recipe, Held(tensor_of), fill)[recipe]
+    return made.to(tensor_of(next(names(recipe))).device) if isinstance(recipe, Packed) else made
+
+
+def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]:
+    """The tensor of a recipe: for a name the named tensor itself, otherwise a new one.
+
+    All tensors of a weight in groups are made together. What is packed is in the host's memory,
+    which has huge pages.
 
     Args:
         recipe: what to make.
-        tensor_of: name -> tensor.
+        source: of what it names.
         fill: packs a weight.
 
     Raises:
         TypeError: the recipe packs a packed weight.
     """
-    if isinstance(recipe, str):
-        return tensor_of(recipe)
     if isinstance(recipe, Grouped):
-        return GroupedMaker(lambda name, spec: quantised_rows(tensor_of(name), spec), fill).make(
-            recipe
-        )
-    if isinstance(recipe, Packed):
-        out = allocate(recipe, tensor_of)
-        _place(recipe.part, out, tensor_of, fill)
-        # It is packed in the host's memory, which has huge pages, and then moved.
-        return out.to(tensor_of(next(names(recipe.part))).device)
+        rows = make_grouped(take_early(recipe.part, source.form), recipe.spec, source.codes)
+        packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), fill)
+        return {replace(recipe, piece=piece): tensor for piece, tensor in packed.items()}
+    early = take_early(recipe, source.form)
+    if not isinstance(early, Packed):
+        return {recipe: _plain(early, source.read)}
+    out = allocate(early, source.form)
+    _place(early.part, out, source, fill)
+    return {recipe: out}
+
+
+def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
+    """The tensor of a recipe that packs nothing."""
+    if is_read(recipe):
+        return read(recipe)
+    if isinstance(recipe, (Packed, Grouped)):
+        raise TypeError("a packed weight cannot be joined or packed again")
+    first, *more = parts = [_plain(part, read) for part in parts_of(recipe)]
+    if isinstance(recipe, Cast):
+        return cast(first, recipe)
     if isinstance(recipe, Rows):
-        held = take(recipe, make(recipe.part, tensor_of, fill))
-        return held.clone(memory_format=torch.contiguous_format)  # It does not keep the whole.
+        return take(recipe, first).clone(memory_format=torch.contiguous_format)
     if isinstance(recipe, Blocks):
-        whole = make(recipe.part, tensor_of, fill)
-        blocks = whole.view(recipe.count, -1, whole.shape[-1])[:, recipe.start : recipe.stop]
+        blocks = first.view(recipe.count, -1, first.shape[-1])[:, recipe.start : recipe.stop]
         return (blocks.transpose(1, 2) if recipe.transposed else blocks).contiguous()
-    parts = [make(part, tensor_of, fill) for part in recipe.parts]
+    assert isinstance(recipe, Join)
     if recipe.op == "stack":
         return torch.stack(parts)
-    return torch.cat(parts, 0 if recipe.op == "cat" else 1)
+    return torch.cat([first, *more], 0 if recipe.op == "cat" else 1)
+
+
+def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of the tensor of a recipe that packs nothing; no value is read.
+
+    Raises:
+        TypeError: the recipe packs something.
+    """
+    if isinstance(recipe, str):
+        return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
+    if isinstance(recipe, (Packed, Grouped)):
+        raise TypeError("a packed weight cannot be joined or packed again")
+    parts = [shape_of(part, tensor_of) for part in parts_of(recipe)]
+    (first, *inner), dtype = parts[0]
+    if isinstance(recipe, Cast):
+        return [first, *inner], getattr(torch, recipe.dtype)
+    if isinstance(recipe, Rows):
+        shape = [first, *inner]
+        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
+        return shape, dtype
+    if isinstance(recipe, Blocks):
+        matrix = [recipe.stop - recipe.start, *inner]
+        return [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)], dtype
+    if recipe.op == "stack":
+        return [len(parts), first, *inner], dtype
+    if recipe.op == "cat_rows":
+        return [first, sum(shape[1] for shape, _ in parts), *inner[1:]], dtype
+    return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
 def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
@@ -173,59 +280,36 @@ def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
         tensor_of: name -> tensor; only shapes and dtypes are read.
     """
     if isinstance(recipe, Grouped):
-        shape, _ = _extent(recipe.part, tensor_of)
+        shape, _ = shape_of(recipe.part, tensor_of)
         return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape)
     if isinstance(recipe, Packed):
-        return packing.allocate_packed(*_extent(recipe.part, tensor_of))
-    shape, dtype = _extent(recipe, tensor_of)
-    return torch.empty(shape, dtype=dtype)
+        return packing.allocate_packed(*shape_of(recipe.part, tensor_of))
+    shape, dtype = shape_of(recipe, tensor_of)
+    return packing.allocate(tuple(shape), dtype)
 
 
-def _extent(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of the tensor of a recipe that packs nothing; does not make it."""
-    if isinstance(recipe, str):
-        return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
-    if isinstance(recipe, (Packed, Grouped)):
-        raise TypeError("a packed weight cannot be joined or packed again")
-    if isinstance(recipe, Rows):
-        shape, dtype = _extent(recipe.part, tensor_of)
-        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
-        return shape, dtype
-    if isinstance(recipe, Blocks):
-        (*_, inputs), dtype = _extent(recipe.part, tensor_of)
-        matrix = [recipe.stop - recipe.start, inputs]
-        return [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)], dtype
-    parts = [_extent(part, tensor_of) for part in recipe.parts]
-    (first, *inner), dtype = parts[0]
-    if recipe.op == "stack":
-        return [len(parts), first, *inner], dtype
-    if recipe.op == "cat_rows":
-        return [first, sum(shape[1] for shape, _ in parts), *inner[1:]], dtype
-    return [sum(shape[0] for shape, _ in parts), *inner], dtype
-
-
-def _place(recipe: Recipe, out: Tensor, tensor_of: TensorOf, fill: Fill) -> None:
+def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
     """Pack the tensor of a recipe, part by part if possible, so that the whole is never made.
 
     Args:
         recipe: a recipe that packs nothing.
         out: memory of the result.
-        tensor_of: name -> tensor.
+        source: of what it names.
         fill: packs one part.
     """
+    pieces: Iterator[Tensor] | None = None
     if isinstance(recipe, Join) and recipe.op == "stack":
-        for part, to in zip(recipe.parts, out, strict=True):
-            _place(part, to, tensor_of, fill)
-        return
-    if isinstance(recipe, Join) and recipe.op == "cat":
-        shapes = [_extent(part, tensor_of)[0] for part in recipe.parts]
+        pieces = iter(out)
+    elif isinstance(recipe, Join) and recipe.op == "cat":
+        shapes = [shape_of(part, source.form)[0] for part in recipe.parts]
         is_matrix = all(len(shape) == 2 for shape in shapes)
         if is_matrix and not any(shape[0] % packing.TILE for shape in shapes[:-1]):
-            pieces = out.split([packing.count_tiles(shape[0]) for shape in shapes])
-            for part, to in zip(recipe.parts, pieces, strict=True):
-                _place(part, to, tensor_of, fill)
-            return
-    fill(make(recipe, tensor_of).contiguous(), out)
+            pieces = iter(out.split([packing.count_tiles(shape[0]) for shape in shapes]))
+    if pieces is None:
+        fill(_plain(recipe, source.read).contiguous(), out)
+        return
+    for part, to in zip(parts_of(recipe), pieces, strict=True):
+        _place(part, to, source, fill)
 
 
 def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
@@ -237,13 +321,11 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
     """
     if isinstance(recipe, str):
         return specs.get(recipe)
-    if isinstance(recipe, Rows):
-        spec = spec_of(recipe.part, specs)
-        return spec if spec is not None and part_spec(recipe, spec).form.is_packable else None
-    if not isinstance(recipe, Join):
-        return None
-    found = {spec_of(part, specs) for part in recipe.parts}
-    return found.pop() if len(found) == 1 else None
+    found = {spec_of(part, specs) for part in parts_of(recipe)}
+    spec = found.pop() if len(found) == 1 else None
+    if isinstance(recipe, Rows) and spec is not None:
+        return spec if part_spec(recipe, spec).form.is_packable else None
+    return spec if isinstance(recipe, (Join, Cast)) else None
 
 
 def part_spec(recipe: Recipe, spec: GroupSpec) -> GroupSpec:
@@ -257,49 +339,25 @@ def part_spec(recipe: Recipe, spec: GroupSpec) -> GroupSpec:
     return inner.cut(recipe.runs) if recipe.dim == -1 else inner
 
 
-def make_grouped(recipe: Recipe, spec: GroupSpec, grouped_of: GroupedOf) -> GroupedRows:
+def make_grouped(recipe: Recipe, spec: GroupSpec, codes_of: CodesOf) -> GroupedRows:
     """The weight of a recipe as codes, without dequantising.
 
     Args:
         recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
         spec: of all that the weight is made of; its own is `part_spec`.
-        grouped_of: (name, spec) -> a weight as codes.
+        codes_of: weights as codes.
 
     Raises:
         TypeError: the recipe does more than join and take rows.
     """
-    if isinstance(recipe, str):
-        return grouped_of(recipe, spec)
+    if isinstance(recipe, (str, Cast)):
+        return codes_of(recipe, spec)
     if isinstance(recipe, Rows):
-        return take_rows(make_grouped(recipe.part, spec, grouped_of), recipe.runs, recipe.dim)
+        return take_rows(make_grouped(recipe.part, spec, codes_of), recipe.runs, recipe.dim)
     if not isinstance(recipe, Join):
         raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
-    parts = [make_grouped(part, spec, grouped_of) for part in recipe.parts]
+    parts = [make_grouped(part, spec, codes_of) for part in recipe.parts]
     return stack(parts) if recipe.op == "stack" else join(parts, 0 if recipe.op == "cat" else 1)
-
-
-class GroupedMaker:
-    """Makes tensors of grouped weights; keeps those of the last weight, which are asked for in
-    turn.
-
-    Args:
-        grouped_of: (name, spec) -> a weight as codes.
-        fill: packs codes.
-    """
-
-    def __init__(self, grouped_of: GroupedOf, fill: Fill = packing.fill_packed):
-        self._grouped_of, self._fill = grouped_of, fill
-        self._last: tuple[tuple[GroupSpec, Recipe], PackedWeight] | None = None
-
-    def make(self, recipe: Grouped) -> Tensor:
-        """One tensor of a weight, in the host's memory."""
-        wanted = (recipe.spec, recipe.part)
-        if self._last is None or self._last[0] != wanted:
-            self._last = None  # Its memory goes before the next weight is made.
-            rows = make_grouped(recipe.part, recipe.spec, self._grouped_of)
-            own = part_spec(recipe.part, recipe.spec)
-            self._last = (wanted, pack_rows(rows, own, self._fill))
-        return self._last[1][recipe.piece]
 
 
 def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
@@ -309,23 +367,19 @@ def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
         recipe: whose tensor stays the same.
         tensor_of: name -> tensor; only shapes and dtypes are read.
     """
-    if isinstance(recipe, str):
-        return recipe
-    if isinstance(recipe, Join):
-        return replace(recipe, parts=tuple(take_early(part, tensor_of) for part in recipe.parts))
-    part = take_early(recipe.part, tensor_of)
+    recipe = with_parts(recipe, lambda part: take_early(part, tensor_of))
+    part = recipe.part if isinstance(recipe, Rows) else None
     if not isinstance(recipe, Rows) or not isinstance(part, Join):
-        return replace(recipe, part=part)
+        return recipe
     joined = 1 if part.op == "cat_rows" else 0
     if part.op == "stack" and recipe.dim == 0:
-        return replace(recipe, part=part)
+        return recipe
     if recipe.dim != joined:
         dim = recipe.dim - (part.op == "stack" and recipe.dim > 0)
-        of_each = tuple(Rows(recipe.runs, each, dim) for each in part.parts)
-        return replace(part, parts=tuple(take_early(each, tensor_of) for each in of_each))
+        return with_parts(part, lambda each: take_early(Rows(recipe.runs, each, dim), tensor_of))
     start, taken = 0, []
     for each in part.parts:
-        size = _extent(each, tensor_of)[0][joined]
+        size = shape_of(each, tensor_of)[0][joined]
         own = [(max(a, start), min(b, start + size)) for a, b in recipe.runs]
         runs = tuple((a - start, b - start) for a, b in own if a < b)
         taken += [take_early(Rows(runs, each, joined), tensor_of)] if runs else []
@@ -333,24 +387,19 @@ def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
     return taken[0] if len(taken) == 1 else Join(part.op, tuple(taken))
 
 
-def parts_read(recipe: Recipe) -> Iterator[str | Rows]:
-    """All tensors that a recipe reads: names of whole tensors, and `Rows` of named tensors."""
-    if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
+def is_read(recipe: Recipe) -> bool:
+    """Whether a recipe is a tensor as it is read: a name or rows of it, which may be cast."""
+    held = recipe.part if isinstance(recipe, Rows) else recipe
+    return isinstance(held.part if isinstance(held, Cast) else held, str)
+
+
+def parts_read(recipe: Recipe) -> Iterator[Recipe]:
+    """All tensors that a recipe reads, each as `is_read` says."""
+    if is_read(recipe):
         yield recipe
-    elif isinstance(recipe, Join):
-        for part in recipe.parts:
-            yield from parts_read(part)
-    else:
-        yield from parts_read(recipe.part)
-
-
-def rename_read(recipe: Recipe, name_of: Callable[[str | Rows], str]) -> Recipe:
-    """The recipe with a name in place of each of `parts_read`."""
-    if isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str)):
-        return name_of(recipe)
-    if isinstance(recipe, Join):
-        return replace(recipe, parts=tuple(rename_read(part, name_of) for part in recipe.parts))
-    return replace(recipe, part=rename_read(recipe.part, name_of))
+        return
+    for part in parts_of(recipe):
+        yield from parts_read(part)
 
 
 def take(rows: Rows, tensor: Tensor) -> Tensor:
@@ -359,43 +408,33 @@ def take(rows: Rows, tensor: Tensor) -> Tensor:
     return held[0] if len(held) == 1 else torch.cat(held, rows.dim)
 
 
+def cast(tensor: Tensor, part: Recipe) -> Tensor:
+    """A tensor in the dtype of a `Cast`; where `part` is none, the tensor itself."""
+    return tensor.to(getattr(torch, part.dtype)) if isinstance(part, Cast) else tensor
+
+
 def packs_all(recipe: Recipe) -> bool:
     """Whether all values of `parts_read` are packed, so that the packing sees each of them."""
     return isinstance(recipe, Packed) and _takes_all(recipe.part)
 
 
 def _takes_all(recipe: Recipe) -> bool:
-    if isinstance(recipe, Join):
-        return all(map(_takes_all, recipe.parts))
-    return isinstance(recipe, str) or (isinstance(recipe, Rows) and isinstance(recipe.part, str))
-
-
-def names(recipe: Recipe) -> Iterator[str]:
-    """Names of all tensors that a recipe uses."""
-    for read in parts_read(recipe):
-        yield from [read] if isinstance(read, str) else names(read.part)
-
-
-def substitute(recipe: Recipe, recipe_of: Callable[[str], Recipe]) -> Recipe:
-    """The recipe with each name replaced by the recipe of that name."""
-    if isinstance(recipe, str):
-        return recipe_of(recipe)
-    if isinstance(recipe, (Packed, Rows, Blocks, Grouped)):
-        return replace(recipe, part=substitute(recipe.part, recipe_of))
-    return Join(recipe.op, tuple(substitute(part, recipe_of) for part in recipe.parts))
+    return all(map(_takes_all, recipe.parts)) if isinstance(recipe, Join) else is_read(recipe)
 
 
 def to_json(recipe: Recipe) -> Any:
     """The recipe as JSON: a name, or an operation with its arguments.
 
     Examples: `{"cat": [...]}`, `{"pack": ...}`, `{"rows": [[[0, 8], [9, 12]], ...]}`,
-    `{"blocks": [[4, 0, 8, true], ...]}`,
+    `{"blocks": [[4, 0, 8, true], ...]}`, `{"cast": ["float32", ...]}`,
     `{"grouped": [["codes", "int4", 32, false, false, "bfloat16"], ...]}`.
     """
     if isinstance(recipe, str):
         return recipe
     if isinstance(recipe, Packed):
         return {"pack": to_json(recipe.part)}
+    if isinstance(recipe, Cast):
+        return {"cast": [recipe.dtype, to_json(recipe.part)]}
     if isinstance(recipe, Rows):
         other = [recipe.dim] if recipe.dim else []
         return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part), *other]}
@@ -422,6 +461,11 @@ def from_json(value: Any) -> Recipe:
     ((op, parts),) = value.items()
     if op == "pack":
         return Packed(from_json(parts))
+    if op == "cast":
+        dtype, part = parts
+        if not isinstance(getattr(torch, dtype), torch.dtype):
+            raise ValueError(f"a tensor is cast to {dtype!r}")
+        return Cast(dtype, from_json(part))
     if op == "rows":
         runs, part, *dim = parts
         kept = tuple((index(start), index(stop)) for start, stop in runs)

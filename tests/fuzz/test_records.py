@@ -27,7 +27,7 @@ from mtpc.store.entries import EntryStore
 from mtpc.store.key import digest
 from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
 from mtpc.store.machine import cpu_flags
-from mtpc.weights.recipes import Join, Packed, Rows
+from mtpc.weights.recipes import Cast, Join, Packed, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
 OPTIONS = CompileOptions(max_len=32)
@@ -50,8 +50,7 @@ def record() -> StepRecord:
             {"state.lens": "int64[4,1*M](1*M,1)", "w": "float32[2](1)"}, {}, {"M": 2}
         ),
         "derived": {"w": Packed(Join("cat", ("a", Rows(((0, 2),), "b"))))},
-        "stored": {"a": "model.a", "b": "model.b"},
-        "dtypes": {"a": "float32", "b": "float32"},
+        "stored": {"a": "model.a", "b": Cast("float32", "model.b")},
         "unexplained": (),
         "ends": ("a",),
         "repeats": {},

@@ -26,13 +26,15 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import live_memory
 from mtpc.backends.null import NullGraphs
-from mtpc.capture import graph as capture_graph
-from mtpc.capture.graph import StepGraph, WeightTable, order_of
+from mtpc.capture.graph import StepGraph
 from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
+from mtpc.weights import orders
+from mtpc.weights.orders import order_of
 from mtpc.weights.recipes import Join
+from mtpc.weights.weights import Weights
 
 pytestmark = pytest.mark.with_triton
 
@@ -69,7 +71,7 @@ def _tensors(rows: int = 6, dtype: torch.dtype = torch.bfloat16) -> dict[str, Te
 
 
 def _step(
-    tensors: dict[str, Tensor], weights: WeightTable | None = None, times: int = 1, **given: Any
+    tensors: dict[str, Tensor], weights: Weights | None = None, times: int = 1, **given: Any
 ) -> StepGraph:
     """A step that calls the same experts several times in a row, over weights that mtpc owns."""
 
@@ -79,7 +81,7 @@ def _step(
         return out.copy_(x)
 
     step = small_graph(body, **tensors)
-    step.weights = weights or WeightTable(dict(step.weights.items()), owned=True)
+    step.weights = weights or Weights(dict(step.weights.items()), owned=True)
     return step
 
 
@@ -156,7 +158,7 @@ def test_weights_are_shuffled_once_in_their_own_memory(
     found: aiter.Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several calls, steps, and a second table over the same tensors, as the memory plan's is."""
-    monkeypatch.setattr(capture_graph, "_ARRANGED_BYTES", 2 * 2 * HIDDEN * INNER)  # Some experts.
+    monkeypatch.setattr(orders, "_ARRANGED_BYTES", 2 * 2 * HIDDEN * INNER)  # Some experts.
     tensors = _tensors()
     stored = {name: tensors[name].clone() for name in ("gate_up", "down")}
     memory = {name: tensors[name].data_ptr() for name in stored}
@@ -212,7 +214,7 @@ def test_one_step_whose_calls_disagree_is_an_error(found: aiter.Found) -> None:
         return out.copy_(torch.ops.mtpc.experts(ours, *held, ids, choices, gelu=True))
 
     step = small_graph(body, **_tensors())
-    step.weights = WeightTable(dict(step.weights.items()), owned=True)
+    step.weights = Weights(dict(step.weights.items()), owned=True)
     with pytest.raises(GraphError, match="in another order; expected one kernel for all of them"):
         _bind(step, found)
 
@@ -227,7 +229,7 @@ def test_nothing_is_derived_of_shuffled_weights(found: aiter.Found) -> None:
 def test_another_form_is_refused(found: aiter.Found) -> None:
     step = _step(_tensors())
     with pytest.raises(GraphError, match=r"some order made torch.bfloat16 \[5, 1\] of down's"):
-        step.weights.arrange("down", "some order", lambda part: part[:, :1, 0])
+        step.weights.orders.arrange("down", "some order", lambda part: part[:, :1, 0])
 
 
 # ---- limits ----------------------------------------------------------------------------------
@@ -273,9 +275,7 @@ def test_float32_is_refused(found: aiter.Found) -> None:
 
 def test_weights_of_a_users_object_are_left_alone(found: aiter.Found) -> None:
     tensors = _tensors()
-    (note,) = _bind(
-        _step(tensors, WeightTable({n: tensors[n] for n in ("gate_up", "down")})), found
-    )
+    (note,) = _bind(_step(tensors, Weights({n: tensors[n] for n in ("gate_up", "down")})), found)
     assert "the model object keeps its weights, and a copy is not made: pass its directory" in note
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph
 from mtpc.layout import Layout, StepKey
 from mtpc.ops import references
+from mtpc.weights.weights import Weights
 
 BF16 = torch.bfloat16
 
@@ -49,5 +50,5 @@ def experts_step(name: str = "experts", **changes: Any) -> tuple[fx.Node, StepGr
     call.meta["val"] = values[0]
     graph.output((call,))
     module = fx.GraphModule(nn.Module(), graph)
-    step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), WeightTable({}))
+    step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), Weights({}))
     return next(n for n in step.graph.nodes if n.op == "call_function"), step

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.passes import Pass, Verifier, run_pipeline
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
+from mtpc.weights.weights import Weights
 
 
 class Function(nn.Module):
@@ -44,7 +45,7 @@ def small_graph(function: Callable[..., Any], **tensors: Tensor) -> StepGraph:
     graph.call_module("pieces.body", tuple(graph.get_attr(name) for name in named))
     graph.output(())
     layout = Layout([BufferSpec(n, tuple(t.shape), t.dtype) for n, t in buffers.items()], {})
-    weights = WeightTable({n: t for n, t in named.items() if n not in buffers})
+    weights = Weights({n: t for n, t in named.items() if n not in buffers})
     step = StepGraph(fx.GraphModule(module, graph), StepKey.decode(1, 0), layout, weights)
     names = {id(t): n for n, t in buffers.items()}
     run_pipeline(step, (FuseDraftChain(names),), Verifier(propagate=True))

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.null import Tape
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph
 from mtpc.layout import Layout, StepKey
+from mtpc.weights.weights import Weights
 
 
 def op_names(tape: Tape) -> list[str]:
@@ -52,7 +53,7 @@ def counting_graph(function: Callable[[torch.Tensor], Any]) -> StepGraph:
     """A step whose Python code runs unchanged, so that host reads happen during capture."""
     module: Any = _Body(function)
     module.graph = fx.Graph()
-    return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), WeightTable({}))
+    return StepGraph(module, StepKey.decode(1, 0), Layout((), {}), Weights({}))
 
 
 def lower_eagerly(graph: StepGraph) -> Any:

@@ -22,9 +22,10 @@ from mtpc.backends.measured import Table
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.plans import node_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
-from mtpc.capture.graph import StepGraph, WeightTable
+from mtpc.capture.graph import StepGraph
 from mtpc.layout import Layout, StepKey
 from mtpc.store.entries import EntryStore
+from mtpc.weights.weights import Weights
 
 DEVICE = "no device"
 
@@ -50,7 +51,7 @@ def paged_call(
     node = graph.call_function(torch.ops.mtpc.paged_attention.default, (*arguments, 0.1))
     graph.output(())
     module = fx.GraphModule(nn.Module(), graph)
-    step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), WeightTable({}))
+    step = StepGraph(module, StepKey.decode(2, 3), Layout((), {}), Weights({}))
     return Call(next(n for n in step.graph.nodes if n.name == node.name), step)
 
 

@@ -25,9 +25,10 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales
-from mtpc.weights.grouped_recipes import GroupSpec, rows_of
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
+from mtpc.weights.packing import fill_packed
 from mtpc.weights.quantise import SCHEMES, quantise
-from mtpc.weights.recipes import Grouped, GroupedMaker, Join, Rows
+from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 OPS = torch.ops.mtpc
@@ -81,8 +82,16 @@ def test_codes_are_joined_as_they_are(
         ),
         (Join("cat_rows", ("e", "f")), lambda t: torch.cat([t("e"), t("f")], 1)),
     ]
+
+    def form(name: str) -> torch.Tensor:
+        return torch.empty(known[name].codes.shape)
+
+    class Codes(Held):
+        def codes(self, part: recipes.Recipe, spec: GroupSpec) -> GroupedRows:
+            return rows_of(known[str(part)])
+
+    source = Codes(form)
     for part, of in cases:
-        maker = GroupedMaker(lambda name, _: rows_of(known[name]))
         shape = list(of(lambda name: known[name].codes.view(torch.uint8)).shape)
         for piece in spec.pieces:
 
@@ -94,9 +103,9 @@ def test_codes_are_joined_as_they_are(
             expected = of(raw).view(dtype)
             pack = pack_scales if piece != "codes" else lambda t: pack_codes(t, spec.form.kind)
             recipe = Grouped(piece, spec, part)
-            found = maker.make(recipe)
+            found = make_all(recipe, source, fill_packed)[recipe]
             assert same(found, pack(expected)), (part, piece)
-            memory = recipes.allocate(recipe, lambda name: torch.empty(known[name].codes.shape))
+            memory = recipes.allocate(recipe, form)
             assert (memory.shape, memory.dtype) == (found.shape, found.dtype)
             assert recipes.from_json(recipes.to_json(recipe)) == recipe
         assert shape[-1] == 64

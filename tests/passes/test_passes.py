@@ -15,7 +15,7 @@ from mtpc import ops
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.gpu.passes.merge_projections import MergeProjections
 from mtpc.backends.pipeline import pass_names, select_passes
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.errors import GraphError, OptionError
 from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.passes import Pass, Verifier, run_pipeline
@@ -27,6 +27,7 @@ from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.resize_metadata import row_demands
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.trim_draft_head import TrimDraftHead
+from mtpc.weights.weights import Weights
 
 aten = torch.ops.aten
 
@@ -474,6 +475,6 @@ def test_a_piece_takes_no_argument_by_name() -> None:
     graph.call_module("pieces.body", (out,), {"scale": 2})
     graph.output(())
     layout = Layout([BufferSpec("batch.out", (2,), torch.float32)], {})
-    step = StepGraph(fx.GraphModule(module, graph), StepKey.decode(1, 0), layout, WeightTable({}))
+    step = StepGraph(fx.GraphModule(module, graph), StepKey.decode(1, 0), layout, Weights({}))
     with pytest.raises(GraphError, match=r"pieces\.body is given scale by name"):
         FuseDraftChain({}).apply(step)

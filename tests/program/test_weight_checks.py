@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ from torch import Tensor
 
 from mtpc.backends.cpu_kernels import fill_packed, load_kernels
 from mtpc.errors import CheckpointError
-from mtpc.program import binding
-from mtpc.program.binding import WeightSource
-from mtpc.weights import packing, tensor_file
+from mtpc.weights import packing, stored, tensor_file
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import Fill, pack
 from mtpc.weights.recipes import Blocks, Join, Packed, Recipe, Rows
+from mtpc.weights.stored import StoredWeights
+from mtpc.weights.weights import Weights
 
 load_kernels()
 SHAPES = {"q": (64, 66), "k": (33, 66), "v": (31, 66), "down": (70, 34), "norm": (66,),
@@ -52,32 +50,27 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param:
         monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 2 * ROWS * 34)
-    monkeypatch.setattr(binding, "_IN_MAP_BYTES", 2 * 70 * 34)
+    monkeypatch.setattr(stored, "_IN_MAP_BYTES", 2 * 70 * 34)
     return bool(request.param)
 
 
 @contextmanager
 def bound(
     directory: Path, names: list[str], bad: dict[str, int], fill: Fill = fill_packed
-) -> Iterator[tuple[WeightSource, dict[str, Tensor], dict[str, Tensor]]]:
+) -> Iterator[tuple[StoredWeights, dict[str, Tensor], dict[str, Tensor]]]:
     """A source, its weights of these names, and what is stored; each bad tensor has one NaN."""
-    stored = {name: bf16(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
-    stored["copy"] = stored["embedding"].clone()
+    written = {name: bf16(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
+    written["copy"] = written["embedding"].clone()
     for i, (name, place) in enumerate(bad.items()):
-        stored[name].view(-1)[place] = (torch.nan, -torch.inf)[i % 2]
+        written[name].view(-1)[place] = (torch.nan, -torch.inf)[i % 2]
     directory.mkdir(exist_ok=True)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(written, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text('{"dtype": "bfloat16"}')
-    record: Any = SimpleNamespace(
-        derived={name: recipe for name, recipe in RECIPES.items() if name != recipe},
-        stored={name: name for name in SHAPES},
-        dtypes=dict.fromkeys(SHAPES, "bfloat16"),
-        ends=ENDS,
-        package=SimpleNamespace(tensors=dict.fromkeys(names)),
-    )
-    source, steps = WeightSource(Checkpoint(directory), fill), {0: SimpleNamespace(record=record)}
-    with source.reading_ahead(steps, {}, 0):  # type: ignore[arg-type]
-        yield source, {name: source.weight(name, record) for name in names}, stored
+    source = StoredWeights(Checkpoint(directory), {name: name for name in SHAPES}, ENDS, fill)
+    weights = Weights(stored=source)
+    weights.know({name: recipe for name, recipe in RECIPES.items() if name != recipe}, {}, ())
+    with weights.reading_ahead(names, 1 << 40, 0):
+        yield source, {name: weights.value(name) for name in names}, written
 
 
 @pytest.mark.parametrize("fill", [fill_packed, packing.fill_packed])
@@ -149,14 +142,14 @@ def test_packed_weights_get_no_pass_of_their_own(
     tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = list[tuple[int, ...]]()
-    is_finite = binding.is_finite
+    is_finite = stored.is_finite
     monkeypatch.setattr(
-        binding, "is_finite", lambda tensor: looked.append(tuple(tensor.shape)) or is_finite(tensor)
+        stored, "is_finite", lambda tensor: looked.append(tuple(tensor.shape)) or is_finite(tensor)
     )
     names = ["qkv", "two", "down packed", "share", "norm"]
-    with bound(tmp_path, names, {}) as (source, made, stored):
+    with bound(tmp_path, names, {}) as (source, made, written):
         source.check()
     assert looked == [SHAPES["norm"]]
-    assert torch.equal(made["qkv"], pack(torch.cat([stored[name] for name in "qkv"])))
-    assert torch.equal(made["down packed"], pack(stored["down"]))
-    assert torch.equal(made["norm"], stored["norm"])
+    assert torch.equal(made["qkv"], pack(torch.cat([written[name] for name in "qkv"])))
+    assert torch.equal(made["down packed"], pack(written["down"]))
+    assert torch.equal(made["norm"], written["norm"])

@@ -41,9 +41,8 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.lowering import AgreeOnCalls
 from mtpc.program.memory_plan import MemoryPlan, least_pages
-from mtpc.program.part_weights import read_part
 from mtpc.program.rank_devices import Seen, StepWatch, choose_device, make_group, why_apart
-from mtpc.program.rank_share import RankShare
+from mtpc.program.rank_share import RankShare, read_part
 from mtpc.program.ranks import Ranks, step_timeout_s
 
 ours = torch.ops.mtpc

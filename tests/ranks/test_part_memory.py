@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import CheckpointError, RankError
-from mtpc.program import part_weights
+from mtpc.program import rank_share
 from mtpc.program.ranks import Ranks
 
 MIB = 1 << 20
@@ -138,9 +138,9 @@ def test_equal_ends_are_in_memory_once(is_equal: bool, tmp_path: Path) -> None:
 
 def unexplained(ranks: Ranks, directory: Path) -> list[str]:
     """The fallbacks where nothing says how one weight is made of stored tensors."""
-    known = part_weights.weight_recipes
+    known = rank_share.weight_recipes
     pytest.MonkeyPatch().setattr(
-        part_weights,
+        rank_share,
         "weight_recipes",
         lambda loaded: {n: r for n, r in known(loaded).items() if n != "lm_head.weight"},
     )

@@ -29,7 +29,7 @@ from mtpc import SamplingParams
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.pipeline import select_passes
 from mtpc.capture import trace
-from mtpc.capture.graph import WeightTable, set_tensor
+from mtpc.capture.graph import set_tensor
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
@@ -55,6 +55,7 @@ from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline
 from mtpc.program.program import CapturedStep, Program
 from mtpc.step.accept import Accept
+from mtpc.weights.weights import Weights
 
 TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
 LEVEL = 1e-4
@@ -110,7 +111,7 @@ def build(spec_tokens: int, rule: type[Accept]) -> tuple[Program, CapturedStep, 
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
     for name, tensor in shared.items():
         set_tensor(module, name, tensor)
-    weights = WeightTable(dict(model.named_parameters()))
+    weights = Weights(dict(model.named_parameters()))
     graph = trace_step(key, ModelTraces(model, layout), layout, module, weights)
     names = {id(tensor): name for name, tensor in shared.items()}
     run_pipeline(graph, select_passes(names, (), ()), Verifier(propagate=False))

@@ -6,16 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from mtpc.program.binding import WeightSource
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import fill_packed
 from mtpc.weights.recipes import Grouped
+from mtpc.weights.stored import StoredWeights
+from mtpc.weights.weights import Weights
 from mtpc.weights.write_quantised import quantization_config
 
 LAYERS, WIDTH = 12, 4096
@@ -23,29 +23,29 @@ MIB = 2**20
 CHILD = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from mtpc.program.binding import WeightSource
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import fill_packed
 from mtpc.weights.recipes import Grouped
+from mtpc.weights.stored import StoredWeights
+from mtpc.weights.weights import Weights
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 checkpoint = Checkpoint(Path(sys.argv[1]))
-source, pieces = WeightSource(checkpoint, fill_packed), ("codes", "scales")
+ends, pieces = ("model.embed_tokens.weight",), ("codes", "scales")
+known = {n: n for n in checkpoint.tensors}
+weights = Weights(stored=StoredWeights(checkpoint, known, ends, fill_packed))
 derived = {f"{n} {piece}": Grouped(piece, spec, n)
            for n, spec in checkpoint.specs.items() for piece in pieces}
-record = SimpleNamespace(derived=derived, stored={n: n for n in checkpoint.tensors},
-                         dtypes=dict.fromkeys(checkpoint.tensors, "bfloat16"),
-                         ends=("model.embed_tokens.weight",))
-first = [source.weight(name, record) for name in list(derived)[:2]]  # Loads what packing runs.
+weights.know(derived, {}, ())
+first = [weights.value(name) for name in list(derived)[:2]]  # Loads what packing runs.
 before = status("VmRSS")
-kept = [source.weight(name, record) for name in list(derived)[2:]]
+kept = [weights.value(name) for name in list(derived)[2:]]
 packed = sum(tensor.nbytes for tensor in kept)
-kept.append(source.weight("model.embed_tokens.weight", record))
-source.check()
+kept.append(weights.value("model.embed_tokens.weight"))
+weights.check()
 print(packed, status("VmRSS") - before, status("VmHWM") - before)
 """
 
@@ -101,19 +101,15 @@ def test_the_search_for_copied_heads_looks_at_heads_alone(tmp_path: Path) -> Non
     head, copy, own = "lm_head.weight", "model.layers.6.head.weight", "model.layers.7.head.weight"
     write(tmp_path, 128, 128, {**dict.fromkeys(layers, 1), head: 1, copy: 1, own: 2})
     checkpoint = Counted(tmp_path)
-    source = WeightSource(checkpoint, fill_packed)
+    known, ends = {n: n for n in checkpoint.tensors}, ("model.embed_tokens.weight", head, copy, own)
+    weights = Weights(stored=StoredWeights(checkpoint, known, ends, fill_packed))
     derived = {
         f"{name} {piece}": Grouped(piece, spec, name)
         for name, spec in checkpoint.specs.items()
         for piece in ("codes", "scales")
     }
-    record = SimpleNamespace(
-        derived=derived,
-        stored={name: name for name in checkpoint.tensors},
-        dtypes=dict.fromkeys(checkpoint.tensors, "bfloat16"),
-        ends=("model.embed_tokens.weight", head, copy, own),
-    )
-    made = {name: source.weight(name, record) for name in derived}
+    weights.know(derived, {}, ())
+    made = {name: weights.value(name) for name in derived}
     layer_reads = [name for name in checkpoint.reads if name.startswith(tuple(layers))]
     assert len(layer_reads) <= 3 * 2 * len(layers), "each part once a piece, and no look at it"
     assert made[f"{copy} codes"] is made[f"{head} codes"]

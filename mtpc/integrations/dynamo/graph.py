@@ -29,7 +29,7 @@ from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.capture.effects import Root, analyse
-from mtpc.capture.graph import StepGraph, WeightTable, set_tensor
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey
 from mtpc.passes.base import Pass, is_call, run_pipeline
@@ -37,6 +37,7 @@ from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.weights.recipes import Recipe, names
+from mtpc.weights.weights import Weights
 
 aten = torch.ops.aten
 
@@ -245,7 +246,7 @@ def _with_weights(
             weight = graph.get_attr(name)
         weight.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(weight)
-    table = WeightTable(tensors)
+    table = Weights(tensors)
     table.defers = True
     return StepGraph(traced, StepKey.decode(1, 0), Layout([], {}), table), held
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import fill_packed
-from mtpc.weights.quantise import quantised_rows
-from mtpc.weights.recipes import Grouped, GroupedMaker, Recipe, make, substitute
+from mtpc.weights.recipes import Held, Recipe, make_all, substitute
 
 State: TypeAlias = tuple[int, int]
 """A parameter's version counter, which in-place updates increment, and its address."""
@@ -85,20 +84,17 @@ class CallWeights:
         def values(name: str) -> Tensor:
             return parameters[name].detach()
 
-        maker = GroupedMaker(lambda name, spec: quantised_rows(values(name), spec), fill_packed)
-        tensors: list[Tensor] = []
+        found: dict[Recipe, Tensor] = {}
         # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for recipe in self._recipes:
-                same = substitute(recipe, identity)
-                tensor = self._store.get(same)
-                if tensor is None and isinstance(recipe, Grouped):
-                    tensor = maker.make(recipe)
-                elif tensor is None:
-                    tensor = make(recipe, values, fill_packed)
-                self._store[same] = tensor
-                tensors.append(tensor)
-        return tensors
+                held = self._store.get(substitute(recipe, identity))
+                if held is not None:
+                    found[recipe] = held
+                elif recipe not in found:
+                    found |= make_all(recipe, Held(values), fill_packed)
+        self._store.update({substitute(r, identity): tensor for r, tensor in found.items()})
+        return [found[recipe] for recipe in self._recipes]
 
 
 def _forget(weights: Callable[[], CallWeights | None], key: tuple[int, ...], _: Any) -> None:
