@@ -22,7 +22,7 @@ from mtpc.layout.open_sizes import Size, is_size_text, size_of
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
-FORMAT = 4
+FORMAT = 5
 """Version of the record's format; part of the key."""
 _LARGEST = 2**40
 """No size in a record exceeds this."""
