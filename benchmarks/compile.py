@@ -233,9 +233,11 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 0, "stages": {}, "processes": 1}
     with without_collections():  # As `mtpc build` does.
         from mtpc.program.build import build, default_jobs
+        from mtpc.program.planning import plan_model
 
-        options = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
-        report = build(Path(job["directory"]), options, (options.spec_tokens,))
+        asked = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
+        source, plan = plan_model(job["directory"], asked)
+        report = build(source.directory, [plan])
     seconds = [built.step.record.seconds for built in report.steps]
     stages = {stage: sum(each.get(stage, 0.0) for each in seconds) for stage in STAGES}
     processes = min(default_jobs(), len(seconds))

@@ -32,6 +32,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import LoadedModel
+from mtpc.plan import make_plan
 from mtpc.program.compiler import StepCompiler
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def step(
         disabled_passes=disabled,
     )  # fmt: skip
     backend = NullMachine().backend()
-    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve)
+    compiler = StepCompiler(loaded, make_plan(options), backend, new_buffer=Layout.reserve)
     compiler.weights.defers = True
     graph = compiler.rewritten(StepKey.decode(case.batch, case.spec_tokens))
     return graph, lowered(graph)

@@ -116,21 +116,18 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _planned(job: dict[str, Any]) -> int:
     """The memory that mtpc plans for the steps in the cache."""
-    from mtpc.backends import settle_prefill
     from mtpc.config import CompileOptions
     from mtpc.layout import graph_keys
     from mtpc.program.host_memory import need_of_steps
     from mtpc.program.open_cache import open_cache
-    from mtpc.weights.checkpoint import Checkpoint
+    from mtpc.program.planning import plan_model
 
-    source = Checkpoint(Path(job["directory"]))
     asked = {**job["options"], "cache_dir": job["cache"], "backend": "cpu"}
-    options = settle_prefill(CompileOptions.parse(asked), source.dtype)
-    cache = open_cache(source, options, lambda line: None)
-    steps = cache.find_all(graph_keys(options, "fused")) if cache else None
+    source, plan = plan_model(job["directory"], CompileOptions.parse(asked))
+    cache = open_cache(source, plan, lambda line: None)
+    steps = cache.find_all(graph_keys(plan, "fused")) if cache else None
     assert steps is not None
-    settled = next(iter(steps.values())).options
-    need = need_of_steps(steps, settled, owns_buffers=True)
+    need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
     return need.weights + need.buffers
 
 

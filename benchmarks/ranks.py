@@ -31,15 +31,14 @@ from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
-from mtpc.backends import settle_prefill
 from mtpc.config import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.host_memory import need_of_steps
 from mtpc.program.open_cache import open_cache
+from mtpc.program.planning import plan_model
 from mtpc.program.program import Program
 from mtpc.program.ranks import all_parts
-from mtpc.weights.checkpoint import Checkpoint
 
 MIB = 2**20
 COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
@@ -210,13 +209,12 @@ def _is_inside(event: Any, names: set[str]) -> bool:
 def _held_bytes(model: mtpc.SpecModel, job: dict[str, Any]) -> int:
     """Bytes of weights and buffers of this rank's steps, from the cache's records."""
     options = {**job["options"], "batch_buckets": tuple(job["options"]["batch_buckets"])}
-    source = Checkpoint(Path(job["directory"]))
-    parsed = settle_prefill(CompileOptions.parse(options), source.dtype)
+    source, plan = plan_model(job["directory"], CompileOptions.parse(options))
     part = all_parts(job["size"])[job["rank"]]
-    cache = open_cache(source, parsed, lambda line: None, part)
-    steps = cache.find_all(graph_keys(parsed, "fused")) if cache else None
+    cache = open_cache(source, plan, lambda line: None, part)
+    steps = cache.find_all(graph_keys(plan, "fused")) if cache else None
     assert steps is not None
-    need = need_of_steps(steps, model.options, owns_buffers=True)
+    need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
     return need.weights + need.buffers
 
 

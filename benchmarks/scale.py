@@ -16,6 +16,7 @@ from benchmarks.harness import command
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
 from mtpc.config import CompileOptions
 from mtpc.models.from_config import load_shapes
+from mtpc.plan import make_plan
 from mtpc.program.scale import DEVICES, RankModel
 
 DEVICE_COUNT, MAX_LEN, LATENCY_US = 8, 8192, 10.0
@@ -113,7 +114,7 @@ def rows() -> Iterator[dict[str, Any]]:
                     "model": name,
                     "device": device,
                     "ranks": ranks,
-                    "spec_tokens": model.options.spec_tokens,
+                    "spec_tokens": model.plan.spec_tokens,
                     "batch": batch,
                     "weight_bytes": model.weight_bytes,
                     "token_bytes": model.token_bytes,
@@ -137,7 +138,7 @@ def rank_models(name: str, ranks: int, experts: bool = False) -> Iterator[RankMo
         options = CompileOptions(
             spec_tokens=k, batch_buckets=(1,), max_len=MAX_LEN, quantize=shapes.scheme
         )
-        yield RankModel(shapes.loaded, options, ranks, experts)
+        yield RankModel(shapes.loaded, make_plan(options), ranks, experts)
 
 
 def table(record: Record) -> Table:

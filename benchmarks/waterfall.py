@@ -122,7 +122,7 @@ def _waterfall(
 ) -> list[Part]:
     engine = model.engine
     plan = Plan(PROMPT_TOKENS, 0, 0, 0, seed=0)
-    new_tokens = engine.options.sequence_limit - PROMPT_TOKENS
+    new_tokens = engine.options.max_len - PROMPT_TOKENS
     ids = [engine.add(prompt, new_tokens) for prompt in plan.prompts(batch, engine.vocab_size)]
     before = engine.stats.decode_steps
     while engine.stats.decode_steps < before + WARM_UP_STEPS:

@@ -8,7 +8,7 @@ accept the draft at a position and all drafts before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mtpc.errors import OptionError
@@ -77,7 +77,7 @@ def settle(spec_tokens: int, rates: Any, length: Any) -> Rates:
 
 
 def _row(rates: Any) -> Rates:
-    is_row = isinstance(rates, Iterable) and not isinstance(rates, str)
+    is_row = isinstance(rates, Iterable) and not isinstance(rates, (str, Iterator))
     row = tuple(rates) if is_row else (rates,)
     if not all(_is_number(rate) for rate in row):
         raise OptionError(

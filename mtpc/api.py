@@ -39,6 +39,7 @@ from mtpc.errors import OptionError, RequestError
 from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
+from mtpc.plan import Plan
 from mtpc.program.binding import bind_program
 from mtpc.program.child_process import Background
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
@@ -80,17 +81,18 @@ def compile(
         RankError: with `tensor_parallel_size`, another rank fails or was given other inputs.
         CacheError: another user can write the cache; or it is frozen, and lacks a step.
     """
+    asked = CompileOptions.parse({**options})
     with show_compiling(progress) as listener:
 
         def bind(found: Prepared) -> Program:
-            costs = CostEntry(found.cache) if found.cache and found.options.spec_tiers else None
+            costs = CostEntry(found.cache) if found.cache and found.plan.spec_tiers else None
             return bind_program(found.built, listener, found.identity, costs)
 
-        opened = open_steps(model, {**options}, Wanted("fused", True, bind), listener)
+        opened = open_steps(model, asked, Wanted("fused", True, bind), listener)
     found = opened.model
     program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
     rest = None if opened.rest is None else Background(opened.rest, program, listener)
-    of_model = (found.served, found.options, program, found.loaded)
+    of_model = (found.served, found.plan, program, found.loaded)
     return SpecModel(*of_model, opened.fallbacks, rest)
 
 
@@ -104,7 +106,7 @@ class SpecModel:
 
     Attributes:
         served: vocabulary, end-of-sequence ids, tokenizer.
-        options: what it was compiled with; `max_len` is a number.
+        options: what it was compiled with, as a `mtpc.plan.Plan`: nothing in it is open.
         program: the captured steps.
         loaded: the model's modules. None where the weights come from a checkpoint's files, as on
             the cpu backend, whether the steps were in the graph cache or not.
@@ -115,7 +117,7 @@ class SpecModel:
     def __init__(
         self,
         served: ServedModel,
-        options: CompileOptions,
+        options: Plan,
         program: Program,
         loaded: LoadedModel | None = None,
         fallbacks: Mapping[str, int] | None = None,

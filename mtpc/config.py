@@ -1,75 +1,68 @@
-"""Options of `mtpc.compile` and their checks. Only this module reads environment variables."""
+"""Options of `mtpc.compile`, and their checks. A field declares all that is known of it."""
 
 from __future__ import annotations
 
-import difflib
-import math
-import os
-import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from mtpc.acceptance import settle
+from mtpc.declaration import declared, option
 from mtpc.errors import OptionError
 from mtpc.option_checks import (
+    AUTO,
+    Check,
+    check_backend,
     check_buckets,
+    check_choice,
+    check_digest,
     check_directory,
     check_draft_vocab,
-    check_int,
     check_names,
+    check_spec_tokens,
+    check_switch,
     check_tiers,
-    settle_token_mask,
+    ids_text,
+    integer,
+    one_of,
+    or_none,
+    scheme_of,
     unknown_option,
 )
-from mtpc.wiring import Rules, check_rules
+from mtpc.wiring import check_rules, rule_text
 
-MAX_SPEC_TOKENS = 16
-"""The largest number of drafts per step. In published measurements no draft that deep is accepted,
-and every draft costs a full pass of the draft layer."""
-
-AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
-"""The value of `spec_tokens` with which the engine chooses K, and its default of `spec_tiers`."""
-DEFAULT_MAX_LEN = 4096
-LEAST_ROWS = 8
-"""The least number of rows of a prefill step if kernels skip unused rows. All programs of up to so
-many requests then share one prefill step."""
-SHARING_PROMPTS = 4
-"""A prefill step may have this many rows even if fewer requests could decode in it."""
-DEFAULT_PREFILL_CHUNK = 64
-"""Tokens of a prefill step if unused tokens cost as much as used ones; and prompt tokens of a
-prefill step that decoding requests join."""
-LARGE_PREFILL_CHUNK = 512
-"""Tokens of a prefill step if kernels skip unused tokens; larger steps gain nothing
-(docs/performance.md). Also on GPUs, where smaller steps are bound by reading the weights."""
+AUTO_TIERS = (0, 1, 2, 3)
+"""The default of `spec_tiers` if the engine chooses K."""
+DEFAULT_SPEC_TOKENS = 3
 DEFAULT_SNAPSHOT_BYTES = 1 << 30
 """13 snapshots of Qwen3-Next-80B, whose recurrent state is the largest of the released models."""
 DEFAULT_OFFLOAD_BYTES = 4 << 30
 """The pages of 340,000 tokens of a 0.5B model, or of 30,000 tokens of an 8B model."""
-SKIP_IDLE_ROWS = "skip-idle-rows"
-"""The name of the pass on which the default of `prefill_chunk` depends. It is defined here, because
-this module must not import the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
-
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
-
 _ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 ALIASES = {"num_speculative_tokens": "spec_tokens"}
+check_scheme = scheme_of(SCHEMES)
+"""Refuses a name that is not in `SCHEMES`, with an OptionError that names the nearest."""
+_as_given: Check = lambda name, value: value  # noqa: E731
+"""For what `mtpc.acceptance.settle` checks together."""
+_whole = integer(1)
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of `mtpc.compile`.
+    """Options of `mtpc.compile`, as they are given; `mtpc.plan.Plan` has what follows from them.
 
     Attributes:
-        spec_tokens: K, the number of drafts per step; 0 is plain decoding, and the default of
-            models that have neither MTP layers nor another drafter. "auto" compiles steps
-            for each K in `spec_tiers`. The engine then chooses K as it runs, from the times of the
-            steps and the accepted drafts, and this field holds the largest K.
+        spec_tokens: K, the number of drafts per step; 0 is plain decoding. None is 3, or 0 for
+            models that have neither MTP layers nor another drafter. "auto" compiles steps for each
+            K in `spec_tiers`. The engine then chooses K as it runs, from the times of the steps and
+            the accepted drafts.
         spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.
         batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
             smallest bucket that holds it.
@@ -126,7 +119,7 @@ class CompileOptions:
             draft i and all before it, as in vLLM. The text is then not the model's; the stats say
             "synthetic". () is off. `SpecModel.set_synthetic_acceptance` changes them later.
         synthetic_acceptance_length: the same as a mean number of tokens per step, 1..K + 1, or a
-            name of `mtpc.acceptance.GOLDEN_LENGTHS`. This field becomes the rates above.
+            name of `mtpc.acceptance.GOLDEN_LENGTHS`.
         sampling: compile sampling: temperature, filters, penalties, masks and log-probabilities.
             False compiles greedy decoding only.
         max_logprobs: with `sampling`, the largest number of most probable tokens that a request may
@@ -159,258 +152,192 @@ class CompileOptions:
         OptionError: a value is of the wrong type or out of range, or options contradict each other.
     """
 
-    spec_tokens: int = 3
-    spec_tiers: tuple[int, ...] = ()
-    batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
-    max_len: int | None = None
-    page_size: int = 16
-    num_pages: int | None = None
-    prefill_chunk: int | None = None
-    busy_prefill_chunk: int | None = None
-    prefill_rows: int | None = None
-    prefix_caching: bool = True
-    snapshot_bytes: int = DEFAULT_SNAPSHOT_BYTES
-    snapshot_distance: int = 1024
-    kv_offload_dir: Path | None = None
-    kv_offload_bytes: int = DEFAULT_OFFLOAD_BYTES
-    async_scheduling: bool | None = None
-    batch_invariant: bool = False
-    backend: str = "auto"
-    dtype: str | None = None
-    kv_cache_dtype: str = KV_CACHE_DTYPES[0]
-    quantize: str | None = None
-    tensor_parallel_size: int = 1
-    synthetic_acceptance_rates: tuple[float, ...] = ()
-    synthetic_acceptance_length: float | str | None = None
-    sampling: bool = True
-    max_logprobs: int = 20
-    token_mask: bool | None = None
-    images: bool = False
-    verify_passes: bool = False
-    strict: bool = False
-    disabled_passes: tuple[str, ...] = ()
-    enabled_passes: tuple[str, ...] = ()
-    draft_vocab: tuple[int, ...] = ()
-    draft: Path | None = None
-    wiring: Rules = ()
-    cache_dir: Path | None = None
-    use_cache: bool = True
-    build_in_background: bool = False
-    frozen: bool = False
-    require_sha256: str | None = None
+    # fmt: off
+    spec_tokens: int | str | None = option(
+        None, "decoding", or_none(check_spec_tokens),
+        "drafts per step; 0 decodes plainly, auto adapts to load", "K",
+        vllm="--num-speculative-tokens", shown=str(DEFAULT_SPEC_TOKENS), common=True, key=str,
+    )
+    spec_tiers: Iterable[int] = option(
+        (), "decoding", check_tiers, "numbers that 'auto' chooses from (default: 0,1,2,3)", "K,K",
+    )
+    batch_buckets: int | Iterable[int] = option(
+        (1, 2, 4, 8), "batching", check_buckets, "request counts to capture", "R,R",
+    )
+    max_len: int | None = option(
+        None, "memory", or_none(integer(2)),
+        "longest sequence in tokens, prompt and new tokens together", "N", vllm="--max-model-len",
+        common=True,
+    )
+    page_size: int = option(
+        16, "memory", integer(1, 4096), "tokens per KV page", "N", vllm="--block-size", key=str,
+    )
+    num_pages: int | None = option(
+        None, "memory", or_none(integer(2)),
+        "pages in the KV pool (default: enough for the largest bucket)", "N",
+        vllm="--num-gpu-blocks-override",
+    )
+    prefill_chunk: int | None = option(
+        None, "batching", or_none(_whole), "tokens per prefill step (default: 512 or 64)", "N",
+        vllm="--max-num-batched-tokens",
+    )
+    busy_prefill_chunk: int | None = option(
+        None, "batching", or_none(_whole),
+        "prompt tokens per prefill step while others decode (default: up to 64; all on GPUs)", "N",
+        for_hosts=False,
+    )
+    prefill_rows: int | None = option(
+        None, "batching", or_none(_whole),
+        "requests that may share a prefill step (default: by bucket)", "R",
+    )
+    prefix_caching: bool = option(True, "memory", check_switch, for_hosts=False)
+    snapshot_bytes: int = option(
+        DEFAULT_SNAPSHOT_BYTES, "memory", integer(0),
+        "most bytes of snapshots of state that is not in KV pages", "N", for_hosts=False,
+    )
+    snapshot_distance: int = option(
+        1024, "memory", _whole, "tokens from one snapshot of a long prompt to the next", "N",
+        for_hosts=False,
+    )
+    kv_offload_dir: str | Path | None = option(
+        None, "memory", or_none(check_directory),
+        "directory for evicted KV pages, and for all at the end", "DIR", for_hosts=False,
+    )
+    kv_offload_bytes: int = option(
+        DEFAULT_OFFLOAD_BYTES, "memory", _whole, "most bytes of files in --kv-offload-dir", "N",
+        for_hosts=False,
+    )
+    async_scheduling: bool | None = option(
+        None, "batching", check_choice,
+        "launch a step before the previous one is read (default: on GPUs, where that loses "
+        "nothing)",
+        for_hosts=False,
+    )
+    batch_invariant: bool = option(
+        False, "devices", check_switch,
+        "on a GPU, text does not depend on K, batch or chunk; slower", key=str,
+    )
+    backend: str = option(AUTO, "devices", check_backend, "auto, cpu, cuda, eager or null", "NAME")
+    dtype: str | None = option(
+        None, "devices", or_none(one_of(DTYPES)),
+        "dtype of the weights (default: the checkpoint's)", "NAME", key=str,
+    )
+    kv_cache_dtype: str = option(
+        KV_CACHE_DTYPES[0], "memory", one_of(KV_CACHE_DTYPES),
+        f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}", "NAME", key=str,
+    )
+    quantize: str | None = option(
+        None, "memory", or_none(check_scheme), f"quantise weights: {', '.join(SCHEMES)}", "SCHEME",
+        common=True, key=str,
+    )
+    tensor_parallel_size: int = option(
+        1, "devices", _whole,
+        "processes that share the model, each with its part of the weights (default: 1, or "
+        "torchrun's)",
+        "RANKS", shown="", key=str, for_hosts=False,
+    )
+    synthetic_acceptance_rates: Sequence[float] = option(
+        (), "debugging", _as_given, key=lambda rates: str(bool(rates)), for_hosts=False,
+    )
+    synthetic_acceptance_length: float | str | None = option(
+        None, "debugging", _as_given, for_hosts=False,
+    )
+    sampling: bool = option(
+        True, "sampling", check_switch, "compile for greedy decoding only", flag="--no-sampling",
+        key=str,
+    )
+    max_logprobs: int = option(
+        20, "sampling", integer(1, 64), "the most probable tokens that a request may ask for", "N",
+        key=str,
+    )
+    token_mask: bool | None = option(
+        None, "sampling", check_choice,
+        "compile no token masks, which JSON formats, grammars and required tools need",
+        flag="--no-structured-outputs", key=str,
+    )
+    images: bool = option(
+        False, "decoding", check_switch,
+        "compile for prompts with images, of models with a vision tower", key=str, for_hosts=False,
+    )
+    verify_passes: bool = option(
+        False, "debugging", check_switch, "check the graph with fake tensors after every pass",
+    )
+    strict: bool = option(False, "debugging", check_switch)
+    disabled_passes: Iterable[str] = option(
+        (), "debugging", check_names, "disable an optional pass by name; repeatable", "PASS",
+        flag="--disable-pass", key=" ".join,
+    )
+    enabled_passes: Iterable[str] = option(
+        (), "debugging", check_names, "enable an optional pass by name; repeatable", "PASS",
+        flag="--enable-pass", key=" ".join,
+    )
+    draft_vocab: int | Iterable[int] = option(
+        (), "decoding", check_draft_vocab, "draft only the N lowest ids, or the ids in FILE",
+        "N|FILE", key=ids_text,
+    )
+    draft: str | Path | None = option(
+        None, "decoding", or_none(check_directory),
+        "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers", "DIR", common=True,
+    )
+    wiring: Mapping[str, str | bool] | Iterable[tuple[str, str | bool]] = option(
+        (), "decoding", lambda _, rules: check_rules(rules),
+        "rules of the MTP layers; `mtpc check` measures them", "RULE=VALUE,..", key=rule_text,
+    )
+    cache_dir: str | Path | None = option(
+        None, "cache", or_none(check_directory),
+        "the graph cache (default: MTPC_CACHE_DIR, else the user's)", "DIR",
+    )
+    use_cache: bool = option(
+        True, "cache", check_switch, "do not read or write the cache", flag="--no-cache",
+    )
+    build_in_background: bool = option(
+        False, "decoding", check_switch,
+        "start without drafts, and use each K once another process has built its steps",
+    )
+    frozen: bool = option(
+        False, "cache", check_switch, "build nothing: a step that is not in the cache is an error",
+    )
+    require_sha256: str | None = option(
+        None, "cache", or_none(check_digest),
+        "load only the entries with this digest, which `mtpc build` prints; implies --frozen",
+        "DIGEST", for_hosts=False,
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
-        self._check_switches()
-        self._settle_tiers()
-        self._settle_acceptance()
-        for name, low in (("max_len", 2), ("prefill_chunk", 1), ("num_pages", 2)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low)
-        check_int("page_size", self.page_size, low=1, high=4096)
-        check_int("max_logprobs", self.max_logprobs, low=1, high=64)
-        if self.images and self.draft is not None:
+        self.settled()
+
+    def settled(self) -> dict[str, Any]:
+        """Every option in its one form, with what follows from the others alone.
+
+        Raises:
+            OptionError: a value is not allowed, or does not suit another one.
+        """
+        found = {name: said.check(name, getattr(self, name)) for name, said in declared(type(self))}
+        found |= _drafts(found["spec_tokens"], found["spec_tiers"])
+        length = found.pop("synthetic_acceptance_length")
+        rates = settle(found["spec_tokens"], found["synthetic_acceptance_rates"], length)
+        found["synthetic_acceptance_rates"] = rates
+        can_mask = found["sampling"] and not rates
+        if found["token_mask"] and not can_mask:
+            raise OptionError("token_mask needs sampling=True and no synthetic acceptance")
+        found["token_mask"] = can_mask if found["token_mask"] is None else found["token_mask"]
+        if found["images"] and found["draft"] is not None:
             raise OptionError("images is True, and draft is set; expected one of them alone")
-        check_int("snapshot_bytes", self.snapshot_bytes, low=0)
-        check_int("snapshot_distance", self.snapshot_distance, low=1)
-        check_int("kv_offload_bytes", self.kv_offload_bytes, low=1)
-        if self.kv_offload_dir is not None and (self.async_scheduling or not self.prefix_caching):
+        late = found["async_scheduling"] or not found["prefix_caching"]
+        if found["kv_offload_dir"] is not None and late:
             raise OptionError(
                 "kv_offload_dir needs prefix_caching=True, which finds pages again, and "
                 "async_scheduling=False, because it indexes pages before they are filled"
             )
-        if not isinstance(self.backend, str):
-            raise OptionError(f"backend is {self.backend!r}; expected a name, as 'cpu'")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise OptionError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise OptionError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; expected one of "
-                f"{', '.join(KV_CACHE_DTYPES)}"
-            )
-        if self.quantize is not None:
-            check_scheme("quantize", self.quantize)
-        for name in ("disabled_passes", "enabled_passes"):
-            object.__setattr__(self, name, check_names(name, getattr(self, name)))
-        object.__setattr__(self, "batch_buckets", check_buckets(self.batch_buckets))
-        object.__setattr__(self, "draft_vocab", check_draft_vocab(self.draft_vocab))
-        object.__setattr__(self, "wiring", check_rules(self.wiring))
-        if self.busy_prefill_chunk is not None:
-            check_int("busy_prefill_chunk", self.busy_prefill_chunk, 1, self.prefill_tokens)
-        self._check_prefill_rows()
-        self._check_cache()
-        self._check_ranks()
-
-    def _check_switches(self) -> None:
-        """Refuse other values than True and False, because a string such as "no" is truthy."""
-        switches = [field.name for field in fields(self) if isinstance(field.default, bool)]
-        if self.async_scheduling is not None:
-            switches.append("async_scheduling")
-        for name in switches:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise OptionError(f"{name} is {value!r}; expected True or False")
-
-    def _settle_tiers(self) -> None:
-        """Set `spec_tokens` to a number, which is the largest tier with "auto"."""
-        is_auto = self.spec_tokens == AUTO
-        given = AUTO_TIERS if is_auto and self.spec_tiers in ((), []) else self.spec_tiers
-        tiers = check_tiers(given, 2 if is_auto else 0, MAX_SPEC_TOKENS)
-        object.__setattr__(self, "spec_tiers", tiers)
-        if is_auto:
-            object.__setattr__(self, "spec_tokens", max(tiers))
-        check_int("spec_tokens", self.spec_tokens, low=0, high=MAX_SPEC_TOKENS)
-        if tiers and max(tiers) != self.spec_tokens:
-            raise OptionError(
-                f"spec_tiers is {tiers!r} with spec_tokens {self.spec_tokens}; expected "
-                f"spec_tokens={AUTO!r}, which chooses among the tiers"
-            )
-
-    def _settle_acceptance(self) -> None:
-        """Turn a synthetic acceptance length into rates, and settle `token_mask`."""
-        length = self.synthetic_acceptance_length
-        rates = settle(self.spec_tokens, self.synthetic_acceptance_rates, length)
-        object.__setattr__(self, "synthetic_acceptance_rates", rates)
-        object.__setattr__(self, "synthetic_acceptance_length", None)
-        mask = settle_token_mask(self.token_mask, self.sampling, bool(rates))
-        object.__setattr__(self, "token_mask", mask)
-
-    @property
-    def drafter(self) -> Path | None:
-        """`draft`, where there are drafts."""
-        return self.draft if self.spec_tokens else None
-
-    @property
-    def tiers(self) -> tuple[int, ...]:
-        """Numbers of drafts that have decode steps, ascending."""
-        return self.spec_tiers or (self.spec_tokens,)
-
-    def _check_prefill_rows(self) -> None:
-        rows = self.prefill_rows
-        if rows is None:
-            return
-        check_int("prefill_rows", rows, low=1, high=self.prefill_tokens)
-        if self.prefill_tokens % rows:
-            raise OptionError(
-                f"prefill_rows is {rows}, which does not divide prefill_chunk "
-                f"{self.prefill_tokens}; expected a divisor: change one of them"
-            )
-
-    @property
-    def prefill_tokens(self) -> int:
-        """`prefill_chunk`, or its default."""
-        return self.prefill_chunk or DEFAULT_PREFILL_CHUNK
-
-    @property
-    def busy_prefill_tokens(self) -> int:
-        """`busy_prefill_chunk`, or its default."""
-        return self.busy_prefill_chunk or min(self.prefill_tokens, DEFAULT_PREFILL_CHUNK)
-
-    @property
-    def prefill_shape(self) -> tuple[int, int]:
-        """(rows, tokens per row) of the prefill step; one prompt may take all tokens.
-
-        Unless `prefill_rows` gives the rows, they are a divisor of the tokens. The target is the
-        largest bucket, but not more than the requests that could decode in the step, or
-        `SHARING_PROMPTS` if those are fewer. The smallest divisor from the target to less than
-        twice the target is taken; if there is none, the largest below.
-        """
-        tokens = self.prefill_tokens
-        could_decode = tokens // (self.spec_tokens + 1)
-        most = min(max(self.batch_buckets), max(could_decode, SHARING_PROMPTS))
-        divisors = [rows for rows in range(1, tokens + 1) if tokens % rows == 0]
-        enough = [rows for rows in divisors if most <= rows < 2 * most]
-        fewer = max(rows for rows in divisors if rows <= most)
-        rows = self.prefill_rows or min(enough, default=fewer)
-        return rows, tokens // rows
-
-    def _check_ranks(self) -> None:
-        """Several ranks must not each choose a backend, so "auto" becomes "cpu" for them."""
-        size = self.tensor_parallel_size
-        check_int("tensor_parallel_size", size, low=1)
-        if size > 1 and self.backend == AUTO:
-            object.__setattr__(self, "backend", "cpu")
-        others = [name for name in _ONE_RANK_ONLY if getattr(self, name)]
-        others += ["backend"] if self.backend not in ("cpu", "cuda", "eager") else []
-        if size > 1 and others:
-            raise OptionError(
-                f"{others[0]} is {getattr(self, others[0])!r} with tensor_parallel_size {size}; "
-                "several ranks run the checkpoint's weights on backend 'cpu', 'cuda' or 'eager': "
-                "leave it out"
-            )
-
-    def _check_cache(self) -> None:
-        for name in ("cache_dir", "draft", "kv_offload_dir"):
-            object.__setattr__(self, name, check_directory(name, getattr(self, name)))
-        pin = self.require_sha256
-        if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
-            raise OptionError(
-                f"require_sha256 is {pin!r}; expected 64 hexadecimal digits, as `mtpc build` prints"
-            )
-        if (self.frozen or pin is not None) and not self.use_cache:
+        if found["require_sha256"] is not None:
+            found["frozen"] = True
+        if found["frozen"] and not found["use_cache"]:
             raise OptionError(
                 "use_cache is False; expected True with frozen or require_sha256, which need the "
                 "cache"
             )
-
-    def for_weights(self, dtype: str | None, skips_idle_rows: bool) -> CompileOptions:
-        """These options with the defaults of `prefill_chunk` and `prefill_rows` for a dtype.
-
-        They must be set before a lookup in the graph cache, because its keys contain them.
-        """
-        skips = skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
-        if not skips or (self.dtype or dtype) != "bfloat16":
-            return self
-        options = replace(self, prefill_chunk=self.prefill_chunk or LARGE_PREFILL_CHUNK)
-        wide = replace(options, batch_buckets=(*options.batch_buckets, LEAST_ROWS))
-        return replace(options, prefill_rows=wide.prefill_shape[0])
-
-    def for_gpu(self) -> CompileOptions:
-        """These options with a GPU's defaults of `prefill_chunk` and `busy_prefill_chunk`.
-
-        There a step costs the same however many of its rows are used, so prompts may fill it.
-        """
-        chunk = self.prefill_chunk or LARGE_PREFILL_CHUNK
-        return replace(
-            self, prefill_chunk=chunk, busy_prefill_chunk=self.busy_prefill_chunk or chunk
-        )
-
-    def for_model(self, max_positions: int | None) -> CompileOptions:
-        """These options with `max_len` as a number, for a model with so many positions.
-
-        Args:
-            max_positions: how far the model's angles reach; None if it has no such limit.
-
-        Raises:
-            OptionError: `max_len` exceeds the model's positions.
-        """
-        limit = DEFAULT_MAX_LEN if max_positions is None else max_positions
-        if self.max_len is None:
-            return replace(self, max_len=min(DEFAULT_MAX_LEN, limit))
-        if max_positions is not None and self.max_len > max_positions:
-            raise OptionError(
-                f"max_len is {self.max_len}; the model was made for at most {max_positions} "
-                "positions (max_position_embeddings and rope_scaling); lower it, or scale by yarn"
-            )
-        return self
-
-    def blocks_per_request(self, num_tokens: int) -> int:
-        """Number of pages for a sequence of `num_tokens`, with room for drafts at its end."""
-        return math.ceil((num_tokens + 2 * self.spec_tokens) / self.page_size)
-
-    @property
-    def page_count(self) -> int:
-        """Number of pages of the pools, the null page included; needs options of `for_model`.
-
-        Without `num_pages` it is enough for the largest bucket with all sequences at full length.
-        """
-        blocks = self.blocks_per_request(self.sequence_limit)
-        return self.num_pages or max(self.batch_buckets) * blocks + 1
-
-    @property
-    def sequence_limit(self) -> int:
-        """`max_len` as a number; needs options of `for_model`."""
-        assert self.max_len is not None
-        return self.max_len
+        return found | _ranks(found)
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> CompileOptions:
@@ -435,45 +362,35 @@ class CompileOptions:
         return cls(**resolved)
 
 
-def check_scheme(option: str, value: Any) -> None:
-    """Refuse a value that is not in `SCHEMES`.
-
-    Raises:
-        OptionError: the message names the nearest scheme.
-    """
-    if value not in SCHEMES:
-        said = str(value).lower()
-        near = [name for name in SCHEMES if said and name.startswith(said)]
-        near = near or difflib.get_close_matches(said, SCHEMES, n=1, cutoff=0.4)
-        hint = f" (the nearest is {' or '.join(map(repr, near))})" if near else ""
-        raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
-
-
-def cache_directory() -> Path:
-    """Default of `cache_dir`: `MTPC_CACHE_DIR`, or `mtpc` in the user's cache directory."""
-    configured = os.environ.get("MTPC_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpc"
+def _drafts(given: int | str | None, tiers: tuple[int, ...]) -> dict[str, Any]:
+    """The largest K, and all K that the engine may choose; () where it cannot choose."""
+    if given == AUTO:
+        tiers = tiers or AUTO_TIERS
+        if len(tiers) < 2:
+            raise OptionError(
+                f"spec_tiers is {tiers!r}; expected several numbers, such as (0, 1, 3)"
+            )
+        return {"spec_tokens": max(tiers), "spec_tiers": tiers}
+    most = DEFAULT_SPEC_TOKENS if given is None else given
+    if tiers and max(tiers) != most:
+        raise OptionError(
+            f"spec_tiers is {tiers!r} with spec_tokens {most}; expected spec_tokens={AUTO!r}, "
+            "which chooses among the tiers"
+        )
+    return {"spec_tokens": most, "spec_tiers": tiers}
 
 
-def api_key() -> str | None:
-    """The key that clients of `mtpc serve` must send, in `MTPC_API_KEY`; None if it is not set."""
-    return os.environ.get("MTPC_API_KEY")
-
-
-def launched_ranks() -> tuple[int, int]:
-    """(rank, number of ranks) by which torchrun started this process; (0, 1) if it did not."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() else (0, 1)
-
-
-def cxx_compiler() -> str:
-    """The C++ compiler to call: `CXX`, which Inductor also reads, or g++."""
-    return os.environ.get("CXX", "g++")
-
-
-def cpu_level() -> str | None:
-    """The instruction-set level to compile for, from `MTPC_CPU_LEVEL`; None is the best one for
-    this processor. See `mtpc.backends.cpu_kernels.levels`."""
-    return os.environ.get("MTPC_CPU_LEVEL") or None
+def _ranks(found: dict[str, Any]) -> dict[str, Any]:
+    """Several ranks must not each choose a backend, so "auto" becomes "cpu" for them."""
+    size = found["tensor_parallel_size"]
+    if size == 1:
+        return {}
+    backend = "cpu" if found["backend"] == AUTO else found["backend"]
+    others = [name for name in _ONE_RANK_ONLY if found[name]]
+    others += ["backend"] if backend not in ("cpu", "cuda", "eager") else []
+    if others:
+        raise OptionError(
+            f"{others[0]} is {found[others[0]]!r} with tensor_parallel_size {size}; several ranks "
+            "run the checkpoint's weights on backend 'cpu', 'cuda' or 'eager': leave it out"
+        )
+    return {"backend": backend}

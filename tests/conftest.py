@@ -18,6 +18,7 @@ from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_OPTIONS, FEWER_BUCKETS, TINY
 from helpers.oracles import Oracle
 from helpers.places import TESTS
+from helpers.plans import plan_of
 from helpers.sampling_oracle import SamplingOracle
 
 import mtpc
@@ -106,7 +107,7 @@ def compiled(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.SpecModel]:
         }
         directory = checkpoint(family, kind)
         options = {**tiny.drafter(directory), **options, "spec_tokens": spec_tokens}
-        key = (directory, CompileOptions.parse(options))  # Without what says a default.
+        key = (directory, *CompileOptions.parse(options).settled().items())
         if key not in made:
             made[key] = mtpc.compile(directory, **options)
         return made[key]
@@ -131,14 +132,14 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
     def get(family: str) -> CpuBuilt:
         if family not in made:
             source = Checkpoint(checkpoint(family))
-            options = CompileOptions(**CPU_OPTIONS, cache_dir=cpu_cache)
+            options = plan_of(**CPU_OPTIONS, cache_dir=cpu_cache)
             loaded = load(source, options.dtype, needs_mtp=True)
             cache = open_cache(source, options, print)
             backend = CpuBackend(print, cache.store)
             compiler = StepCompiler(loaded, options, backend, cache=cache)
             steps = compiler.obtain_all(graph_keys(options, "fused"))
             program = bind_program(compiler.built(steps))
-            spec = SpecModel(loaded.served(), compiler.options, program, loaded)
+            spec = SpecModel(loaded.served(), compiler.plan, program, loaded)
             made[family] = CpuBuilt(spec, backend, compiler)
         return made[family]
 

@@ -22,6 +22,8 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
 from mtpc.config import CompileOptions
+from mtpc.plan import Plan
+from mtpc.program.planning import plan_model
 from mtpc.store.entries import EntryStore
 
 FAMILY, DRAFTS = "deepseek_v3", 3
@@ -34,12 +36,12 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
     """Build and load every kernel of a tiny model's steps, and compare the steps as in gate."""
     make_checkpoint(row.shape, directory)
     with TemporaryDirectory(prefix="mtpc-aot-") as root:
-        options = CompileOptions(
+        plan = plan_model(directory, CompileOptions(
             spec_tokens=DRAFTS, batch_buckets=(2,), max_len=64, page_size=16, prefill_chunk=8,
-            dtype="bfloat16", backend="cuda", cache_dir=Path(root), sampling=False,
-        )  # fmt: skip
+            dtype="bfloat16", backend="cuda", cache_dir=root, sampling=False,
+        ))[1]  # fmt: skip
         if machine.is_dry:
-            row.note = _build_only(directory, options)
+            row.note = _build_only(directory, plan)
             return row
         from mtpc.backends.triton_kernels.launch import device_target
         from mtpc.program.cross_compile import build_kernels
@@ -48,32 +50,29 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
         if target is None:
             row.passed, row.note = False, "mtpc's table of targets lacks this device"
             return row
-        built = build_kernels(directory, options, (DRAFTS,), [target])
+        built = build_kernels(directory, [plan], [target])
         row.build_s = built.elapsed_s
-        _load(machine, directory, options, target, row)
+        _load(machine, directory, plan, target, row)
     row.note = f"{len(built.kernels)} code objects built for {target.name}; {row.note}"
     return row
 
 
-def _build_only(directory: Path, options: CompileOptions) -> str:
+def _build_only(directory: Path, plan: Plan) -> str:
     """The row of a dry run, without a device."""
     if not util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         return "nothing was built: no Triton, or only its interpreter"
     from mtpc.program.cross_compile import build_kernels
 
-    built = build_kernels(directory, options, (DRAFTS,), [parse_target(DRY_TARGET)])
+    built = build_kernels(directory, [plan], [parse_target(DRY_TARGET)])
     return f"{len(built.kernels)} code objects built for {DRY_TARGET}; no device to load them"
 
 
-def _load(
-    machine: Machine, directory: Path, options: CompileOptions, target: Target, row: Row
-) -> None:
+def _load(machine: Machine, directory: Path, plan: Plan, target: Target, row: Row) -> None:
     """Capture steps with the loaded kernels, and ATen operators between them, without Inductor."""
     from mtpc.backends.triton_kernels import triton_bindings
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
 
-    assert options.cache_dir is not None
-    objects = CodeObjects(EntryStore(options.cache_dir), target)
+    objects = CodeObjects(EntryStore(plan.cache_dir), target)
     bindings = (*loaded_bindings(objects), *triton_bindings())
     backend = CudaBackend(machine.graphs(), EagerBackend().lower, bindings)
     with _empty_triton_cache() as asked:

@@ -18,10 +18,10 @@ from benchmarks.harness.models import load_target
 from mtpc.api import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import LoadedModel
 from mtpc.models.save import save_checkpoint
+from mtpc.plan import Plan
 from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep, Program
@@ -84,7 +84,7 @@ class Fused:
     Args:
         machine: the machine.
         loaded: the model, on the machine's device.
-        options: options with one batch bucket.
+        plan: with one batch bucket.
         backend: None is the machine's backend.
     """
 
@@ -92,15 +92,15 @@ class Fused:
         self,
         machine: Machine,
         loaded: LoadedModel,
-        options: CompileOptions,
+        plan: Plan,
         backend: CudaBackend | None = None,
     ):
         self.machine, self.backend = machine, backend or machine.backend()
         start = time.perf_counter()
-        compiler = StepCompiler(loaded, options, self.backend)
+        compiler = StepCompiler(loaded, plan, self.backend)
         shared = compiler.shared
         prompts = StepCompiler(
-            loaded, options, machine.direct(), new_buffer=lambda layout, name, device: shared[name]
+            loaded, plan, machine.direct(), new_buffer=lambda layout, name, device: shared[name]
         )
         by_phase = {"decode": compiler, "prefill": prompts}
         binders = {phase: StepBinder(c.built({}), shared) for phase, c in by_phase.items()}
@@ -110,7 +110,7 @@ class Fused:
         }
         self.program = Program(steps, shared)
         self.build_s = time.perf_counter() - start
-        self.options, self._served = compiler.options, loaded.served()
+        self.options, self._served = compiler.plan, loaded.served()
         self.key = next(key for key in self.program.steps if key.phase == "decode")
 
     @property

@@ -25,6 +25,7 @@ from mtpc.config import CompileOptions
 from mtpc.models.load import load
 from mtpc.models.place import place
 from mtpc.models.save import save_checkpoint
+from mtpc.plan import make_plan
 from mtpc.program.compiler import StepCompiler
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -95,13 +96,15 @@ def check_invariance(row: Row, machine: Machine, directory: Path) -> Row:
     make_checkpoint(row.shape, directory)
     found = []
     for k, buckets, chunk in ((0, (1,), 16), (3, (4,), 8)):
-        options = CompileOptions(
-            spec_tokens=k, batch_buckets=buckets, prefill_chunk=chunk, max_len=64, sampling=True
+        plan = make_plan(
+            CompileOptions(
+                spec_tokens=k, batch_buckets=buckets, prefill_chunk=chunk, max_len=64, sampling=True
+            )
         )
         backend = machine.backend(batch_invariant=True)
         loaded = place(load(directory, "bfloat16", k > 0), backend.device)
-        program = StepCompiler(loaded, options, backend).compile()
-        spec = SpecModel(loaded.served(), options, program)
+        program = StepCompiler(loaded, plan, backend).compile()
+        spec = SpecModel(loaded.served(), plan, program)
         together = [PROMPTS] if k else [[prompt] for prompt in PROMPTS]
         asked: dict[str, Any] = dict(ignore_eos=True, logprobs=1)
         texts = [text for some in together for text in spec.generate(some, NEW_TOKENS, **asked)]
@@ -169,11 +172,11 @@ def _compile(
 ) -> tuple[SpecModel, Probed]:
     sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 16, "prefill_chunk": 8}
     given: dict[str, Any] = {**sizes, "sampling": False, **tiny.drafter(directory), **more}
-    options = CompileOptions(spec_tokens=spec_tokens, **given)
-    loaded = load(directory, dtype, spec_tokens > 0, draft=options.drafter)
+    plan = make_plan(CompileOptions(spec_tokens=spec_tokens, **given))
+    loaded = load(directory, dtype, spec_tokens > 0, draft=plan.draft)
     loaded = place(loaded, backend.device)
     for layer in loaded.mtp_layers[:1]:
         vocabulary = loaded.parts.draft_vocabulary(layer)
         backend.whole_logits = vocabulary.logits if vocabulary else backend.whole_logits
-    program = StepCompiler(loaded, options, backend).compile()
-    return SpecModel(loaded.served(), options, program), backend
+    program = StepCompiler(loaded, plan, backend).compile()
+    return SpecModel(loaded.served(), plan, program), backend

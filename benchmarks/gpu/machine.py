@@ -15,7 +15,7 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import Graphs, TorchGraphs
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.config import cache_directory
+from mtpc.environment import cache_directory
 from mtpc.store.entries import EntryStore
 
 COPY_BYTES = 2 << 30

@@ -20,6 +20,7 @@ from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, 
 from mtpc.backends.base import Run
 from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
+from mtpc.plan import make_plan
 
 PAGE = 16
 PROMPTS_AT_ONCE = 16
@@ -92,7 +93,7 @@ class Bench:
     def measure(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
         """Fill rows of one case."""
         if any(row.engine in OURS for row in rows):
-            fused = Fused(self.machine, self.loaded, self._options(case))
+            fused = Fused(self.machine, self.loaded, make_plan(self._options(case)))
             yield from (self._measure(fused, row) for row in rows if row.engine in OURS)
             del fused
         yield from (self._time_transformers(row) for row in rows if row.engine not in OURS)
@@ -102,9 +103,9 @@ class Bench:
         """Fill rows of PROFILES; of the first also its kernels, and the largest gaps to the time
         of its bytes."""
         for row in rows:
-            options = replace(self._options(case), **PROFILES[row.engine])
-            backend = self.machine.backend(options.batch_invariant)
-            fused = Fused(self.machine, self.loaded, options, backend)
+            plan = make_plan(replace(self._options(case), **PROFILES[row.engine]))
+            backend = self.machine.backend(plan.batch_invariant)
+            fused = Fused(self.machine, self.loaded, plan, backend)
             decoder, timed = self._warm(fused, row)
             self._fill(row, self._decode(decoder, row), timed)
             fill_floor(row)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from mtpc.backends.base import Backend
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError
 from mtpc.layout.progress import Report, silent
+from mtpc.plan import ANY_DTYPE, Facts, no_invariance
 from mtpc.store.entries import EntryStore
 
 
@@ -45,7 +45,7 @@ class Row:
     Attributes:
         make: makes it from a reporter and the store that keeps its kernels.
         make_invariant: the same with the option `batch_invariant`; None if it lacks the option.
-        has_packages: whether its steps are files, which the graph cache keeps.
+        makes_files: as that of the backend, which need not be imported for it.
         has_kernels: whether it takes kernels from the graph cache.
         skips_idle_rows: whether its kernels leave out unused rows of a prefill step.
         is_gpu: whether it runs on GPUs.
@@ -53,14 +53,14 @@ class Row:
 
     make: Callable[[Report, EntryStore | None], Backend]
     make_invariant: Callable[[Report, EntryStore | None], Backend] | None = None
-    has_packages: bool = False
+    makes_files: bool = False
     has_kernels: bool = False
     skips_idle_rows: bool = False
     is_gpu: bool = False
 
 
 BACKENDS = {
-    "cpu": Row(_cpu, _cpu, has_packages=True, has_kernels=True, skips_idle_rows=True),
+    "cpu": Row(_cpu, _cpu, makes_files=True, has_kernels=True, skips_idle_rows=True),
     "cuda": Row(_cuda, partial(_cuda, batch_invariant=True), has_kernels=True, is_gpu=True),
     "eager": Row(_eager),
     "null": Row(_null),
@@ -69,7 +69,7 @@ INVARIANT_DTYPE = "bfloat16"
 """The dtype in which the cpu backend's steps are batch-invariant."""
 AUTO = ("cpu", "eager")
 """What the option's value "auto" stands for: the first of these that works here."""
-PACKAGING = next(name for name, row in BACKENDS.items() if row.has_packages)
+PACKAGING = next(name for name, row in BACKENDS.items() if row.makes_files)
 """The backend that compiles ahead of time."""
 
 
@@ -78,37 +78,17 @@ def first_choice(name: str) -> Row | None:
     return BACKENDS.get(AUTO[0] if name == "auto" else name)
 
 
-def settle_prefill(options: CompileOptions, dtype: str | None) -> CompileOptions:
-    """Settle the size of prompt chunks and `batch_invariant`, given the dtype of stored weights.
-
-    Raises:
-        OptionError: `batch_invariant` is True, and the backend has no such steps of this dtype.
-    """
-    row = first_choice(options.backend)
-    if options.batch_invariant and row is not None and not row.is_gpu:
-        options = _without_invariance(options, row, options.dtype or dtype)
-    if row is not None and row.is_gpu:
-        return options.for_gpu()
-    return options.for_weights(dtype, row is not None and row.skips_idle_rows)
-
-
-def _without_invariance(options: CompileOptions, row: Row, dtype: str | None) -> CompileOptions:
-    """Options for a backend whose steps are batch-invariant anyway; no other one may run."""
-    if row.make_invariant is None:
-        raise _no_invariance(options.backend)
-    if dtype != INVARIANT_DTYPE:
-        raise OptionError(
-            f"batch_invariant is True with dtype {dtype!r} on the cpu backend, whose steps are "
-            f"batch-invariant in {INVARIANT_DTYPE} only; change one of them"
-        )
-    name = AUTO[0] if options.backend == "auto" else options.backend
-    return replace(options, backend=name, batch_invariant=False)
-
-
-def _no_invariance(name: str) -> OptionError:
-    return OptionError(
-        f"batch_invariant is True with backend {name!r}, whose products are PyTorch's; expected "
-        "'cuda' or 'cpu'"
+def backend_facts(name: str) -> Facts:
+    """What a plan follows from, of the first choice for an option's value."""
+    row = first_choice(name)
+    if row is None:
+        return Facts()  # Making the backend says that there is none of this name.
+    invariant = INVARIANT_DTYPE if row.make_invariant is not None else ""
+    return Facts(
+        backend=AUTO[0] if name == "auto" else name,
+        is_gpu=row.is_gpu,
+        skips_idle_rows=row.skips_idle_rows,
+        invariant_dtype=ANY_DTYPE if row.is_gpu else invariant,
     )
 
 
@@ -171,5 +151,5 @@ def make_backend(
     row = BACKENDS[name]
     make = row.make_invariant if batch_invariant else row.make
     if make is None:
-        raise _no_invariance(name)
+        raise no_invariance(name)
     return make(report, store)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
@@ -14,6 +15,7 @@ from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.backends.gpu.passes.merge_projections import MergeProjections
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.passes.absorb_latent import AbsorbLatent
 from mtpc.passes.base import Pass, Policy
@@ -28,20 +30,19 @@ from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
 from mtpc.passes.shard import Sharding, ShardStep
 from mtpc.passes.trim_draft_head import TrimDraftHead
+from mtpc.plan import Plan, make_plan
+
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 
 def full_pipeline(
-    buffer_names: Mapping[int, str],
-    draft_vocab: tuple[int, ...] = (),
-    quantize: str | None = None,
-    sharding: Sharding | None = None,
+    plan: Plan, buffer_names: Mapping[int, str] = NO_NAMES, sharding: Sharding | None = None
 ) -> tuple[Pass, ...]:
     """Every pass, in order.
 
     Args:
+        plan: says which token ids drafts may be, and by which scheme weights are quantised.
         buffer_names: layout name by tensor id, for state that model pieces hold.
-        draft_vocab: token ids that drafts may be; () allows all.
-        quantize: scheme for weights that are not quantised; None leaves them as they are.
         sharding: this rank's part of the model; None is the whole model.
     """
     return (
@@ -51,10 +52,10 @@ def full_pipeline(
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
-        TrimDraftHead(draft_vocab),
+        TrimDraftHead(plan.draft_vocab),
         ShardStep(sharding),
         QuantiseDraft(),
-        PackGroups(quantize),
+        PackGroups(plan.quantize),
         MergeProjections(),
         PackWeights(),
         FuseCacheWrite(),
@@ -72,45 +73,36 @@ def full_pipeline(
 
 def pass_names(*policies: Policy) -> tuple[str, ...]:
     """Names of the passes of these policies, in pipeline order; of all passes if none is given."""
-    pipeline = full_pipeline({})
+    pipeline = full_pipeline(make_plan(CompileOptions()))
     return tuple(step.name for step in pipeline if not policies or step.policy in policies)
 
 
 def select_passes(
-    buffer_names: Mapping[int, str],
-    disabled: tuple[str, ...],
-    enabled: tuple[str, ...],
-    draft_vocab: tuple[int, ...] = (),
-    quantize: str | None = None,
+    plan: Plan,
+    backend: Sequence[str] = (),
+    buffer_names: Mapping[int, str] = NO_NAMES,
     sharding: Sharding | None = None,
 ) -> tuple[Pass, ...]:
-    """The pipeline with the choices of the user and the backend.
-
-    Args:
-        buffer_names: layout name by tensor id, for state that model pieces hold.
-        disabled: passes that do not run, even if they are enabled.
-        enabled: passes to run in addition to those that are on by default.
-        draft_vocab: token ids that drafts may be; () allows all.
-        quantize: scheme for weights that are not quantised; it enables pack-groups.
-        sharding: this rank's part of the model; None is the whole model.
+    """The passes of `full_pipeline` that a plan chooses, and those that a `backend` enables.
 
     Raises:
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
             option.
     """
-    known = pass_names()
+    known, disabled = pass_names(), plan.disabled_passes
+    enabled = (*plan.enabled_passes, *backend)
     for name in (*disabled, *enabled):
         if name not in known:
             raise OptionError(f"unknown pass {name!r}; passes: {', '.join(known)}")
     for name in disabled:
         if name in pass_names("required"):
             raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
-    if TrimDraftHead.name in enabled and not draft_vocab:
+    if TrimDraftHead.name in enabled and not plan.draft_vocab:
         raise OptionError(
             f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
             "may be, or how many of the lowest"
         )
-    placed = {PackGroups.name} if quantize else set()
+    placed = {PackGroups.name} if plan.quantize else set()
     running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
-    pipeline = full_pipeline(buffer_names, draft_vocab, quantize, sharding)
+    pipeline = full_pipeline(plan, buffer_names, sharding)
     return tuple(step for step in pipeline if step.name in running)

@@ -14,7 +14,6 @@ from mtpc.cli.compile_arguments import (
     add_checkpoint,
     add_compile_options,
     add_output_options,
-    add_ranks,
     add_threads,
     add_verbose,
 )
@@ -119,11 +118,10 @@ def _add_run(parser: SuggestingParser) -> None:
     add_switches(parser, ("--compare", text))
     _add_sampling(parser)
     shown = "a power of two that holds the prompts"
-    add_compile_options(parser, batch_buckets=shown)
+    add_compile_options(parser, ranks=True, batch_buckets=shown)
     ignore = ("--ignore-eos", "do not stop at the end-of-sequence ids")
     add_switches(parser.add_further_group("further options"), ignore)
     add_threads(parser)
-    add_ranks(parser)
     add_cache_options(parser)
 
 
@@ -159,9 +157,8 @@ def _add_serve(parser: SuggestingParser) -> None:
     add_verbose(parser)
     add_server_options(parser)
     add_threads(parser)
-    add_ranks(parser)
     shown = "auto, built while it serves; without a cache 3"
-    add_compile_options(parser, spec_tokens=shown)
+    add_compile_options(parser, ranks=True, spec_tokens=shown)
     add_cache_options(parser)
 
 
@@ -182,9 +179,8 @@ def _add_bench(parser: SuggestingParser) -> None:
         add_values(parser, (f"--synthetic-acceptance-{flag}", kind, metavar, text))
     add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
     add_threads(parser)
-    add_ranks(parser)
     shown: dict[str, Any] = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
-    add_compile_options(parser, several_k=True, **shown)
+    add_compile_options(parser, several_k=True, ranks=True, **shown)
     add_cache_dir(parser)
 
 
@@ -282,8 +278,7 @@ def _add_build(parser: SuggestingParser) -> None:
         "machine can use the kernels only with the same wheel of Triton and the same Python",
     )
     add_threads(parser)
-    add_ranks(parser)
-    add_compile_options(parser, several_k=True, backend="cpu")
+    add_compile_options(parser, several_k=True, ranks=True, backend="cpu")
 
 
 def _add_cache(parser: SuggestingParser) -> None:

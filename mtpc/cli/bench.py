@@ -17,11 +17,12 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
-from mtpc.cli.run import Prompt, check_tokenizer, set_threads, settle_drafts
+from mtpc.cli.run import Prompt, check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import output, print_table
-from mtpc.config import AUTO
 from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.option_checks import AUTO
+from mtpc.plan import make_plan
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
@@ -96,7 +97,7 @@ def command(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
-        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+        if not drafts(checkpoint, given):
             variants = [variant for variant in variants if variant.spec_tokens == 0]
         for variant in variants:
             _check(_options_of(variant, options))
@@ -196,7 +197,7 @@ def _check(options: dict[str, Any]) -> None:
     from mtpc.backends.pipeline import select_passes
 
     parsed = mtpc.CompileOptions.parse(options)
-    select_passes({}, parsed.disabled_passes, parsed.enabled_passes, parsed.draft_vocab)
+    select_passes(make_plan(parsed))
 
 
 def take(

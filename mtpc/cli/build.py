@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads, settle_drafts
+from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -20,22 +20,25 @@ from mtpc.layout.display import show_progress, stage_listener
 from mtpc.program.processes import without_collections
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mtpc.layout import Form
+    from mtpc.plan import Plan
     from mtpc.program.build import BuildReport, Built
     from mtpc.program.cross_compile import CrossReport
 
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    options, _ = _parse(compile_options(args))
+    programs = _programs(compile_options(args))
     if args.target:
-        return _for_targets(args, options)
+        return _for_targets(args)
     from mtpc.backends import PACKAGING, first_choice
 
-    row = first_choice(options.backend)
-    if row is None or not row.has_packages:
+    row = first_choice(programs[0].backend)
+    if row is None or not row.makes_files:
         raise OptionError(
-            f"backend {options.backend!r} compiles nothing ahead of time; expected {PACKAGING}"
+            f"backend {programs[0].backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
     checkpoint = chosen_checkpoint(args.checkpoint)
     with show_progress(sys.stderr, args.quiet) as tell, without_collections():
@@ -44,11 +47,11 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.program.ranks import all_parts
 
         set_threads(args.threads, checkpoint)
-        options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
+        plans = _plans(checkpoint, programs)
         listener = stage_listener(tell, args.verbose)
         form: Form = "both" if args.split else "fused"
-        parts = all_parts(options.tensor_parallel_size)
-        report = build(checkpoint, options, tiers, form, args.jobs, listener, parts=parts)
+        parts = all_parts(plans[0].tensor_parallel_size)
+        report = build(checkpoint, plans, form, args.jobs, listener, parts=parts)
     if args.as_json:
         args.result = _as_json(report)
     else:
@@ -56,20 +59,23 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parse(given: dict[str, Any]) -> tuple[CompileOptions, tuple[int, ...]]:
-    """Options of the last K, and every K to build."""
-    tiers = given.get("spec_tokens", CompileOptions.spec_tokens)
-    tiers = tiers if isinstance(tiers, tuple) else (tiers,)
-    for k in tiers:
-        options = CompileOptions.parse({**given, "spec_tokens": k})
-    if options.spec_tiers:  # With "auto" one program has the steps of several K.
-        tiers = (options.spec_tokens,)
-    return options, tiers
+def _programs(given: dict[str, Any]) -> list[CompileOptions]:
+    """The options of each program to build: one for each K, one for all with "auto"."""
+    numbers = given.get("spec_tokens")
+    each = numbers if isinstance(numbers, tuple) else (numbers,)
+    return [CompileOptions.parse({**given, "spec_tokens": k}) for k in each]
 
 
-def _for_targets(args: argparse.Namespace, options: CompileOptions) -> int:
+def _plans(checkpoint: Path, programs: list[CompileOptions]) -> list[Plan]:
+    from mtpc.program.planning import plan_model
+
+    return [plan_model(checkpoint, asked)[1] for asked in programs]
+
+
+def _for_targets(args: argparse.Namespace) -> int:
     """Compile the kernels for the GPUs of `--target`."""
-    if options.backend not in ("auto", "cuda") or args.split or args.jobs is not None:
+    given = compile_options(args)
+    if given.pop("backend", "auto") not in ("auto", "cuda") or args.split or args.jobs is not None:
         raise OptionError(
             "--target compiles kernels for backend cuda, in one process; drop --split, --jobs and "
             "any other --backend"
@@ -86,10 +92,8 @@ def _for_targets(args: argparse.Namespace, options: CompileOptions) -> int:
         from mtpc.program.cross_compile import build_kernels
 
         set_threads(args.threads, checkpoint)
-        options, tiers = _parse(settle_drafts(checkpoint, compile_options(args), args.quiet))
-        report = build_kernels(
-            checkpoint, options, tiers, targets, stage_listener(tell, args.verbose)
-        )
+        plans = _plans(checkpoint, _programs({**given, "backend": "cuda"}))
+        report = build_kernels(checkpoint, plans, targets, stage_listener(tell, args.verbose))
     if args.as_json:
         args.result = _kernels_as_json(report)
     else:

@@ -10,22 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends import PACKAGING, settle_prefill
+from mtpc.backends import PACKAGING
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads, settle_drafts
+from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions, cache_directory
+from mtpc.config import CompileOptions
+from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
 from mtpc.program.open_cache import open_cache
+from mtpc.program.planning import plan_model
 from mtpc.program.step_cache import KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
 from mtpc.store.lookup import KERNELS, key_of
 from mtpc.store.machine import COMPILER, environment_fields, machine_fields
-from mtpc.weights.paired_checkpoint import open_checkpoint
 
 _DAY_S = 86400
 _PER_PROCESS = ("torch.",)
@@ -202,14 +203,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     checkpoint, console = chosen_checkpoint(args.checkpoint), output()
-    options = CompileOptions.parse(settle_drafts(checkpoint, compile_options(args)))
+    asked = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
-    source = open_checkpoint(checkpoint, options.drafter)
-    options = settle_prefill(options, source.dtype)
-    cache = open_cache(source, options, console.print)
+    source, plan = plan_model(checkpoint, asked)
+    cache = open_cache(source, plan, console.print)
     if cache is None:
-        raise OptionError(f"backend {options.backend!r} has no cache; use {PACKAGING}")
-    answers = {str(key): _answer(cache, key) for key in step_keys(options)}
+        raise OptionError(f"backend {plan.backend!r} has no cache; use {PACKAGING}")
+    answers = {str(key): _answer(cache, key) for key in step_keys(plan)}
     print_table(str(cache.store.root), ("step", "in the cache?"), answers.items())
     return 0 if all(answer.startswith("yes") for answer in answers.values()) else 1
 

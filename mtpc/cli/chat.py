@@ -16,7 +16,7 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, compile_model, settle_drafts
+from mtpc.cli.run import check_tokenizer, compile_model
 from mtpc.errors import CapacityError, CheckpointError, RequestError
 from mtpc.layout.display import show_progress
 from mtpc.server.options import require_packages
@@ -45,7 +45,6 @@ def command(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{checkpoint} has no chat template; give one: --chat-template FILE")
     with show_progress(sys.stderr) as tell:
         tell("import torch")
-        options = settle_drafts(checkpoint, options)
         model = compile_model(checkpoint, options, args, tell)
     chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
     with closing(model):

@@ -20,12 +20,13 @@ from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
-from mtpc.wiring import Rules, choices, rule_text
+from mtpc.wiring import Rules, check_rules, choices, rule_text
 
 if TYPE_CHECKING:
     from mtpc.engine.stats import DraftCounts
     from mtpc.models.load import LoadedModel
     from mtpc.models.mtp_faults import Fault
+    from mtpc.plan import Plan
 
 COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
 CLEARLY_MORE = 0.05
@@ -79,17 +80,17 @@ def command(args: argparse.Namespace) -> int:
         if options.draft is None:
             faults = find_faults(checkpoint, options.dtype)
         else:
-            faults = find_draft_faults(checkpoint, options.draft, options.dtype)
+            faults = find_draft_faults(checkpoint, Path(options.draft), options.dtype)
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    has_drafter = options.drafter is not None
+    has_drafter = options.draft is not None
     verdict = _judge(samples, args.floor, has_drafter) if samples else Verdict(tuple(faults))
     if args.as_json:
         args.result = _as_json(samples, verdict)
     else:
-        _print(samples, verdict, options.wiring)
+        _print(samples, verdict, check_rules(options.wiring))
     return int(bool(verdict.faults or verdict.better))
 
 
@@ -98,31 +99,29 @@ def _measure(
 ) -> Iterator[Sample]:
     """Decode the prompts with the given wiring, then with one rule changed at a time."""
     from mtpc.api import SpecModel
-    from mtpc.backends import make_backend, settle_prefill
+    from mtpc.backends import make_backend
     from mtpc.models.load import load
     from mtpc.models.place import place
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
-    from mtpc.weights.paired_checkpoint import open_checkpoint
+    from mtpc.program.planning import plan_model
 
-    store = kernel_store(options, None)
-    backend = make_backend(options.backend, tell, store, options.batch_invariant)
+    source, plan = plan_model(checkpoint, options)
+    store = kernel_store(plan, None)
+    backend = make_backend(plan.backend, tell, store, plan.batch_invariant)
     tell(f"load {checkpoint}")
-    source = open_checkpoint(checkpoint, options.drafter)
-    options = settle_prefill(options, source.dtype)
-    loaded = place(load(source, options.dtype, needs_mtp=True), backend.device)
-    variants = [options.wiring, *_others(loaded.wired(options.wiring), options)]
+    loaded = place(load(source, plan.dtype or None, needs_mtp=True), backend.device)
+    variants = [plan.wiring, *_others(loaded.wired(plan.wiring), plan)]
     for number, rules in enumerate(variants, start=1):
         tell(f"{number}/{len(variants)} {rule_text(rules) or 'the wiring of the family'}")
-        compiler = StepCompiler(loaded.wired(rules), options, backend)
-        model = SpecModel(
-            compiler.loaded.served(), compiler.options, compiler.compile(), compiler.loaded
-        )
+        compiler = StepCompiler(loaded.wired(rules), plan, backend)
+        served = compiler.loaded.served()
+        model = SpecModel(served, compiler.plan, compiler.compile(), compiler.loaded)
         results = model.generate(prompts, new, ignore_eos=True)
         yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results)
 
 
-def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
+def _others(loaded: LoadedModel, plan: Plan) -> Iterator[Rules]:
     """The given rules with one more rule changed, for each rule that makes a difference here."""
     wiring, layers = loaded.family.wiring, loaded.mtp_layers
     ends = {
@@ -137,14 +136,14 @@ def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules
         for role, end in ends.items()
     }
     matters |= dict.fromkeys(("hidden_first", "zero_first_embedding", "first_features"), True)
-    matters["next_features"] = options.spec_tokens > 1
-    matters["chaining"] = len(layers) > 1 and options.spec_tokens > 1
+    matters["next_features"] = plan.spec_tokens > 1
+    matters["chaining"] = len(layers) > 1 and plan.spec_tokens > 1
     if wiring.only_rules:
         matters = {rule: matters[rule] for rule in wiring.only_rules}
     for rule, values in choices().items():
         for value in values:
             if matters.get(rule) and value != getattr(wiring, rule):
-                changed: dict[str, Any] = {**dict(options.wiring), rule: value}
+                changed: dict[str, Any] = {**dict(plan.wiring), rule: value}
                 yield tuple(sorted(changed.items()))
 
 

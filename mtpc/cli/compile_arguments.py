@@ -1,19 +1,19 @@
 """Arguments that several commands have: the checkpoint, the compile options and the graph cache.
 
-This module imports no torch, so that `--help` is fast.
+The compile options follow from the declarations of `CompileOptions`. This module imports no torch,
+so that `--help` is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtpc.cli.parsing import (
     SuggestingParser,
-    add_switches,
     add_values,
     buckets_up_to,
     draft_vocab,
@@ -25,16 +25,23 @@ from mtpc.cli.parsing import (
     threads,
     wiring,
 )
-from mtpc.config import KV_CACHE_DTYPES, SCHEMES, CompileOptions
+from mtpc.config import CompileOptions
+from mtpc.declaration import GROUPS, Declared, declared
 
-VLLM_NAMES = {
-    "spec_tokens": "--num-speculative-tokens",
-    "max_len": "--max-model-len",
-    "page_size": "--block-size",
-    "num_pages": "--num-gpu-blocks-override",
-    "prefill_chunk": "--max-num-batched-tokens",
+_PARSED: dict[str, Callable[[str], Any]] = {
+    "K": number,
+    "K,K": ids,
+    "R,R": ids,
+    "N": int,
+    "R": int,
+    "RANKS": positive,
+    "N|FILE": draft_vocab,
+    "RULE=VALUE,..": wiring,
+    "DIR": Path,
 }
-"""vLLM's names of these options."""
+"""How the text of a value is parsed, by the value's name in the help; other values are text."""
+_REPEATABLE = "PASS"
+_CACHE, _RANKS = "cache", "tensor_parallel_size"
 
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -47,22 +54,93 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_cache_dir(parser: Any) -> None:
-    """Add `--cache-dir`."""
-    text = "the graph cache (default: MTPC_CACHE_DIR, else the user's)"
-    add_values(parser, ("--cache-dir", Path, "DIR", text))
+def add_compile_options(
+    parser: SuggestingParser,
+    several_k: bool = False,
+    ranks: bool = False,
+    **defaults: object,
+) -> None:
+    """Add the options of `mtpc.compile`, by groups; those of the graph cache are apart.
+
+    Args:
+        parser: the command's parser.
+        several_k: whether `--spec-tokens` accepts a list.
+        ranks: whether the command runs on several ranks.
+        **defaults: default values to show in the help for options whose default differs here.
+    """
+    options = dict(declared(CompileOptions))
+    for group in GROUPS:
+        for name, said in options.items():
+            if said.group == group != _CACHE and (ranks or name != _RANKS):
+                _add(parser, name, said, several_k, defaults.get(name))
+    _add_vllm_options(parser, several_k)
 
 
 def add_cache_options(parser: SuggestingParser) -> None:
     """Add the options of the graph cache."""
-    group = parser.add_further_group("graph cache")
-    add_cache_dir(group)
-    no_cache: Any = {"action": "store_false", "dest": "use_cache", "default": None}
-    group.add_argument("--no-cache", **no_cache, help="do not read or write the cache")
-    text = "build nothing: a step that is not in the cache is an error"
-    add_switches(group, ("--frozen", text), default=None)
-    text = "load only the entries with this digest, which `mtpc build` prints; implies --frozen"
-    group.add_argument("--require-sha256", metavar="DIGEST", help=text)
+    for name, said in declared(CompileOptions):
+        if said.group == _CACHE:
+            _add(parser, name, said)
+
+
+def add_cache_dir(parser: SuggestingParser) -> None:
+    """Add `--cache-dir`."""
+    add_values(
+        parser, ("--cache-dir", Path, "DIR", dict(declared(CompileOptions))["cache_dir"].help)
+    )
+
+
+def _title(group: str) -> str:
+    return "graph cache" if group == _CACHE else f"{group} (compile options)"
+
+
+def _add(
+    parser: SuggestingParser,
+    name: str,
+    said: Declared,
+    several_k: bool = False,
+    default: object = None,
+) -> None:
+    """Add the option of a field, if it has a flag."""
+    if not said.help:
+        return
+    flags, how = said.flags(name), dict[str, Any](dest=name, default=None)
+    if said.metavar == _REPEATABLE:
+        how |= {"action": "append", "metavar": said.metavar}
+    elif said.metavar:
+        several = several_k and said.metavar == "K"
+        parse = numbers if several else _PARSED.get(said.metavar, str)
+        how |= {"type": parse, "metavar": "K,K" if several else said.metavar}
+    elif flags[0].startswith("--no-"):
+        how |= {"action": "store_false"}
+    else:
+        is_open = getattr(CompileOptions, name) is None
+        how |= {"action": argparse.BooleanOptionalAction if is_open else "store_true"}
+    shown = default if default is not None else _shown(name, said)
+    how["help"] = f"{said.help} (default: {shown})" if shown else said.help
+    if said.common:
+        parser.group(_title(said.group)).add_argument(*flags, **how)
+    else:
+        parser.add_further(_title(said.group), *flags, **how)
+
+
+def _shown(name: str, said: Declared) -> str:
+    """The default of a field that the help names."""
+    default = getattr(CompileOptions, name)
+    if said.shown is not None or not said.metavar or default in (None, ()):
+        return said.shown or ""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _add_vllm_options(parser: SuggestingParser, several_k: bool) -> None:
+    """Add vLLM's options that mtpc has in another form."""
+    text = "most requests that decode at once: the same as --batch-buckets 1,2,4,..,N"
+    how: dict[str, Any] = {"type": buckets_up_to, "dest": "batch_buckets", "metavar": "N"}
+    parser.add_further(_title("batching"), "--max-num-seqs", **how, help=text)
+    text = 'vLLM\'s form of --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    kind = (lambda text: [speculative(text)]) if several_k else speculative
+    how = {"type": kind, "dest": "spec_tokens", "metavar": "JSON"}
+    parser.add_further(_title("decoding"), "--speculative-config", **how, help=text)
 
 
 def add_output_options(parser: SuggestingParser) -> None:
@@ -93,108 +171,3 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "(default: the demo model)"
     )
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
-
-
-_COMMON = ("spec_tokens", "max_len", "draft", "quantize")
-"""Compile options that `--help` shows without `--help-all`."""
-_SWITCHES = (
-    ("--images", "compile for prompts with images, of models with a vision tower"),
-    ("--batch-invariant", "on a GPU, text does not depend on K, batch or chunk; slower"),
-    (
-        "--build-in-background",
-        "start without drafts, and use each K once another process has built its steps",
-    ),
-    ("--verify-passes", "check the graph with fake tensors after every pass"),
-)
-
-
-def add_compile_options(
-    parser: SuggestingParser,
-    several_k: bool = False,
-    **defaults: object,
-) -> None:
-    """Add the options of `mtpc.compile`. `CompileOptions` has the defaults of absent options.
-
-    Args:
-        parser: the command's parser.
-        several_k: whether `--spec-tokens` accepts a list.
-        **defaults: default values to show in the help for options whose default differs here.
-    """
-    common = parser.add_argument_group("compile options")
-    group = parser.add_further_group("further compile options")
-    drafts = (
-        "K,K" if several_k else "K",
-        f"drafts per step{', one or several' * several_k}; 0 decodes plainly, auto adapts to load",
-    )
-    pages = f"what pages of K and V hold: {', '.join(KV_CACHE_DTYPES)}"
-    for name, kind, metavar, text in (
-        ("spec_tokens", numbers if several_k else number, *drafts),
-        ("spec_tiers", ids, "K,K", "numbers that 'auto' chooses from (default: 0,1,2,3)"),
-        ("batch_buckets", ids, "R,R", "request counts to capture"),
-        ("max_len", int, "N", "longest sequence in tokens, prompt and new tokens together"),
-        ("page_size", int, "N", "tokens per KV page"),
-        ("num_pages", int, "N", "pages in the KV pool (default: enough for the largest bucket)"),
-        ("snapshot_bytes", int, "N", "most bytes of snapshots of state that is not in KV pages"),
-        ("snapshot_distance", int, "N", "tokens from one snapshot of a long prompt to the next"),
-        ("kv_offload_dir", Path, "DIR", "directory for evicted KV pages, and for all at the end"),
-        ("kv_offload_bytes", int, "N", "most bytes of files in --kv-offload-dir"),
-        ("prefill_chunk", int, "N", "tokens per prefill step (default: 512 or 64)"),
-        (
-            *("busy_prefill_chunk", int, "N"),
-            "prompt tokens per prefill step while others decode (default: up to 64; all on GPUs)",
-        ),
-        ("prefill_rows", int, "R", "requests that may share a prefill step (default: by bucket)"),
-        ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
-        ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
-        ("draft", Path, "DIR", "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers"),
-        ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
-        ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
-        ("kv_cache_dtype", str, "NAME", pages),
-        ("quantize", str, "SCHEME", f"quantise weights: {', '.join(SCHEMES)}"),
-    ):
-        default = defaults.get(name, getattr(CompileOptions, name))
-        typed = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        shown = "" if default in (None, ()) else f" (default: {typed})"
-        flags = [f"--{name.replace('_', '-')}", *filter(None, [VLLM_NAMES.get(name)])]
-        add = (common if name in _COMMON else group).add_argument
-        add(*flags, type=kind, metavar=metavar, help=text + shown)
-    _add_vllm_options(group, several_k)
-    for flag, dest in (("--disable-pass", "disabled_passes"), ("--enable-pass", "enabled_passes")):
-        text = f"{flag[2:].replace('-', ' an optional ')} by name; repeatable"
-        group.add_argument(flag, action="append", dest=dest, metavar="PASS", help=text)
-    add_switches(group, *_SWITCHES, default=None)
-    _add_steps(group)
-
-
-def _add_steps(group: Any) -> None:
-    """Add when steps are launched, and what they can do in addition to greedy decoding."""
-    either, text = argparse.BooleanOptionalAction, "launch a step before the previous one is read"
-    shown = f"{text} (default: on GPUs, where that loses nothing)"
-    group.add_argument("--async-scheduling", action=either, default=None, help=shown)
-    add = partial(group.add_argument, action="store_false", default=None)
-    text = "compile for greedy decoding only"
-    add("--no-sampling", dest="sampling", help=text)
-    text = "compile no token masks, which JSON formats, grammars and required tools need"
-    add("--no-structured-outputs", dest="token_mask", help=text)
-    text = "the most probable tokens that a request may ask for (default: 20)"
-    add_values(group, ("--max-logprobs", int, "N", text))
-
-
-def add_ranks(parser: SuggestingParser) -> None:
-    """Add `--tensor-parallel-size`."""
-    text = (
-        "processes that share the model, each with its part of the weights (default: 1, or "
-        "torchrun's)"
-    )
-    group = parser.add_further_group("further options")
-    add_values(group, ("--tensor-parallel-size", positive, "N", text))
-
-
-def _add_vllm_options(group: Any, several_k: bool) -> None:
-    """Add vLLM's options that mtpc has in another form."""
-    add = group.add_argument
-    text = "most requests that decode at once: the same as --batch-buckets 1,2,4,..,N"
-    add("--max-num-seqs", type=buckets_up_to, dest="batch_buckets", metavar="N", help=text)
-    text = 'vLLM\'s form of --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
-    kind = (lambda text: [speculative(text)]) if several_k else speculative
-    add("--speculative-config", type=kind, dest="spec_tokens", metavar="JSON", help=text)

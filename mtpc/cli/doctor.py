@@ -18,7 +18,7 @@ from typing import Literal
 
 import mtpc
 from mtpc.cli.demo import demo_checkpoint
-from mtpc.config import cxx_compiler
+from mtpc.environment import cxx_compiler
 from mtpc.errors import BackendError, CacheError, MtpcError
 
 Version = tuple[int, ...]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, set_threads, settle_drafts
+from mtpc.cli.run import check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import output, print_table
-from mtpc.config import AUTO
 from mtpc.errors import MtpcError, OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.option_checks import AUTO
 from mtpc.weights.plain_file import write_output
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, [args.task], "a task needs one")
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
-        if settle_drafts(checkpoint, given, args.quiet).get("spec_tokens") == 0:
+        if not drafts(checkpoint, given):
             variants = [variant for variant in variants if variant["spec_tokens"] == 0]
         set_threads(args.threads, checkpoint)
         answering = _task(args, checkpoint)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import settle_drafts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
+from mtpc.plan import Plan, make_plan
 from mtpc.weights.plain_file import write_output
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
-        options = CompileOptions.parse(settle_drafts(checkpoint, given))
-        graph, layouts, backend = _build(checkpoint, options, args, tell)
+        graph, layouts, backend = _build(checkpoint, given, args, tell)
     # These modules import torch.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
@@ -55,52 +53,47 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _build(
-    checkpoint: Path, options: CompileOptions, args: argparse.Namespace, tell: Tell
+    checkpoint: Path, given: dict[str, Any], args: argparse.Namespace, tell: Tell
 ) -> tuple[StepGraph, list[Layout], str]:
     """The requested graph, its buffers' layout for every bucket of its phase, and whom it is for:
     the backend, and of several ranks the first."""
-    from mtpc.backends import choose_backend, settle_prefill
+    from mtpc.backends import choose_backend
     from mtpc.layout import Layout, StepKey, step_keys
-    from mtpc.models.load import load
+    from mtpc.models.load import load_planned
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
+    from mtpc.program.planning import plan_model
     from mtpc.program.ranks import all_parts
-    from mtpc.weights.paired_checkpoint import open_checkpoint
 
-    store = kernel_store(options, None)
-    backend, fallback = choose_backend(
-        options.backend, options.strict, tell, store, options.batch_invariant
-    )
+    source, plan = plan_model(checkpoint, CompileOptions.parse(given))
+    store = kernel_store(plan, None)
+    backend, fallback = choose_backend(plan.backend, plan.strict, tell, store, plan.batch_invariant)
     if fallback:
         print(f"note: {fallback}", file=sys.stderr)
-    last = _last_pass(options, backend, args.after, args.before)
+    last = _last_pass(plan, backend, args.after, args.before)
     tell(f"load {checkpoint}")
-    source = open_checkpoint(checkpoint, options.drafter)
-    options = settle_prefill(options, source.dtype)
-    needs_mtp = options.spec_tokens > 0
-    loaded = load(source, options.dtype, needs_mtp, options.wiring, headers_only=True)
-    first = all_parts(options.tensor_parallel_size)[0]
-    compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve, ranks=first)
+    loaded = load_planned(source, plan, headers_only=True)
+    first = all_parts(plan.tensor_parallel_size)[0]
+    compiler = StepCompiler(loaded, plan, backend, new_buffer=Layout.reserve, ranks=first)
     compiler.weights.defers = True
     if args.phase == "decode":
-        key = StepKey.decode(args.batch, options.spec_tokens)
+        key = StepKey.decode(args.batch, plan.spec_tokens)
     else:
-        shared = replace(options, batch_buckets=(args.batch,), prefill_rows=args.batch)
-        key = StepKey.prefill(*shared.prefill_shape, options.spec_tokens)
+        sized = {"batch_buckets": (args.batch,), "prefill_rows": args.batch}
+        shape = make_plan(CompileOptions.parse({**given, **sized}), plan.facts).prefill_shape
+        key = StepKey.prefill(*shape, plan.spec_tokens)
     tell(f"trace {key}")
     graph = compiler.trace(key)
     if last != NO_PASS:
         tell(f"rewrite {key} through {last or 'the last pass'}")
         graph = compiler.rewrite(graph, last)
-    keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
+    keys = sorted({key, *(k for k in step_keys(plan) if k.phase == args.phase)})
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
     return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name + of_rank
 
 
-def _last_pass(
-    options: CompileOptions, backend: Backend, after: str | None, before: str | None
-) -> str | None:
+def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:
     """The last pass to run: its name, None for the whole pipeline, or NO_PASS.
 
     Raises:
@@ -112,10 +105,7 @@ def _last_pass(
     wanted = after or before
     if wanted is None:
         return None
-    enabled = (*options.enabled_passes, *backend.enables)
-    selected = select_passes(
-        {}, options.disabled_passes, enabled, options.draft_vocab, options.quantize
-    )
+    selected = select_passes(plan, backend.enables)
     running = [step.name for step in (*selected, *backend.legalise(), CopyLayers)]
     if wanted not in running:
         if wanted in pass_names():

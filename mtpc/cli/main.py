@@ -6,6 +6,7 @@ import argparse
 import gc
 import io
 import json
+import logging
 import os
 import sys
 import traceback
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from mtpc.cli.arguments import parse
 from mtpc.cli.parsing import typed
-from mtpc.cli.ranks import ranks_of
+from mtpc.cli.ranks import is_other, ranks_of
 from mtpc.errors import MtpcError
 from mtpc.program.processes import ended_by_sigterm
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     module = args.command.replace("-", "_")
     try:
-        with ended_by_sigterm(), _only_json(args), ranks_of(args, argv):
+        with ended_by_sigterm(), _only_json(args), ranks_of(args, argv), _noted(args):
             code: int = import_module(f"mtpc.cli.{module}").command(args)
         sys.stdout.flush()
         return code
@@ -61,6 +62,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("error:", typed(" ".join(str(error).split())), file=sys.stderr)
         return EXIT_ERROR
+
+
+class _Notes(logging.Handler):
+    """Prints what the library warns of, each line once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        line = typed(record.getMessage())
+        if line not in self._said and not is_other():
+            print("note:", line, file=sys.stderr)
+        self._said.add(line)
+
+
+@contextmanager
+def _noted(args: argparse.Namespace) -> Iterator[None]:
+    """Within the block warnings of the library are notes on stderr, but for `--quiet`."""
+    log, is_quiet = logging.getLogger("mtpc"), getattr(args, "quiet", False)
+    handler = logging.NullHandler() if is_quiet else _Notes()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtpc.config import AUTO, CompileOptions
+from mtpc.config import CompileOptions
+from mtpc.option_checks import AUTO
 
 _NUMBERS = {"int": "an integer", "float": "a number"}
 """Python's type names in argparse's messages -> words for the user."""
@@ -21,38 +22,54 @@ MOST_THREADS = 1024
 class SuggestingParser(argparse.ArgumentParser):
     """argparse's parser, with errors of one line that suggest the most similar existing name.
 
-    `--help` leaves out the groups of `add_further_group`, and `--help-all` shows all.
+    `--help` leaves out the options of `add_further_group` and `add_further`; `--help-all` shows
+    all.
     """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._further: list[Any] = []
+        self._left_out: list[argparse.Action] = []
         self.register("type", Path, _path)
+
+    def group(self, title: str) -> Any:
+        """The group of this title."""
+        known = [group for group in self._action_groups if group.title == title]
+        return known[0] if known else self.add_argument_group(title)
 
     def add_further_group(self, title: str) -> Any:
         """The group of this title, for options for which few users look."""
-        known = [group for group in self._further if group.title == title]
-        if known:
-            return known[0]
-        if not self._further:
-            text = "show all options, and exit"
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
-        self._further.append(self.add_argument_group(title))
-        return self._further[-1]
+        group = self.group(title)
+        if group not in self._further:
+            self._further.append(group)
+            self._add_help_all()
+        return group
+
+    def add_further(self, title: str, *flags: str, **more: Any) -> None:
+        """Add to the group of this title an option for which few users look."""
+        self._left_out.append(self.group(title).add_argument(*flags, **more))
+        self._add_help_all()
+
+    def _add_help_all(self) -> None:
+        flag = "--help-all"
+        if flag not in self._option_string_actions:
+            self.add_argument(flag, action=_HelpAll, nargs=0, help="show all options, and exit")
 
     def format_help(self, shows_all: bool = False) -> str:
         """The text of `--help` or, with `shows_all`, of `--help-all`."""
-        groups = [group for group in self._action_groups if group not in self._further]
-        shown = self._action_groups if shows_all else groups
+        shown = {
+            group: [a for a in group._group_actions if shows_all or a not in self._left_out]
+            for group in self._action_groups
+            if shows_all or group not in self._further
+        }
         formatter = self._get_formatter()
-        actions = [action for group in shown for action in group._group_actions]
-        given = [action for action in self._actions if action in actions]
+        given = [action for action in self._actions if any(action in of for of in shown.values())]
         formatter.add_usage(self.usage, given, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        for group in shown:
+        for group, actions in shown.items():
             formatter.start_section(group.title)
             formatter.add_text(group.description)
-            formatter.add_arguments(group._group_actions)
+            formatter.add_arguments(actions)
             formatter.end_section()
         left_out = len(self._actions) - len(given)
         if left_out:

@@ -12,6 +12,7 @@ from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
+from mtpc.plan import make_plan
 from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
@@ -41,13 +42,15 @@ def command(args: argparse.Namespace) -> int:
     models = [
         RankModel(
             shapes.loaded,
-            CompileOptions(
-                spec_tokens=k,
-                batch_buckets=(1,),
-                max_len=args.max_len or min(DEFAULT_LEN, most),
-                page_size=args.page_size,
-                kv_cache_dtype=args.kv_cache_dtype or CompileOptions.kv_cache_dtype,
-                quantize=scheme,
+            make_plan(
+                CompileOptions(
+                    spec_tokens=k,
+                    batch_buckets=(1,),
+                    max_len=args.max_len or min(DEFAULT_LEN, most),
+                    page_size=args.page_size,
+                    kv_cache_dtype=args.kv_cache_dtype or CompileOptions.kv_cache_dtype,
+                    quantize=scheme,
+                )
             ),
             ranks,
             args.enable_expert_parallel,
@@ -65,7 +68,7 @@ def command(args: argparse.Namespace) -> int:
 
 def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace) -> int:
     """Print the tables, and return the exit code."""
-    console, largest = output(), max(models, key=lambda model: model.options.spec_tokens)
+    console, largest = output(), max(models, key=lambda model: model.plan.spec_tokens)
     ranks = largest.ranks
     print_table(
         f"A rank of {ranks}, {args.devices // ranks} replica(s), memory",
@@ -75,7 +78,7 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
     fits = largest.free(device.memory) >= 0
     if fits:
         print_table(
-            f"A step of a replica, requests of {largest.options.sequence_limit} tokens, ms",
+            f"A step of a replica, requests of {largest.plan.max_len} tokens, ms",
             ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
             [*_times(models, device, args.batch, args.collective_latency * 1e-6)],
         )
@@ -109,7 +112,7 @@ def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
     yield "left for requests", format_bytes(max(0, model.free(device.memory)))
     yield "KV a token", format_bytes(int(model.token_bytes))
     yield "state a request", format_bytes(model.request_bytes)
-    limit = model.options.sequence_limit
+    limit = model.plan.max_len
     yield f"requests of {limit} tokens that fit", str(model.largest_batch(device.memory))
     yield "tokens of one request that fit", str(model.largest_context(device.memory))
 
@@ -118,11 +121,11 @@ def _times(
     models: Sequence[RankModel], device: Device, batches: Sequence[int], latency: float
 ) -> Iterator[tuple[str, ...]]:
     """Rows of the table of step times. `break-even` compares with the model without drafts."""
-    plain = next((m for m in models if m.options.spec_tokens == 0), None)
+    plain = next((m for m in models if m.plan.spec_tokens == 0), None)
     for batch in batches:
         base = plain.step_time(device, batch, latency).total if plain else None
         for model in models:
-            k = str(model.options.spec_tokens)
+            k = str(model.plan.spec_tokens)
             if batch > model.largest_batch(device.memory):
                 yield k, str(batch), *("",) * 4, "does not fit", ""
                 continue

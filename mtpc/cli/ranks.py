@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
-from mtpc.config import launched_ranks
+from mtpc.environment import launched_ranks
 from mtpc.errors import LostRankError, RankError
 from mtpc.program.processes import end_with_parent
 

@@ -12,10 +12,9 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
-from mtpc.cli.parsing import typed
-from mtpc.cli.ranks import follow, is_other
+from mtpc.cli.ranks import follow
 from mtpc.cli.tables import output, print_table
-from mtpc.errors import CheckpointError, OptionError, RequestError
+from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
 Prompt = str | list[int]
@@ -34,8 +33,7 @@ def command(args: argparse.Namespace) -> int:
     check_tokenizer(checkpoint, prompts)
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
-        options = settle_drafts(checkpoint, options, args.quiet)
-        if args.compare and options.get("spec_tokens") == 0:
+        if args.compare and not drafts(checkpoint, options):
             raise OptionError("--compare compares drafts with K = 0, and K is 0; leave it out")
         model = compile_model(checkpoint, options, args, tell)
         if follow(model):
@@ -91,7 +89,7 @@ def compile_model(
     """Compile a checkpoint with the command's number of threads, and report each stage."""
     compile_checkpoint = mtpc.compile  # This imports torch.
     set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
-    tell(f"load {checkpoint}")
+    tell(f"open {checkpoint}")
     return compile_checkpoint(checkpoint, progress=stage_listener(tell, args.verbose), **options)
 
 
@@ -113,23 +111,20 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
 
 
-def settle_drafts(checkpoint: Path, options: dict[str, Any], quiet: bool = False) -> dict[str, Any]:
-    """Options with K = 0 if none is given and nothing drafts for the checkpoint; a line says so.
+def drafts(checkpoint: Path, given: dict[str, Any]) -> bool:
+    """Whether steps will draft, as it is planned; a log line says why not.
 
     Raises:
         CheckpointError: nothing drafts, and K is given.
     """
-    from mtpc.weights.checkpoint_files import CheckpointFiles
+    from mtpc.program.planning import plan_model
 
-    given = options.get("spec_tokens")
-    if options.get("draft") is not None or given in (0, (0,)):
-        return options
-    why = CheckpointFiles(checkpoint).without_drafts
-    if why and given is not None:
-        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
-    if why and not quiet and not is_other():
-        print("note: no drafts, K = 0:", typed(why), file=sys.stderr)
-    return {**options, "spec_tokens": 0} if why else options
+    asked = {name: value for name, value in given.items() if name in ("draft", "spec_tokens")}
+    several = asked.get("spec_tokens")
+    if isinstance(several, tuple):
+        asked["spec_tokens"] = next((k for k in several if k != 0), 0)
+    _, plan = plan_model(checkpoint, mtpc.CompileOptions.parse(asked))
+    return plan.spec_tokens > 0
 
 
 def check_tokenizer(

@@ -14,11 +14,12 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import check_tokenizer, compile_model, settle_drafts
+from mtpc.cli.run import check_tokenizer, compile_model, drafts
 from mtpc.cli.serve_arguments import server_fields
-from mtpc.config import AUTO, api_key
+from mtpc.environment import api_key
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress
+from mtpc.option_checks import AUTO
 from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions, require_packages
 
@@ -45,8 +46,9 @@ def command(args: argparse.Namespace) -> int:
 
             # Raises now if the port is in use, before a compilation that takes minutes.
             listener = None if is_other() else stack.enter_context(closing(bind(server)))
-            options = settle_drafts(checkpoint, options)
-            model = compile_model(checkpoint, {**adaptive(options), **options}, args, tell)
+            if drafts(checkpoint, options):
+                options = {**adaptive(options), **options}
+            model = compile_model(checkpoint, options, args, tell)
             if follow(model):
                 return 0
         for reason in model.stats.fallbacks:
@@ -81,7 +83,7 @@ def adaptive(given: dict[str, Any]) -> dict[str, Any]:
     from mtpc.backends import first_choice
 
     row = first_choice(given.get("backend", mtpc.CompileOptions.backend))
-    is_kept = given.get("use_cache", True) and row is not None and row.has_packages
+    is_kept = given.get("use_cache", True) and row is not None and row.makes_files
     is_fixed = given.get("spec_tokens", AUTO) != AUTO or given.get("tensor_parallel_size", 1) > 1
     if is_fixed or not is_kept or given.keys() & {"frozen", "require_sha256"}:
         return {}

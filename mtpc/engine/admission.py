@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtpc.config import CompileOptions
 from mtpc.engine.grammar import check_grammar
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.request import Request
@@ -14,14 +13,15 @@ from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
 from mtpc.layout import MAX_STOP_IDS, PROMPT_EMBEDS, ROPE_OFFSETS
 from mtpc.option_checks import check_int
+from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.weights.served_model import ServedModel
 
 
-def longest_request(options: CompileOptions, num_pages: int) -> int:
+def longest_request(options: Plan, num_pages: int) -> int:
     """The most tokens that a request may have, counting its prompt and its new tokens."""
     room = num_pages * options.page_size - 2 * options.spec_tokens
-    return min(options.sequence_limit, room)
+    return min(options.max_len, room)
 
 
 def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
@@ -43,9 +43,7 @@ def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
     return served if ends == served.stop_ids else replace(served, stop_ids=ends)
 
 
-def check_request(
-    request: Request, options: CompileOptions, vocab_size: int, num_pages: int
-) -> None:
+def check_request(request: Request, options: Plan, vocab_size: int, num_pages: int) -> None:
     """Refuse a request that can never be served.
 
     Args:
@@ -88,8 +86,8 @@ def check_images(request: Request, program: Program) -> None:
     images.check(len(request.prompt_ids), program.shared[PROMPT_EMBEDS], grids)
 
 
-def _check_length(request: Request, options: CompileOptions) -> None:
-    length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.sequence_limit
+def _check_length(request: Request, options: Plan) -> None:
+    length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.max_len
     check_int("max_new_tokens", new, 1, refusal=RequestError)
     if length + new > limit:
         raise RequestError(
@@ -115,7 +113,7 @@ def _check_stop_ids(request: Request, vocab_size: int) -> None:
         raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
 
 
-def _check_pages(request: Request, options: CompileOptions, num_pages: int) -> None:
+def _check_pages(request: Request, options: Plan, num_pages: int) -> None:
     tokens = len(request.prompt_ids) + request.max_new_tokens
     pages = options.blocks_per_request(tokens)
     if pages > num_pages:

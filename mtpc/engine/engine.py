@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from mtpc.config import CompileOptions
 from mtpc.engine.admission import check_images, check_request, longest_request
 from mtpc.engine.earlier_costs import read_costs, write_costs
 from mtpc.engine.grammar import Grammar, GrammarMasks
@@ -44,6 +43,7 @@ from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy, context_of
 from mtpc.errors import RequestError
 from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
+from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
@@ -63,12 +63,12 @@ class Engine:
         tiers: chooses K for each decode step, if the program has steps for several K.
     """
 
-    def __init__(self, program: Program, options: CompileOptions, vocab_size: int):
+    def __init__(self, program: Program, options: Plan, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
         self._stats = Stats(options.spec_tokens, options.synthetic_acceptance_rates)
         write_synthetic_draws(program, options.synthetic_acceptance_rates)
         self._states = SlotStates(program, options)
-        self.pages = PagePool(NULL_PAGE + 1, options.page_count - 1, self._states.count)
+        self.pages = PagePool(NULL_PAGE + 1, options.num_pages - 1, self._states.count)
         self.slots = FreeList(SCRATCH_SLOT + 1, program.max_reqs)
         prefill = program.prefill_key()
         self.scheduler = Scheduler(
@@ -77,7 +77,7 @@ class Engine:
             self._states.open_prefixes(self.pages.index, self._stats.fallbacks),
             self._pages_for,
             prefill.bucket,
-            options.busy_prefill_tokens,
+            options.busy_prefill_chunk,
             prefill.max_emitted,
         )
         self._ids = itertools.count()

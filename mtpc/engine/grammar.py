@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.errors import GrammarError, RequestError
 from mtpc.layout import StepKey
+from mtpc.plan import Plan
 from mtpc.program.program import Program
 
 FEW = 4
@@ -52,7 +52,7 @@ class Grammar(Protocol):
         ...
 
 
-def check_grammar(request: Request, options: CompileOptions) -> None:
+def check_grammar(request: Request, options: Plan) -> None:
     """Refuse a grammar that this program, or this request, cannot serve.
 
     Raises:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.errors import RequestError
+from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.sampling_params import FLOATS, SamplingParams, TokenLogprobs
 
 
-def check_sampling(request: Request, options: CompileOptions, vocab_size: int) -> None:
+def check_sampling(request: Request, options: Plan, vocab_size: int) -> None:
     """Refuse sampling parameters that cannot be served.
 
     Raises:

@@ -12,11 +12,11 @@ if it is taken between two steps and L is the page's end.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mtpc.config import CompileOptions
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.engine.pages import PagePool
@@ -26,6 +26,7 @@ from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
 from mtpc.errors import OptionError
 from mtpc.layout.slot_state import rows_of_slot, slot_state, snapshot_count, snapshot_nbytes
+from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.weights.packing import allocate
 
@@ -47,7 +48,7 @@ class SlotStates:
         prefixes: finds what a request can reuse; None: nothing is reused.
     """
 
-    def __init__(self, program: Program, options: CompileOptions):
+    def __init__(self, program: Program, options: Plan):
         layout = program.layout
         self.names, self.nbytes = slot_state(layout), snapshot_nbytes(layout)
         self.count, self._options = snapshot_count(layout, options), options
@@ -82,7 +83,7 @@ class SlotStates:
     def _open_offload(self, fallbacks: Counter[str]) -> Offload | None:
         """The files of `kv_offload_dir`, if there is one."""
         options, program = self._options, self._program
-        if options.kv_offload_dir is None:
+        if not options.kv_offload_dir:
             return None
         if not program.identity:
             raise OptionError(
@@ -92,7 +93,7 @@ class SlotStates:
         pages = {n: program.shared[n] for n, spec in program.layout.items() if spec.is_paged}
         pairs = zip(self.names, self._pairs, strict=True)
         return Offload(
-            OffloadDirectory(options.kv_offload_dir, options.kv_offload_bytes),
+            OffloadDirectory(Path(options.kv_offload_dir), options.kv_offload_bytes),
             pages,
             {name: (snapshots, slots) for name, (slots, snapshots) in pairs},
             options.page_size,

@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import Any, Unpack, get_args
 
 from mtpc.arguments import CompileArguments
+from mtpc.config import CompileOptions
+from mtpc.declaration import declared
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
 from mtpc.layout import Form
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.program.open_steps import Wanted, open_steps
-
-_ENGINE_OPTIONS = (
-    *("busy_prefill_chunk", "prefix_caching", "snapshot_bytes", "snapshot_distance"),
-    *("kv_offload_dir", "kv_offload_bytes"),
-    *("async_scheduling", "require_sha256", "tensor_parallel_size", "images"),
-    *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
-)
-"""Options of the engine and of its programs' cache, which a host lacks."""
 
 
 def compile_host(
@@ -45,12 +39,13 @@ def compile_host(
     """
     if form not in get_args(Form):
         raise OptionError(f"form is {form!r}; expected one of {', '.join(get_args(Form))}")
-    for name in _ENGINE_OPTIONS:
-        if name in options:
+    for name, said in declared(CompileOptions):
+        if name in options and not said.for_hosts:
             raise OptionError(f"{name} belongs to mtpc.compile; compile_host has no engine")
+    asked = CompileOptions.parse({"sampling": False, **options})
     with show_compiling(progress) as listener:
         wanted = Wanted(form, False, lambda found: found.built)
-        opened = open_steps(model, {"sampling": False, **options}, wanted, listener)
+        opened = open_steps(model, asked, wanted, listener)
     found = opened.model
-    of_model = (found.served, found.options, form, found.device, opened.fallbacks)
+    of_model = (found.served, found.plan, form, found.device, opened.fallbacks)
     return HostedModel(*of_model, opened.made)

@@ -9,12 +9,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from mtpc.config import CompileOptions
 from mtpc.errors import HostError
 from mtpc.host.checks import check_tensors
 from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.program import HostProgram
 from mtpc.layout import Form, Layout, StepKey, parts_of, step_keys
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.weights.served_model import ServedModel
 
@@ -25,14 +25,14 @@ class HostedModel:
 
     Attributes:
         served: vocabulary, end-of-sequence ids, tokenizer.
-        options: the options that it was compiled with; `max_len` is a number.
+        options: what it was compiled with; nothing in it is open.
         form: which graphs a step has.
         device: torch's name of the device where the host's tensors must be.
         fallbacks: what runs in another way than the options ask for -> count; a key says why.
     """
 
     served: ServedModel
-    options: CompileOptions
+    options: Plan
     form: Form
     device: str
     fallbacks: Counter[str]

@@ -24,6 +24,7 @@ from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
 from mtpc.models.hf import StepContext, run_mtp_layer
+from mtpc.plan import make_plan
 from mtpc.program.lowering import Lowering
 from mtpc.program.program import CapturedStep
 from mtpc.step.choose import Pick
@@ -94,7 +95,7 @@ class DraftChain:
         layer = _ChainedLayer(draft, pools)
         heads = _Head(head, plan.vocab_size, None if draft.returns_normed else draft.final_norm)
         self._buffer_names = layer.buffer_names()
-        self._lowering = Lowering(backend, self._buffer_names, CompileOptions())
+        self._lowering = Lowering(backend, self._buffer_names, make_plan(CompileOptions()))
         self._weights = Weights(_weights(layer, heads, self._buffer_names))
         self._pieces = _export(layer, heads, pools)
         self._width, self._dtype = head.shape[1], head.dtype

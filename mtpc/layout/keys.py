@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
+from mtpc.plan import Plan
 
 Phase = Literal["decode", "prefill"]
 Part = Literal["step", "verify", "propose"]
@@ -76,12 +76,12 @@ def step_name(key: StepKey, part: Part) -> str:
     return str(key) if part == "step" else f"{key}.{part}"
 
 
-def step_keys(options: CompileOptions) -> tuple[StepKey, ...]:
-    """The steps that options ask for: a decode step per bucket and tier, and a prefill step."""
+def step_keys(plan: Plan) -> tuple[StepKey, ...]:
+    """The steps of a plan: a decode step per bucket and tier, and a prefill step."""
     decode = tuple(
-        StepKey.decode(num_reqs, k) for k in options.tiers for num_reqs in options.batch_buckets
+        StepKey.decode(num_reqs, k) for k in plan.tiers for num_reqs in plan.batch_buckets
     )
-    return (*decode, StepKey.prefill(*options.prefill_shape, options.spec_tokens))
+    return (*decode, StepKey.prefill(*plan.prefill_shape, plan.spec_tokens))
 
 
 def parts_of(key: StepKey, form: Form) -> tuple[Part, ...]:
@@ -95,14 +95,12 @@ Graphs = Sequence[tuple[StepKey, Part]]
 """Steps, or halves of them."""
 
 
-def graph_keys(options: CompileOptions, form: Form) -> list[tuple[StepKey, Part]]:
-    """Every graph that options ask for, those of the largest steps first.
+def graph_keys(plan: Plan, form: Form) -> list[tuple[StepKey, Part]]:
+    """Every graph of a plan, those of the largest steps first.
 
     A device's memory pool then fits the largest step, and the others reuse it.
     """
-    return [
-        (key, part) for key in largest_first(step_keys(options)) for part in parts_of(key, form)
-    ]
+    return [(key, part) for key in largest_first(step_keys(plan)) for part in parts_of(key, form)]
 
 
 def largest_first(keys: Iterable[StepKey]) -> list[StepKey]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
+from mtpc.plan import Plan
 
 Size = int | str
 """A number, or a sum of products as above."""
@@ -29,12 +29,12 @@ NO_SIZES: Mapping[str, int] = MappingProxyType({})
 """For steps without open sizes."""
 
 
-def shared_sizes(options: CompileOptions) -> dict[str, int]:
-    """The open sizes of a program, from options of `for_model`."""
+def shared_sizes(plan: Plan) -> dict[str, int]:
+    """The open sizes of a program, as planned."""
     return {
-        BLOCKS: options.blocks_per_request(options.sequence_limit),
-        PAGES: options.page_count,
-        SLOTS: max(options.batch_buckets) + 1,
+        BLOCKS: plan.blocks_per_request(plan.max_len),
+        PAGES: plan.num_pages,
+        SLOTS: max(plan.batch_buckets) + 1,
     }
 
 

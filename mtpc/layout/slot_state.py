@@ -7,13 +7,13 @@ A snapshot is a copy of all such rows of one request slot.
 
 from __future__ import annotations
 
-from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout.specs import Layout
+from mtpc.plan import Plan
 
 _OF_REQUESTS = ("kv.", "state.")
 """Prefixes of buffers that keep values from step to step."""
-_BY_SLOT, _BY_BLOCK = "state.committed_lens", "state.block_table"
+_BY_SLOT = "state.committed_lens"
 
 
 def slot_state(layout: Layout) -> tuple[str, ...]:
@@ -57,16 +57,14 @@ def snapshot_nbytes(layout: Layout) -> int:
     return total
 
 
-def snapshot_count(layout: Layout, options: CompileOptions) -> int:
-    """The number of snapshots for which options give memory, at most one for each page."""
+def snapshot_count(layout: Layout, plan: Plan) -> int:
+    """The number of snapshots for which a plan gives memory, at most one for each page."""
     nbytes = snapshot_nbytes(layout)
-    if not nbytes or not options.prefix_caching:
+    if not nbytes or not plan.prefix_caching:
         return 0
-    blocks, slots = layout.shape(_BY_BLOCK)[1], layout.shape(_BY_SLOT)[0] - 1
-    num_pages = options.num_pages - 1 if options.num_pages else slots * blocks
-    return min(options.snapshot_bytes // nbytes, num_pages)
+    return min(plan.snapshot_bytes // nbytes, plan.num_pages - 1)
 
 
-def snapshots_nbytes(layout: Layout, options: CompileOptions) -> int:
+def snapshots_nbytes(layout: Layout, plan: Plan) -> int:
     """Bytes of all snapshots together."""
-    return snapshot_nbytes(layout) * snapshot_count(layout, options)
+    return snapshot_nbytes(layout) * snapshot_count(layout, plan)

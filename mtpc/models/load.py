@@ -37,6 +37,7 @@ from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.models.rotary import max_positions, with_fixed_angles
+from mtpc.plan import Plan
 from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
@@ -236,13 +237,19 @@ class SteppedModel:
         self.vocab_size = loaded.vocab_size
 
 
+def load_planned(source: Any, plan: Plan, headers_only: bool = False) -> LoadedModel:
+    """Load a model as it is planned; see `load`."""
+    given = (source, plan.dtype or None, plan.spec_tokens > 0, plan.wiring)
+    return load(*given, headers_only, plan.draft)
+
+
 def load(
     source: Any,
     dtype: str | None,
     needs_mtp: bool,
     wiring: Rules = (),
     headers_only: bool = False,
-    draft: Path | None = None,
+    draft: Path | str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory, or adopt a transformers model object.
 
@@ -408,7 +415,7 @@ class _Unread:
         return self.checkpoint.tensor(self.name)[index]
 
 
-def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | None) -> LoadedModel:
+def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
     names = [*(model.config.architectures or ()), type(model).__name__]
     family = find_family(names)

@@ -46,12 +46,12 @@ class PackGroups:
     (cpu and cuda), and with a scheme on all. Other weights stay as they are for later passes.
 
     Attributes:
-        scheme: of `mtpc.weights.quantise`; None rounds nothing.
+        scheme: of `mtpc.weights.quantise`; "" rounds nothing.
     """
 
     name: ClassVar[str] = "pack-groups"
     policy: ClassVar[Policy] = "backend"
-    scheme: str | None = None
+    scheme: str = ""
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:

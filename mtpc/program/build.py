@@ -11,16 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from mtpc.backends import PACKAGING, make_backend, settle_prefill
+from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
-from mtpc.models.load import LoadedModel, load
+from mtpc.models.load import LoadedModel, load_planned
+from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache, pin_of
 from mtpc.program.processes import WORKER, free_bytes
@@ -93,8 +93,7 @@ class BuildReport:
 
 def build(
     directory: Path,
-    options: CompileOptions,
-    spec_tokens: tuple[int, ...],
+    plans: Sequence[Plan],
     form: Form = "fused",
     jobs: int | None = None,
     listener: Listener = lambda progress: None,
@@ -106,8 +105,7 @@ def build(
 
     Args:
         directory: the checkpoint, or its id in the local hub cache.
-        options: as for `mtpc.compile`; its `spec_tokens` has no effect.
-        spec_tokens: the numbers of drafts to build for.
+        plans: of programs for different numbers of drafts, otherwise alike.
         form: which graphs; "both" serves engines and hosts that schedule.
         jobs: processes; None is one a core, as far as memory holds them.
         listener: called with progress.
@@ -120,16 +118,13 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    source = open_checkpoint(directory, options.draft)
-    directory = source.directory
-    options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
     tell = Teller(listener, start)
-    builder = Builder(directory, options, check, tell)
+    builder = Builder(directory, plans, check, tell)
     tasks = [
-        Task(k, key, part, ranks)
+        Task(plan.spec_tokens, key, part, ranks)
         for ranks in parts
-        for k in spec_tokens
-        for key, part in graphs or graph_keys(replace(options, spec_tokens=k), form)
+        for plan in plans
+        for key, part in graphs or graph_keys(plan, form)
     ]
     caches = {program: builder.open_cache(*program) for program in {t.program: None for t in tasks}}
     there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
@@ -238,8 +233,8 @@ class Builder:
     """Builds tasks in one process.
 
     Args:
-        directory: the checkpoint.
-        options: for all K.
+        directory: the checkpoint, or its id in the local hub cache.
+        plans: of the programs, for different K.
         check: sees each model before it is traced.
         tell: called with progress.
 
@@ -247,17 +242,20 @@ class Builder:
         tell: a worker, which begins as a copy of this process, puts its own in its place.
     """
 
-    def __init__(self, directory: Path, options: CompileOptions, check: Check | None, tell: Tell):
-        self._directory, self._options, self._check, self.tell = directory, options, check, tell
+    def __init__(self, directory: Path, plans: Sequence[Plan], check: Check | None, tell: Tell):
+        self._plans = {plan.spec_tokens: plan for plan in plans}
+        self._sources = {
+            k: open_checkpoint(directory, plan.draft) for k, plan in self._plans.items()
+        }
+        self._check, self.tell = check, tell
         self._caches: dict[_Program, StepCache] = {}
         self._models: dict[bool, LoadedModel] = {}
         self._compilers: dict[_Program, StepCompiler] = {}
 
     def open_cache(self, spec_tokens: int, ranks: Ranks | None = None) -> StepCache:
         """The cache of the program for one K, and one rank."""
-        options = replace(self._options, spec_tokens=spec_tokens)
-        source = open_checkpoint(self._directory, options.drafter)
-        cache = open_cache(source, options, self._line, ranks)
+        source, plan = self._sources[spec_tokens], self._plans[spec_tokens]
+        cache = open_cache(source, plan, self._line, ranks)
         if cache is None:
             raise OptionError("building ahead of time needs the cache; drop use_cache=False")
         self._caches[spec_tokens, ranks] = cache
@@ -287,25 +285,19 @@ class Builder:
     def _new_compiler(self, task: Task) -> StepCompiler:
         cache, loaded = self._caches[task.program], self._model(task)
         backend = make_backend(PACKAGING, self._line, cache.store)
-        options = replace(self._options, spec_tokens=task.spec_tokens)
-        reserve, ranks = Layout.reserve, task.ranks
-        compiler = StepCompiler(
-            loaded, options, backend, new_buffer=reserve, ranks=ranks, cache=cache
-        )
+        plan, reserve, ranks = self._plans[task.spec_tokens], Layout.reserve, task.ranks
+        compiler = StepCompiler(loaded, plan, backend, new_buffer=reserve, ranks=ranks, cache=cache)
         if self._check is not None:
             self._check(compiler)
         return compiler
 
     def _model(self, task: Task) -> LoadedModel:
         """The model of a task, with MTP layers or without."""
-        has_mtp, options = task.spec_tokens > 0, self._options
+        has_mtp, k = task.spec_tokens > 0, task.spec_tokens
         if has_mtp not in self._models:
             self.tell("load the model", task)
-            self._models[has_mtp] = load(
-                *(self._directory, options.dtype, has_mtp, options.wiring),
-                headers_only=True,
-                draft=options.draft,
-            )
+            given = self._sources[k], self._plans[k]
+            self._models[has_mtp] = load_planned(*given, headers_only=True)
         return self._models[has_mtp]
 
     def _line(self, text: str, fraction: float | None = None, /) -> None:

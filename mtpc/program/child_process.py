@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CacheWriteError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.host_memory import check_model
 from mtpc.program.processes import (
@@ -66,7 +66,7 @@ _GRACE_S = 10.0
 
 def build_in_child(
     source: Checkpoint,
-    options: CompileOptions,
+    plan: Plan,
     graphs: Graphs,
     cache: StepCache,
     listener: Listener,
@@ -77,9 +77,9 @@ def build_in_child(
 
     Args:
         source: the checkpoint.
-        options: as asked for, for a backend whose steps are packages.
+        plan: for a backend whose steps are packages.
         graphs: which steps.
-        cache: of this checkpoint and these options.
+        cache: of this checkpoint and plan.
         listener: called with progress.
         owns_buffers: whether state takes memory of this process.
         ranks: whose part of the steps this is; None: the whole.
@@ -104,7 +104,7 @@ def build_in_child(
     except (CacheWriteError, BackendError):
         return False
     check = partial(check_model, owns_buffers=owns_buffers)
-    job = (source.directory.absolute(), options, graphs, check, False, ranks)
+    job = (source.directory.absolute(), plan, graphs, check, False, ranks)
     with building_child(*job) as (process, pipe):
         for event in _events(pipe):
             if isinstance(event, MtpcError):
@@ -131,7 +131,7 @@ def _events(pipe: Connection) -> Iterator[Progress | MtpcError]:
 @contextmanager
 def building_child(
     directory: Path,
-    options: CompileOptions,
+    plan: Plan,
     graphs: Graphs,
     check: Check | None = None,
     in_background: bool = False,
@@ -141,7 +141,7 @@ def building_child(
 
     Args:
         directory: the checkpoint.
-        options: as for `mtpc.program.build.build`.
+        plan: of the program.
         graphs: which steps.
         check: sees the model, and may refuse it.
         in_background: whether the build gives way to the process that serves.
@@ -150,7 +150,7 @@ def building_child(
     process, pipe = start_python(__name__)
     try:
         with suppress(OSError):  # It has died already; its status says how.
-            job = (directory, options, graphs, check, in_background, ranks)
+            job = (directory, plan, graphs, check, in_background, ranks)
             pipe.send((torch.get_num_threads(), *job))
         yield process, pipe
     finally:
@@ -176,15 +176,14 @@ def serve(handle: int) -> None:
 def _do_job(pipe: Connection) -> None:
     from mtpc.program.build import build
 
-    threads, directory, options, graphs, check, in_background, ranks = pipe.recv()
+    threads, directory, plan, graphs, check, in_background, ranks = pipe.recv()
     torch.set_num_threads(threads)
     if in_background:
         os.nice(BACKGROUND_NICE)
     jobs = 1 if in_background else None
     caller = _Caller(pipe)
     try:
-        tiers, parts = (options.spec_tokens,), (ranks,)
-        build(directory, options, tiers, "fused", jobs, pipe.send, check, graphs, parts)
+        build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)
@@ -226,7 +225,7 @@ class Rest:
         begun: the steps that it begins with.
         source: the checkpoint.
         cache: where steps are built.
-        options: what they are built with.
+        plan: what they are built by.
         graphs: the missing steps, by ascending K.
         tiers: the numbers of drafts to choose from in the end.
     """
@@ -234,7 +233,7 @@ class Rest:
     begun: BuiltSteps
     source: Checkpoint
     cache: StepCache
-    options: CompileOptions
+    plan: Plan
     graphs: Graphs
     tiers: tuple[int, ...]
 
@@ -292,7 +291,7 @@ class Background:
                 f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with "
                 "`mtpc build`"
             )
-        with building_child(directory, rest.options, graphs, in_background=True) as (process, pipe):
+        with building_child(directory, rest.plan, graphs, in_background=True) as (process, pipe):
             done = 0
             while not self._closed.is_set():
                 if not pipe.poll(_POLL_S):

@@ -22,7 +22,6 @@ from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import (
     IMAGE_STATE,
@@ -59,6 +58,7 @@ from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
 from mtpc.program.program import Program
@@ -79,31 +79,31 @@ class StepCompiler:
 
     Args:
         loaded: the model.
-        options: sizes and choices.
+        plan: sizes and choices.
         backend: what the steps are compiled for.
         listener: called with progress.
         new_buffer: makes each shared buffer; `Layout.reserve` if steps are bound to other tensors.
         ranks: the processes that share the model; None: this one has all of it.
-        cache: where steps are looked up and kept, of this very model and options; None: nowhere.
+        cache: where steps are looked up and kept, of this very model and plan; None: nowhere.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        options: CompileOptions,
+        plan: Plan,
         backend: Backend,
         listener: Listener = lambda progress: None,
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
         cache: OwnSteps | None = None,
     ):
-        self.options = options.for_model(loaded.max_positions)
-        loaded = loaded.for_length(self.options.sequence_limit)
-        self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
+        self.plan = plan = plan.given(max_positions=loaded.max_positions or 0)
+        loaded = loaded.for_length(plan.max_len)
+        self.loaded = loaded.with_layers(plan.spec_tokens).with_kv_cache(plan.kv_cache_dtype)
         self.backend = backend
-        self.cache = OwnSteps(self.options) if cache is None else cache
+        self.cache = OwnSteps(plan) if cache is None else cache
         self._check_draft_vocab()
-        self.keys = step_keys(options)
+        self.keys = step_keys(plan)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
         self.listener, self._start, self._done = listener, time.perf_counter(), 0
         self.forecast = Forecast()
@@ -115,7 +115,7 @@ class StepCompiler:
         sharding = self.share.sharding(self._cut) if self.share else None
         # A rank that builds for the cache does so without the others.
         self._ranks = ranks if ranks and ranks.control and not backend.makes_files else None
-        self._lowering = Lowering(backend, names, options, sharding)
+        self._lowering = Lowering(backend, names, plan, sharding)
         self._traces: ModelTraces | None = None
         self._kept: dict[StepKey, StepGraph] = {}
         self._split: tuple[StepKey, SplitStep, dict[str, bytes]] | None = None
@@ -125,13 +125,13 @@ class StepCompiler:
         self.weights.defers = backend.makes_files
 
     def _check_draft_vocab(self) -> None:
-        largest, size = max(self.options.draft_vocab, default=0), self.loaded.vocab_size
+        largest, size = max(self.plan.draft_vocab, default=0), self.loaded.vocab_size
         if largest >= size:
             raise OptionError(
                 f"draft_vocab names token {largest}; expected ids in 0..{size - 1}, the model's "
                 "vocabulary"
             )
-        if self.options.draft_vocab and self.loaded.has_draft_vocabulary:
+        if self.plan.draft_vocab and self.loaded.has_draft_vocabulary:
             raise OptionError(
                 "draft_vocab names tokens for a drafter that has a vocabulary of its own; leave it "
                 "out"
@@ -144,36 +144,36 @@ class StepCompiler:
             key: the step.
             whole: with all key/value heads, whatever this rank holds of them.
         """
-        options = self.options
-        shared, pages = shared_sizes(options), options.page_count
-        if pages - 1 < options.blocks_per_request(2):
+        plan = self.plan
+        shared, pages = shared_sizes(plan), plan.num_pages
+        if pages - 1 < plan.blocks_per_request(2):
             raise CapacityError(
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
-                f"at least {options.blocks_per_request(2) + 1}"
+                f"at least {plan.blocks_per_request(2) + 1}"
             )
         sizes = {
             R: key.bucket.num_reqs,
             Q: key.bucket.query_len,
             K: key.spec_tokens,
-            K_MAX: options.spec_tokens,
+            K_MAX: plan.spec_tokens,
             C: max(map(_rows_of_one_request, self.keys)) + self.loaded.chain_window,
             **{symbol: shared[str(symbol)] for symbol in OPEN_SIZES},
-            P: options.page_size,
+            P: plan.page_size,
             E: MAX_STOP_IDS,
             V: self.loaded.vocab_size,
             B: MAX_LOGIT_BIAS,
-            L: options.max_logprobs,
+            L: plan.max_logprobs,
         }
         of_layers = self.loaded.state_specs
         if self.share is not None and not whole:
             of_layers = self.share.specs(of_layers)
         specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
-        if options.images:
+        if plan.images:
             specs += image_buffers(self.loaded)
-        if options.synthetic_acceptance_rates:
+        if plan.synthetic_acceptance_rates:
             specs += synthetic_specs()
-        if options.sampling:
-            specs += sampling_specs(key, bool(options.token_mask))
+        if plan.sampling:
+            specs += sampling_specs(key, plan.token_mask)
         return Layout(specs, sizes, OPEN_SIZES if self.backend.makes_files else ())
 
     def _make_shared(
@@ -210,7 +210,7 @@ class StepCompiler:
     def tell(self, stage: str, key: StepKey | None, part: Part = "step") -> None:
         """Say what begins."""
         if key is not None:
-            self.forecast.begins((self.options.spec_tokens, key, part), stage)
+            self.forecast.begins((self.plan.spec_tokens, key, part), stage)
         elapsed = time.perf_counter() - self._start
         done = (self._done, len(self.keys), elapsed)
         self.listener(Progress(stage, key, *done, *self.forecast.now()))
@@ -293,7 +293,7 @@ class StepCompiler:
         """Every step, in order: from the cache, or built."""
         steps, graphs = {}, tuple(wanted)
         lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
-        seconds, tier = self.cache.seconds_of_nearest(lacking), self.options.spec_tokens
+        seconds, tier = self.cache.seconds_of_nearest(lacking), self.plan.spec_tokens
         self.forecast = Forecast(
             dict(zip([(tier, *graph) for graph in lacking], seconds, strict=True))
         )

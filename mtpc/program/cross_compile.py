@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends.cuda import CrossBackend
@@ -20,13 +20,12 @@ from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import Compiled, cross_compile
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey, largest_first
 from mtpc.layout.progress import Listener
-from mtpc.models.load import load
+from mtpc.models.load import load_planned
+from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.open_cache import open_store
 from mtpc.store.entries import EntryStore
 
 
@@ -51,8 +50,7 @@ class CrossReport:
 
 def build_kernels(
     directory: Path,
-    options: CompileOptions,
-    spec_tokens: Sequence[int],
+    plans: Sequence[Plan],
     targets: Sequence[Target],
     listener: Listener = lambda progress: None,
 ) -> CrossReport:
@@ -60,8 +58,7 @@ def build_kernels(
 
     Args:
         directory: the checkpoint.
-        options: as for `mtpc.compile`; its `spec_tokens` and `backend` have no effect.
-        spec_tokens: the numbers of drafts to build for.
+        plans: of programs for backend cuda, for different numbers of drafts, otherwise alike.
         targets: devices.
         listener: called with progress.
 
@@ -70,16 +67,14 @@ def build_kernels(
         CacheWriteError: the cache cannot be written.
         MtpcError: as `mtpc.compile`.
     """
-    start, options = time.perf_counter(), options.for_gpu()
-    store, backend = open_store(options), CrossBackend(options.batch_invariant)
+    start, (first, *_) = time.perf_counter(), plans
+    store, backend = EntryStore(first.cache_dir), CrossBackend(first.batch_invariant)
     store.prepare()
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}
-    for k in spec_tokens:
-        given = (directory, options.dtype, k > 0, options.wiring)
-        loaded = load(*given, headers_only=True, draft=options.draft)
-        chosen = replace(options, spec_tokens=k)
-        compiler = StepCompiler(loaded, chosen, backend, listener, Layout.reserve)
+    for plan in plans:
+        loaded = load_planned(directory, plan, headers_only=True)
+        compiler = StepCompiler(loaded, plan, backend, listener, Layout.reserve)
         compiler.weights.defers = True
         for key in largest_first(compiler.keys):
             launches = step_launches(compiler.rewritten(key))

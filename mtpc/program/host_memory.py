@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpc.backends.package import signature_bytes
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.slot_state import snapshots_nbytes
+from mtpc.plan import Plan
 from mtpc.program.processes import free_bytes
 from mtpc.program.step_cache import Steps
 from mtpc.weights.packing import can_pack, held_bytes
@@ -42,11 +42,11 @@ class HostNeed:
     weights: int
     buffers: int
 
-    def check(self, options: CompileOptions, free: int | None) -> None:
+    def check(self, plan: Plan, free: int | None) -> None:
         """Refuse a program that does not fit.
 
         Args:
-            options: as it is compiled.
+            plan: as it is compiled.
             free: bytes that this process can still have; None if the system does not say.
 
         Raises:
@@ -58,21 +58,21 @@ class HostNeed:
         advice = "run it on a larger machine, which can start from what `mtpc build` makes here"
         if self.weights + ALLOWANCE < free:
             advice = "lower max_len, batch_buckets, num_pages or snapshot_bytes"
-        buckets = ",".join(map(str, options.batch_buckets))
+        buckets = ",".join(map(str, plan.batch_buckets))
         raise CapacityError(
             f"the model does not fit this machine's memory: it needs {need / _GIB:.1f} GiB "
             f"({self.weights / _GIB:.1f} of weights, {self.buffers / _GIB:.1f} of KV pages and "
-            f"other state for max_len {options.max_len or 'of the model'} and batch_buckets "
+            f"other state for max_len {plan.max_len} and batch_buckets "
             f"{buckets}), and {free / _GIB:.1f} GiB are free; {advice}"
         )
 
 
-def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> HostNeed:
+def need_of_steps(steps: Steps, plan: Plan, owns_buffers: bool) -> HostNeed:
     """What compiled steps take, according to their records.
 
     Args:
         steps: all of one program.
-        options: of the program.
+        plan: of the program.
         owns_buffers: whether the program has its own state.
     """
     weights: dict[str, int] = {}
@@ -83,7 +83,7 @@ def need_of_steps(steps: Steps, options: CompileOptions, owns_buffers: bool) -> 
             if name in record.derived or name in made:
                 weights[name] = held_bytes(signature_bytes(signature))
     layouts = [step.layout for step in steps.values()]
-    buffers = _buffers(layouts, options) if owns_buffers else 0
+    buffers = _buffers(layouts, plan) if owns_buffers else 0
     return HostNeed(sum(weights.values()), buffers)
 
 
@@ -95,13 +95,13 @@ def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
         owns_buffers: whether the program has its own state.
     """
     layouts = [compiler.layout(key) for key in compiler.keys]
-    buffers = _buffers(layouts, compiler.options) if owns_buffers else 0
+    buffers = _buffers(layouts, compiler.plan) if owns_buffers else 0
     return HostNeed(_copies(compiler), buffers)
 
 
 def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
     """Refuse to build for a machine on which the result cannot run; see `HostNeed.check`."""
-    need_of_model(compiler, owns_buffers).check(compiler.options, free_bytes())
+    need_of_model(compiler, owns_buffers).check(compiler.plan, free_bytes())
 
 
 def _copies(compiler: StepCompiler) -> int:
@@ -111,7 +111,7 @@ def _copies(compiler: StepCompiler) -> int:
     for name, tensor in loaded.weights().items():
         is_table = id(tensor) in tables
         is_joined = headers is not None and headers.origin(tensor) is None
-        scheme = compiler.options.quantize
+        scheme = compiler.plan.quantize
         spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
         held = tensor.numel() if share is None else share.held(name, tensor)
         if spec is not None and not is_table:
@@ -121,7 +121,7 @@ def _copies(compiler: StepCompiler) -> int:
     return total
 
 
-def _buffers(layouts: Sequence[Layout], options: CompileOptions) -> int:
+def _buffers(layouts: Sequence[Layout], plan: Plan) -> int:
     """Bytes of the shared buffers and of their snapshots, once, and of each step's own."""
     shared: dict[str, int] = {}
     own = 0
@@ -131,4 +131,4 @@ def _buffers(layouts: Sequence[Layout], options: CompileOptions) -> int:
                 shared[name] = layout.nbytes(name)
             else:
                 own += layout.nbytes(name)
-    return own + sum(shared.values()) + snapshots_nbytes(layouts[0], options)
+    return own + sum(shared.values()) + snapshots_nbytes(layouts[0], plan)

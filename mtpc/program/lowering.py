@@ -21,11 +21,11 @@ from torch import fx
 from mtpc.backends.base import Backend
 from mtpc.backends.pipeline import select_passes
 from mtpc.capture.graph import StepGraph, get_tensor, operators
-from mtpc.config import CompileOptions
 from mtpc.errors import RankError
 from mtpc.ops.collectives import is_collective
 from mtpc.passes import Pass, Policy, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers
+from mtpc.plan import Plan
 from mtpc.program.program import CapturedStep
 from mtpc.program.ranks import Ranks
 
@@ -40,14 +40,13 @@ class Lowering:
     Attributes:
         backend: lowers and captures; its passes end the pipeline.
         buffer_names: layout name by tensor id, for state that model pieces hold.
-        options: say which passes run, on which token ids and by which scheme, and how each pass is
-            verified.
+        plan: says which passes run, and how each is verified.
         sharding: what this rank holds of the model; None is all.
     """
 
     backend: Backend
     buffer_names: Mapping[int, str]
-    options: CompileOptions
+    plan: Plan
     sharding: Sharding | None = None
 
     def rewrite(
@@ -68,17 +67,10 @@ class Lowering:
         Raises:
             GraphError: a pass left an invalid graph.
         """
-        options = self.options
-        passes = select_passes(
-            self.buffer_names,
-            options.disabled_passes,
-            (*options.enabled_passes, *self.backend.enables),
-            options.draft_vocab,
-            options.quantize,
-            self.sharding,
-        )
+        enables = self.backend.enables
+        passes = select_passes(self.plan, enables, self.buffer_names, self.sharding)
         rewriting = (*passes, *self.backend.legalise())
-        verify = Verifier(options.verify_passes)
+        verify = Verifier(self.plan.verify_passes)
 
         def check(graph: StepGraph, name: str) -> None:
             nonlocal verify

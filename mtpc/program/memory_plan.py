@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,12 +19,12 @@ from mtpc.backends.base import Backend
 from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.placing import Live, place_live, pool_bytes
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N
 from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
+from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 from mtpc.weights.weights import Weights
@@ -105,7 +105,7 @@ def _state_bytes(compiler: StepCompiler) -> tuple[int, int]:
         for layout in (less, more)
     ]
     page = sizes[1] - sizes[0]
-    return sizes[0] - pages * page + snapshots_nbytes(less, compiler.options), page
+    return sizes[0] - pages * page + snapshots_nbytes(less, compiler.plan), page
 
 
 def _made(weights: Weights) -> int:
@@ -120,8 +120,8 @@ def _made(weights: Weights) -> int:
 
 
 def planned_compiler(
-    make: Callable[[CompileOptions], StepCompiler],
-    options: CompileOptions,
+    make: Callable[[Plan], StepCompiler],
+    plan: Plan,
     backend: Backend,
     report: Report,
     ranks: Ranks | None = None,
@@ -132,8 +132,8 @@ def planned_compiler(
     kept. Otherwise they are planned over the pages of one request, and traced again.
 
     Args:
-        make: makes the compiler for options.
-        options: settled by `for_model`.
+        make: makes the compiler of a plan.
+        plan: of the program; it knows the model's positions.
         backend: knows how much memory is free.
         report: hears the plan.
         ranks: the processes that share the model. All take the plan of the one with the fewest
@@ -144,20 +144,20 @@ def planned_compiler(
     """
     free = backend.free_bytes()
     if free is None:
-        return make(options)
-    few = options.blocks_per_request(options.sequence_limit) + 1
-    compiler = make(replace(options, num_pages=few))
+        return make(plan)
+    few = plan.blocks_per_request(plan.max_len) + 1
+    compiler = make(plan.given(num_pages=few))
     state, page = _state_bytes(compiler)
-    is_sure = state + options.page_count * page <= free * _SURE
+    is_sure = state + plan.num_pages * page <= free * _SURE
     is_sure = all(ranks.tell_all(is_sure)) if ranks is not None else is_sure
     if is_sure:
-        compiler = make(options)
+        compiler = make(plan)
     notes, said = backend.notes.copy(), Counter[str]()
-    plan = plan_memory(compiler)
+    memory = plan_memory(compiler)
     if ranks is not None:
-        plan, free = least_pages(ranks.tell_all((plan, free)))
-    settled = fit_pages(plan, options, free, report, said)
-    if not is_sure or settled != options:
+        memory, free = least_pages(ranks.tell_all((memory, free)))
+    settled = fit_pages(memory, plan, free, report, said)
+    if not is_sure or settled != plan:
         backend.notes = notes  # The steps that are traced again add theirs again.
         del compiler
         gc.collect()  # Its graphs are cycles, and hold weights that passes have made.
@@ -172,33 +172,33 @@ def least_pages(plans: Sequence[tuple[MemoryPlan, int]]) -> tuple[MemoryPlan, in
 
 
 def fit_pages(
-    plan: MemoryPlan, options: CompileOptions, free: int, report: Report, notes: Counter[str]
-) -> CompileOptions:
-    """Options whose KV pool fits; where it had to be cut, a note says so.
+    memory: MemoryPlan, plan: Plan, free: int, report: Report, notes: Counter[str]
+) -> Plan:
+    """The plan whose KV pool fits; where it had to be cut, a note says so.
 
     Args:
-        plan: what else there is.
-        options: settled by `for_model`.
+        memory: what else there is.
+        plan: of the program.
         free: bytes that the device has left.
         report: hears the plan.
-        notes: counts what differs from the options.
+        notes: counts what differs from the plan.
 
     Raises:
         CapacityError: as `settle_pages`.
     """
-    wanted, fit = options.page_count, plan.pages(free)
-    line, least = plan.line(free, wanted), options.blocks_per_request(2) + 1
+    wanted, fit = plan.num_pages, memory.pages(free)
+    line, least = memory.line(free, wanted), plan.blocks_per_request(2) + 1
     report(Detail(line))
     if wanted <= fit:
-        return options
-    if options.num_pages is not None or fit < least:
+        return plan
+    if plan.asked.num_pages is not None or fit < least:
         raise CapacityError(
             f"the KV pool does not fit the device: {line}, and {least} at least; lower num_pages, "
             "max_len, batch_buckets or snapshot_bytes"
         )
     pages = max(least, steady(fit))
     notes[f"a KV pool of {pages} pages instead of {wanted}: {line}"] += 1
-    return replace(options, num_pages=pages)
+    return plan.given(num_pages=pages)
 
 
 def steady(pages: int) -> int:

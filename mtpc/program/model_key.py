@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mtpc.backends.package import signature
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
+from mtpc.plan import Plan
 from mtpc.program.step_cache import program_fields
 from mtpc.store.key import digest, hash_of
 from mtpc.store.machine import processor_fields
@@ -142,25 +142,24 @@ MEMORY = ".mtpc-weights.json"
 """File of `kv_offload_dir` that keeps the digests of weights' files."""
 
 
-def page_identity(checkpoint: Checkpoint, options: CompileOptions, backend: str) -> str:
+def page_identity(checkpoint: Checkpoint, plan: Plan, backend: str) -> str:
     """A digest of the weights, the options, mtpc's sources, libraries and the processor.
 
     Args:
         checkpoint: holds the weights. All its files are read, the first time.
-        options: as the steps were compiled with them, with a `kv_offload_dir`.
+        plan: of the steps, with a `kv_offload_dir`.
         backend: name of the backend that runs the steps.
 
     Raises:
         OptionError: `kv_offload_dir` cannot be made.
         OSError: a file of the checkpoint cannot be read.
     """
-    directory = options.kv_offload_dir
-    assert directory is not None
+    directory = Path(plan.kv_offload_dir)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"kv_offload_dir is {directory}, which cannot be made: {error}") from None
-    fields = program_fields(backend, checkpoint_fields(checkpoint), options)
+    fields = program_fields(backend, checkpoint_fields(checkpoint), plan)
     del fields[_ROWS_IN_RINGS]
     weights = content_digest(checkpoint.paths, directory / MEMORY)
     return digest({**fields, **processor_fields(), "weights": weights})

@@ -15,9 +15,9 @@ import torch
 
 from mtpc.backends import PACKAGING, first_choice
 from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
-from mtpc.config import CompileOptions, cache_directory
 from mtpc.errors import CacheError, OptionError
 from mtpc.layout import Graphs, step_name
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps
 from mtpc.program.model_key import checkpoint_fields, object_fields
 from mtpc.program.ranks import Ranks
@@ -29,25 +29,20 @@ from mtpc.weights.stored import StoredWeights
 from mtpc.weights.weights import Weights
 
 
-def open_store(options: CompileOptions) -> EntryStore:
-    """The store in the cache directory of the options."""
-    return EntryStore(options.cache_dir or cache_directory())
-
-
-def kernel_store(options: CompileOptions, cache: StepCache | None) -> EntryStore | None:
+def kernel_store(plan: Plan, cache: StepCache | None) -> EntryStore | None:
     """The store for a backend's kernels, or None.
 
     The cuda backend traces its steps at every start, and keeps what it compiles in the cache.
     """
     if cache is not None:
         return cache.store
-    row = first_choice(options.backend)
-    return open_store(options) if row and row.has_kernels and options.use_cache else None
+    row = first_choice(plan.backend)
+    return EntryStore(plan.cache_dir) if row and row.has_kernels and plan.use_cache else None
 
 
 def open_cache(
     source: Any,
-    options: CompileOptions,
+    plan: Plan,
     tell: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> StepCache | None:
@@ -55,26 +50,25 @@ def open_cache(
 
     Args:
         source: a `Checkpoint` or a transformers model object.
-        options: options of `mtpc.compile`.
+        plan: of the program.
         tell: is called with a line when the cache waits, or finds a damaged entry.
         ranks: those that share the model; each has steps of its own.
 
     Raises:
-        OptionError: the options ask for `frozen`, but the backend traces its steps at every start,
+        OptionError: the plan is `frozen`, but the backend traces its steps at every start,
             or the model object has hooks or replaced forwards.
     """
-    frozen = options.frozen or options.require_sha256 is not None
-    row = first_choice(options.backend)
-    if not options.use_cache or row is None or not row.has_packages:
-        if frozen:
+    row = first_choice(plan.backend)
+    if not plan.use_cache or row is None or not row.makes_files:
+        if plan.frozen:
             raise OptionError(
-                f"frozen with backend {options.backend!r}, which traces its steps at every start; "
+                f"frozen with backend {plan.backend!r}, which traces its steps at every start; "
                 f"use backend={PACKAGING!r}"
             )
         return None
-    model = _model_fields(source, options)
+    model = _model_fields(source, plan)
     if model is None:
-        if frozen:
+        if plan.frozen:
             raise OptionError(
                 "frozen with a model object that has hooks or replaced forwards, which the cache "
                 "cannot identify; pass the checkpoint's directory"
@@ -82,16 +76,16 @@ def open_cache(
         tell("the model object has hooks or replaced forwards, so its steps are not cached")
         return None
     part = "" if ranks is None else ranks.part
-    fields = program_fields(PACKAGING, model, options, part)
-    return StepCache(open_store(options), fields, options, frozen, tell)
+    fields = program_fields(PACKAGING, model, plan, part)
+    return StepCache(EntryStore(plan.cache_dir), fields, plan, tell)
 
 
-def _model_fields(source: Any, options: CompileOptions) -> dict[str, str] | None:
+def _model_fields(source: Any, plan: Plan) -> dict[str, str] | None:
     if isinstance(source, Checkpoint):
         return checkpoint_fields(source)
     if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
         return {}  # It is no transformers model; loading it raises the error.
-    return object_fields(source, checkpoint_of(source, False, options.drafter))
+    return object_fields(source, checkpoint_of(source, False, plan.draft))
 
 
 def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
@@ -103,7 +97,6 @@ def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
 
 def restore(
     checkpoint: Checkpoint,
-    options: CompileOptions,
     cache: StepCache,
     graphs: Graphs,
     parts: Sequence[StepCache | None] = (None,),
@@ -112,8 +105,7 @@ def restore(
 
     Args:
         checkpoint: whose weights they run on.
-        options: as asked for.
-        cache: of this checkpoint and these options.
+        cache: of this checkpoint.
         graphs: which steps.
         parts: the caches of all ranks in order, with None for `cache`; `require_sha256` is for all.
 
@@ -138,14 +130,14 @@ def restore(
     try:
         kernels = build_kernels(cache.store, frozen=True)
     except CacheError:
-        if cache.frozen:
+        if cache.plan.frozen:
             raise
         return None
-    wanted, every = options.require_sha256, [steps]
-    if wanted is not None:
+    wanted, every = cache.plan.require_sha256, [steps]
+    if wanted:
         every = [steps if part is None else part.find_all(graphs) or {} for part in parts]
     # Before any code of the entries is opened.
-    if wanted is not None and (found := pin_of(kernels, *every)) != wanted:
+    if wanted and (found := pin_of(kernels, *every)) != wanted:
         raise CacheError(
             f"require_sha256 is {wanted}, the cache holds {found}: it was built again or by "
             "somebody else; `mtpc build` prints the digest of what it built"

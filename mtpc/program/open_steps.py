@@ -1,6 +1,6 @@
 """One road from a model and its options to steps that run.
 
-source -> what is asked for -> look up, or build what is missing -> bind to weights and buffers
+source -> plan -> look up, or build what is missing -> bind to weights and buffers
 
 `mtpc.compile` binds the steps as a program, `mtpc.compile_host` to a host's tensors; everything
 before is the same for both. Steps are built without weights, from a checkpoint's headers, and bound
@@ -14,27 +14,26 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mtpc.backends import PACKAGING, choose_backend, first_choice, settle_prefill
+from mtpc.backends import PACKAGING, choose_backend, first_choice
 from mtpc.backends.package import DEVICE
-from mtpc.config import ALIASES, CompileOptions
-from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError
+from mtpc.config import CompileOptions
+from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
-from mtpc.layout.display import log
 from mtpc.layout.progress import Listener, Report, line_reporter
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps
 from mtpc.program.child_process import Rest, build_in_child
 from mtpc.program.host_memory import check_model, need_of_steps
 from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.model_key import page_identity
 from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
+from mtpc.program.planning import plan_model
 from mtpc.program.processes import free_bytes, without_collections
 from mtpc.program.step_cache import StepCache
-from mtpc.weights.checkpoint import Checkpoint, stored_dtype
-from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Prepared:
     Attributes:
         built: the steps.
         served: vocabulary, end-of-sequence ids, tokenizer.
-        options: what the steps were built with, settled for the model.
+        plan: what the steps were built by.
         backend: name of the backend that runs them.
         device: where they run, as torch names it.
         done: says that all is done.
@@ -80,7 +79,7 @@ class Prepared:
 
     built: BuiltSteps
     served: ServedModel
-    options: CompileOptions
+    plan: Plan
     backend: str
     device: str
     done: Callable[[], None] = lambda: None
@@ -110,107 +109,50 @@ class Opened(Generic[T]):
 
 
 def open_steps(
-    model: Any, options: dict[str, Any], wanted: Wanted[T], progress: Listener
+    model: Any, asked: CompileOptions, wanted: Wanted[T], progress: Listener
 ) -> Opened[T]:
     """Take every step from the graph cache, or build what the cache lacks; then bind them.
 
     Args:
         model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
             model loaded from one.
-        options: fields of `CompileOptions`, or their aliases.
+        asked: its options.
         wanted: what to make of it.
         progress: called at each stage.
 
     Raises:
         MtpcError: as `mtpc.compile`; the weights are checked.
     """
-    parsed = CompileOptions.parse(options)
-    gives_k = "spec_tokens" in [ALIASES.get(name, name) for name in options]
-    may_be_plain = wanted.owns_buffers and not gives_k
-    prepare = partial(_road, model, parsed, may_be_plain, wanted, progress)
-    if parsed.tensor_parallel_size == 1:
+    prepare = partial(_road, model, asked, wanted, progress)
+    if asked.tensor_parallel_size == 1:
         return prepare().open()
     from mtpc.program.ranks import join_ranks, share_memory
 
-    row = first_choice(parsed.backend)
-    ranks = join_ranks(parsed.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
+    row = first_choice(asked.backend)
+    ranks = join_ranks(asked.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
     road = ranks.all_succeed(lambda: prepare(ranks))
-    ranks.compare(road.source, road.options)
+    ranks.compare(road.source, road.plan)
     opened = ranks.all_succeed(road.open)
-    fault = share_memory(ranks) if row and row.has_packages else ranks.apart
+    fault = share_memory(ranks) if row and row.makes_files else ranks.apart
     opened.fallbacks.update([fault] if fault else [])
     return opened
 
 
 def _road(
     model: Any,
-    options: CompileOptions,
-    may_be_plain: bool,
+    asked: CompileOptions,
     wanted: Wanted[T],
     progress: Listener,
     ranks: Ranks | None = None,
 ) -> _Road[T]:
-    """Open the checkpoint and settle what follows from it; no step is looked for yet.
-
-    `may_be_plain`: without anything that drafts, K is 0.
-    """
+    """Open the checkpoint and make the plan; no step is looked for yet."""
     interrupts = HeldInterrupts(progress)
     report = line_reporter(interrupts.tell)
-    source = model
-    if isinstance(model, (str, Path)):
-        source = open_checkpoint(Path(model), options.drafter)
-        if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
-            report(f"{source.draft.directory} drafts in place of the target's own MTP layers")
-    elif options.kv_offload_dir is not None:
-        raise OptionError(
-            "kv_offload_dir with a model object, whose weights may change between runs; "
-            "expected a checkpoint's directory"
-        )
-    notes = _without_drafts(source, options, may_be_plain)
-    options = replace(options, spec_tokens=0) if notes else options
-    settled = settle_prefill(_on_its_device(options, source), stored_dtype(source))
-    graphs = tuple(graph_keys(settled, wanted.form))
-    known = (settled, wanted, report, interrupts, graphs, settled.tiers)
-    return _Road(source, *known, ranks=ranks, notes=notes)
-
-
-def _without_drafts(source: Any, options: CompileOptions, may_be_plain: bool) -> tuple[str, ...]:
-    """A note if nothing drafts for this model, and it is to decode plainly; else ().
-
-    Raises:
-        CheckpointError: nothing drafts, and K is given or `strict` is set.
-    """
-    if options.spec_tokens == 0 or options.draft is not None:
-        return ()
-    why = _why_plain(source)
-    if not why:
-        return ()
-    if not may_be_plain or options.strict:
-        raise CheckpointError(f"{why}; or use spec_tokens=0 to decode without drafts")
-    note = f"no drafts, K = 0: {why}"
-    log.warning(note)
-    return (note,)
-
-
-def _why_plain(source: Any) -> str:
-    """`CheckpointFiles.without_drafts` of a checkpoint, or of the one that a model object is of."""
-    if not isinstance(source, Checkpoint) and getattr(source, "name_or_path", None) is None:
-        return ""  # Not a model: loading says so.
-    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of(source, False)
-    if checkpoint is not None:
-        return checkpoint.without_drafts
-    config = source.config.get_text_config(decoder=True)
-    if any(getattr(config, name, None) for name in MTP_COUNT_NAMES):
-        return ""
-    return "the model announces no MTP layers; for drafts, give a drafter's checkpoint (draft=DIR)"
-
-
-def _on_its_device(options: CompileOptions, source: Any) -> CompileOptions:
-    """Options for a model object that is on a GPU: "auto" is the backend of that device."""
-    device = getattr(source, "device", None)
-    if options.backend == "auto" and getattr(device, "type", None) == "cuda":
-        return replace(options, backend="cuda")
-    return options
+    source, plan = plan_model(model, asked, must_draft=not wanted.owns_buffers)
+    if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
+        report(f"{source.draft.directory} drafts in place of the target's own MTP layers")
+    graphs = tuple(graph_keys(plan, wanted.form))
+    return _Road(source, plan, wanted, report, interrupts, graphs, plan.tiers, ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -218,7 +160,7 @@ class _Road(Generic[T]):
     """The road of one model: what is known before any step is looked for."""
 
     source: Any
-    options: CompileOptions
+    plan: Plan
     wanted: Wanted[T]
     report: Report
     interrupts: HeldInterrupts
@@ -226,22 +168,21 @@ class _Road(Generic[T]):
     tiers: tuple[int, ...]
     rest: Graphs = ()
     ranks: Ranks | None = None
-    notes: tuple[str, ...] = ()
 
     def open(self) -> Opened[T]:
         """Look up, build and bind; with several ranks, this rank's part of each step."""
-        cache = open_cache(self.source, self.options, self.report, self.ranks)
+        cache = open_cache(self.source, self.plan, self.report, self.ranks)
         road, model = self, self.look_up(cache)
-        if model is None and self.options.build_in_background:
+        if model is None and self.plan.build_in_background:
             road = self.beginning(cache)
             model = road.look_up(cache)
         model = model or road.built_in_child(cache)
         if model is not None:
             return road.bound(model, cache)
         # The backend comes first: a missing GPU must be reported before minutes of loading.
-        options, store = self.options, kernel_store(self.options, cache)
+        plan, store = self.plan, kernel_store(self.plan, cache)
         backend, fallback = choose_backend(
-            options.backend, options.strict, self.report, store, options.batch_invariant
+            plan.backend, plan.strict, self.report, store, plan.batch_invariant
         )
         with self.interrupts:
             opened = road.bound(road.build(cache, backend), cache)
@@ -252,27 +193,26 @@ class _Road(Generic[T]):
         """All steps from the cache, or None if one is missing; transformers is not imported."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
-        found = restore(self.source, self.options, cache, self.graphs, self._caches_of_ranks())
+        found = restore(self.source, cache, self.graphs, self._caches_of_ranks())
         return None if found is None else self._of_files(found)
 
     def _caches_of_ranks(self) -> tuple[StepCache | None, ...]:
         """The caches of all ranks, None for this one; only `require_sha256` needs the others."""
-        if self.ranks is None or self.options.require_sha256 is None:
+        if self.ranks is None or not self.plan.require_sha256:
             return (None,)
         return tuple(
             None
             if place.rank == self.ranks.rank
-            else open_cache(self.source, self.options, self.report, place)
+            else open_cache(self.source, self.plan, self.report, place)
             for place in self.ranks.all_places
         )
 
     def _of_files(self, built: BuiltSteps) -> Prepared:
         """Steps whose weights come straight from the checkpoint's files."""
-        record, directory = next(iter(built.steps.values())).record, self.source.directory
+        step, directory = next(iter(built.steps.values())), self.source.directory
         ends = self.source.stop_ids()
-        served = ServedModel(str(directory), record.vocab_size, ends, directory)
-        options = self.options.for_model(record.max_positions)
-        return Prepared(built, served, options, PACKAGING, DEVICE)
+        served = ServedModel(str(directory), step.record.vocab_size, ends, directory)
+        return Prepared(built, served, step.plan, PACKAGING, DEVICE)
 
     def beginning(self, cache: StepCache | None) -> _Road[T]:
         """A copy for the steps with which a program can begin; the others become its `rest`.
@@ -281,28 +221,26 @@ class _Road(Generic[T]):
         has. If it has none, that is the smallest K, or 0 where K is one number. The road itself is
         returned if nothing can be built in the background.
         """
-        options = self.options
-        tiers = options.tiers if len(options.tiers) > 1 else (0, *options.tiers)
-        if cache is None or cache.frozen or not isinstance(self.source, Checkpoint):
+        if cache is None or self.plan.frozen or not isinstance(self.source, Checkpoint):
             return self
-        if options.spec_tokens == 0 or self.wanted.form != "fused":
+        if self.plan.spec_tokens == 0 or self.wanted.form != "fused":
             return self
-        options = replace(options, spec_tiers=tiers)
-        graphs = graph_keys(options, "fused")
+        plan = self.plan if len(self.tiers) > 1 else self.plan.given(begins_plain=True)
+        tiers, graphs = plan.tiers, graph_keys(plan, "fused")
         decode = [graph for graph in graphs if graph[0].phase == "decode"]
         lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
         begin = set(tiers) - lacking or {min(tiers)}
         first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
         later = [graph for graph in graphs if graph not in first]
         rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
-        return replace(self, options=options, graphs=tuple(first), rest=rest)
+        return replace(self, plan=plan, graphs=tuple(first), rest=rest)
 
     def built_in_child(self, cache: StepCache | None) -> Prepared | None:
         """Build what the cache lacks in another process; None if the checkpoint is small."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
         listener, owns, rank = self.interrupts.tell, self.wanted.owns_buffers, self.ranks
-        to_build = (self.source, self.options, self.graphs, cache)
+        to_build = (self.source, self.plan, self.graphs, cache)
         is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
         return self.look_up(cache) if is_built else None
 
@@ -319,19 +257,19 @@ class _Road(Generic[T]):
                 return self._of_files(built)
         loaded, owns = self._load(backend), self.wanted.owns_buffers
 
-        def make(options: CompileOptions) -> StepCompiler:
-            return self._compiler(loaded, backend, keeps, options)
+        def make(plan: Plan) -> StepCompiler:
+            return self._compiler(loaded, backend, keeps, plan)
 
+        plan = self.plan.given(max_positions=loaded.max_positions or 0)
         if owns:
-            options = self.options.for_model(loaded.max_positions)
-            compiler = planned_compiler(make, options, backend, self.report, self.ranks)
+            compiler = planned_compiler(make, plan, backend, self.report, self.ranks)
         else:
-            compiler = make(self.options)
+            compiler = make(plan)
         own = compiler.shared if owns and not backend.makes_files else None
         built = compiler.built(compiler.obtain_all(self.graphs), own)
-        options, done = settle_scheduling(compiler, self.ranks), lambda: compiler.tell("done", None)
+        done = partial(compiler.tell, "done", None)
         of_backend = (backend.name, backend.device, done)
-        return Prepared(built, loaded.served(), options, *of_backend, loaded)
+        return Prepared(built, loaded.served(), scheduled(compiler), *of_backend, loaded)
 
     def _built_from_headers(
         self, source: Checkpoint, cache: StepCache | None, backend: Backend
@@ -341,7 +279,7 @@ class _Road(Generic[T]):
         None where only transformers can read some weight.
         """
         loaded = self._load(backend, headers_only=True)
-        compiler = self._compiler(loaded, backend, cache, self.options)
+        compiler = self._compiler(loaded, backend, cache, self.plan)
         check_model(compiler, self.wanted.owns_buffers)
         steps = compiler.obtain_all(self.graphs)
         if any(step.record.unexplained for step in steps.values()):
@@ -349,20 +287,19 @@ class _Road(Generic[T]):
         return from_files(source, steps)
 
     def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
-        from mtpc.models.load import load
+        from mtpc.models.load import load_planned
         from mtpc.models.place import place
         from mtpc.program.rank_share import read_part
 
-        options, ranks = self.options, self.ranks
-        given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring)
+        plan, ranks = self.plan, self.ranks
         by_parts = ranks is not None and not headers_only and isinstance(self.source, Checkpoint)
-        loaded = load(*given, headers_only or by_parts, draft=options.drafter)
+        loaded = load_planned(self.source, plan, headers_only or by_parts)
         if ranks is not None and by_parts:
-            part = read_part(loaded.with_layers(options.spec_tokens), ranks, backend.device)
+            part = read_part(loaded.with_layers(plan.spec_tokens), ranks, backend.device)
             if part is not None:
                 return part
             backend.notes["weights that only transformers can read: all are on every rank"] += 1
-            loaded = load(*given, draft=options.drafter)
+            loaded = load_planned(self.source, plan)
         return place(loaded, backend.device)
 
     def _compiler(
@@ -370,7 +307,7 @@ class _Road(Generic[T]):
         loaded: LoadedModel,
         backend: Backend,
         cache: StepCache | None,
-        options: CompileOptions,
+        plan: Plan,
     ) -> StepCompiler:
         from mtpc.program.compiler import StepCompiler
 
@@ -378,7 +315,7 @@ class _Road(Generic[T]):
         own = self.wanted.owns_buffers and not backend.makes_files
         new_buffer = Layout.allocate if own else Layout.reserve
         listener = self.interrupts.tell
-        return StepCompiler(loaded, options, backend, listener, new_buffer, self.ranks, cache)
+        return StepCompiler(loaded, plan, backend, listener, new_buffer, self.ranks, cache)
 
     def bound(self, found: Prepared, cache: StepCache | None) -> Opened[T]:
         """Make of the steps what is wanted, and check the weights that this reads."""
@@ -387,15 +324,15 @@ class _Road(Generic[T]):
         if model.loaded is not None:
             made = self.wanted.bind(model)
         else:
-            need = need_of_steps(built.steps, model.options, self.wanted.owns_buffers)
-            need.check(model.options, free_bytes())
+            need = need_of_steps(built.steps, model.plan, self.wanted.owns_buffers)
+            need.check(model.plan, free_bytes())
             made = self._bound_to_files(model)
         model.done()
         built.weights.check()
         if self.rest and cache is not None:
-            rest = Rest(built, source, cache, self.options, self.rest, self.tiers)
+            rest = Rest(built, source, cache, self.plan, self.rest, self.tiers)
         checkpoint = model.loaded.checkpoint if model.loaded is not None else source
-        fallbacks = Counter(self.notes)
+        fallbacks = Counter(self.plan.notes)
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             fallbacks.update(notes)
         return Opened(made, model, fallbacks, rest, self.ranks)
@@ -415,24 +352,20 @@ class _Road(Generic[T]):
             ) from error
 
     def _identity(self, model: Prepared) -> str:
-        if model.options.kv_offload_dir is None:
+        if not model.plan.kv_offload_dir:
             return ""
         self.report("read the weights, to know their pages in kv_offload_dir")
-        return page_identity(self.source, model.options, model.backend)
+        return page_identity(self.source, model.plan, model.backend)
 
 
-def settle_scheduling(compiler: StepCompiler, ranks: Ranks | None) -> CompileOptions:
-    """The compiler's options with `async_scheduling`: by default on a GPU, where nothing is lost.
+def scheduled(compiler: StepCompiler) -> Plan:
+    """The plan of a compiler that knows what a request keeps: `async_scheduling` follows from it.
 
     With it, decoding requests leave no snapshots, and `kv_offload_dir` gets no pages. Ranks have
     never run with it.
     """
     from mtpc.layout.slot_state import snapshot_count
 
-    options = compiler.options
-    if options.async_scheduling is not None:
-        return options
-    keeps = snapshot_count(compiler.layout(compiler.keys[0]), options) > 0
-    loses = keeps or options.kv_offload_dir is not None or ranks is not None
-    is_gpu = compiler.backend.device.startswith("cuda")
-    return replace(options, async_scheduling=is_gpu and not loses)
+    plan = compiler.plan
+    count = snapshot_count(compiler.layout(compiler.keys[0]), plan)
+    return plan.given(takes_snapshots=count > 0)

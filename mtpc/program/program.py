@@ -241,7 +241,7 @@ class CostEntry:
     """
 
     def __init__(self, cache: StepCache):
-        self._store, self._frozen = cache.store, cache.frozen
+        self._store, self._frozen = cache.store, cache.plan.frozen
         machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
         self._fields = {**cache.program, **machine, "kind": "costs"}
 

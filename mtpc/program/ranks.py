@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import mtpc
 from mtpc.backends.peer_memory import MOST_BYTES
-from mtpc.config import CompileOptions
 from mtpc.errors import LostRankError, OptionError, RankError
+from mtpc.plan import Plan
 from mtpc.program.model_key import checkpoint_fields, sample_digest
 from mtpc.program.rank_devices import first_fault, join_devices, kind_of_device
 from mtpc.store.sources import source_fields
@@ -82,13 +82,13 @@ class Ranks:
         """All ranks in order, without the process group."""
         return tuple(replace(self.place, rank=rank) for rank in range(self.size))
 
-    def compare(self, source: Any, options: CompileOptions) -> None:
+    def compare(self, source: Any, plan: Plan) -> None:
         """Check that all ranks have the same versions, model and options.
 
         Raises:
             RankError: a rank differs; the message says which, and in what.
         """
-        facts = _facts(source, options, self.on_gpus)
+        facts = _facts(source, plan, self.on_gpus)
         for rank, other in enumerate(self.tell_all(facts)):
             names = [name for name, value in other.items() if facts.get(name) != value]
             if names:
@@ -191,14 +191,14 @@ def step_timeout_s() -> float:
     return float(backend.options._timeout.total_seconds())
 
 
-def _facts(source: Any, options: CompileOptions, on_gpus: bool) -> dict[str, str]:
+def _facts(source: Any, plan: Plan, on_gpus: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields()}
     if isinstance(source, Checkpoint):
         facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
     if on_gpus:
         facts["device"] = kind_of_device()
-    return {**facts, "options": repr(options)}
+    return {**facts, "options": repr(plan)}
 
 
 SLOT_BYTES = 2**18

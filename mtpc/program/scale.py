@@ -18,13 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from mtpc.backends.eager import EagerBackend
-from mtpc.config import CompileOptions
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.slot_state import rows_of_slot
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import Collective, ShardPlan
 from mtpc.models.weight_recipes import stored_weights
+from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights.quantise import is_head, spec_by_scheme
 
@@ -150,7 +150,7 @@ class RankModel:
 
     Args:
         loaded: the model, with or without values.
-        options: `max_len`, `page_size`, `spec_tokens`, `kv_cache_dtype` and `quantize` are read.
+        plan: `max_len`, `page_size`, `spec_tokens`, `kv_cache_dtype` and `quantize` are read.
         ranks: devices that share the model.
         expert_parallel: as for `ShardPlan`.
 
@@ -161,13 +161,13 @@ class RankModel:
     def __init__(
         self,
         loaded: LoadedModel,
-        options: CompileOptions,
+        plan: Plan,
         ranks: int = 1,
         expert_parallel: bool = False,
     ):
-        compiler = StepCompiler(loaded, options, EagerBackend(), new_buffer=Layout.reserve)
-        self.loaded, self.options, self.ranks = compiler.loaded, compiler.options, ranks
-        self.plan = ShardPlan(self.loaded, ranks, expert_parallel)
+        compiler = StepCompiler(loaded, plan, EagerBackend(), new_buffer=Layout.reserve)
+        self.loaded, self.plan, self.ranks = compiler.loaded, compiler.plan, ranks
+        self.shards = ShardPlan(self.loaded, ranks, expert_parallel)
         self.layout = compiler.layout(compiler.keys[0])
         self.weights = dict(self._weights())
         self.caches = tuple(self._caches())
@@ -203,17 +203,17 @@ class RankModel:
 
     def largest_batch(self, memory: int) -> int:
         """Requests of `max_len` tokens that fit."""
-        limit = self.options.sequence_limit
-        pages = self.options.blocks_per_request(limit) * self.options.page_size
+        limit = self.plan.max_len
+        pages = self.plan.blocks_per_request(limit) * self.plan.page_size
         return max(0, int(self.free(memory) // (pages * self.token_bytes + self.request_bytes)))
 
     def largest_context(self, memory: int) -> int:
         """Tokens of one request that fit, up to what the model's positions allow."""
         most = self.loaded.max_positions
-        most = most or self.options.sequence_limit
+        most = most or self.plan.max_len
         free = self.free(memory) - self.request_bytes
         if free < 0 or not self.token_bytes:
-            return self.options.sequence_limit if free >= 0 else 0
+            return self.plan.max_len if free >= 0 else 0
         return min(most, int(free // self.token_bytes))
 
     def step_time(self, device: Device, batch: int, latency: float) -> StepTime:
@@ -225,7 +225,7 @@ class RankModel:
             latency: seconds of one collective, whatever it carries.
         """
         read, cached, sent, count = 0.0, 0.0, 0.0, 0
-        context = self.options.sequence_limit
+        context = self.plan.max_len
         for part, rows in self._runs(batch):
             read += fsum(self._read(w, rows) for n, w in self._used(part).items())
             cached += fsum(
@@ -248,7 +248,7 @@ class RankModel:
 
     def _runs(self, batch: int) -> Iterator[tuple[str, int]]:
         """(part, rows) for each run of the target and of an MTP layer in a step."""
-        drafts, layers = self.options.spec_tokens, len(self.loaded.mtp_layers)
+        drafts, layers = self.plan.spec_tokens, len(self.loaded.mtp_layers)
         rows = batch * (drafts + 1)
         yield "target", rows
         for index in range(drafts):
@@ -285,14 +285,14 @@ class RankModel:
         )
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
-        stored, scheme = stored_weights(self.loaded), self.options.quantize
+        stored, scheme = stored_weights(self.loaded), self.plan.quantize
         specs = stored.specs if stored else {}
         tables = self.loaded.tables
         for name, tensor in self.loaded.weights().items():
             spec = specs.get(name) or spec_by_scheme(
                 None if is_head(name) else scheme, name, tensor
             )
-            shard = self.plan.shard(name, tensor)
+            shard = self.shards.shard(name, tensor)
             held = shard.count(tuple(tensor.shape), 0, self.ranks)
             nbytes = spec.nbytes(held) if spec else held * tensor.itemsize
             stacked = ".experts." in name and tensor.dim() == 3
@@ -310,10 +310,10 @@ class RankModel:
             is_layer, rows = name.startswith("kv."), layout.shape(name)[0]
             layer = int(name.split(".")[1]) if is_layer else 0
             part = "target" if layer < layers else f"mtp.{layer - layers}"
-            cut = self.ranks if is_layer and self.plan.cuts_cache(name) else 1
+            cut = self.ranks if is_layer and self.shards.cuts_cache(name) else 1
             row = layout.nbytes(name) // rows // cut
             if spec.is_paged:
-                yield Cache(part, row / self.options.page_size, 0, False)
+                yield Cache(part, row / self.plan.page_size, 0, False)
             else:
                 own = rows_of_slot(name, rows, slots)
                 yield Cache(part, 0, row * own, name.rpartition(".")[2] in _REWRITTEN)
@@ -327,7 +327,7 @@ class RankModel:
         roots = [("", target), *((f"mtp.{i}.", layer) for i, layer in enumerate(layers))]
         for prefix, root in roots:
             for name, module in root.named_modules():
-                collective = self.plan.style(prefix + name).collective
+                collective = self.shards.style(prefix + name).collective
                 if collective is None or name in ("head", "embedding"):
                     continue  # An MTP layer's own ends have the collectives of the target's.
                 is_head = module is ends[1]

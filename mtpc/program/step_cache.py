@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from mtpc.backends.base import Artifact
 from mtpc.backends.package import TAPE, TapeArtifact
 from mtpc.config import CompileOptions
+from mtpc.declaration import declared
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout import Graphs, Layout, Part, StepKey, step_name
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
 from mtpc.layout.progress import Detail
+from mtpc.plan import Plan
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.key import Difference, Fields, digest, hash_of
+from mtpc.store.key import Difference, Fields, digest
 from mtpc.store.lookup import find, keep, nearest, peek
 from mtpc.store.machine import environment_fields
 from mtpc.weights.paired_checkpoint import DRAFT
-from mtpc.wiring import rule_text
 
 _SHOWN = 4
 """A one-line reason names at most this many differences."""
@@ -51,14 +52,14 @@ class CachedStep:
         record: how to bind it.
         artifact: what to open.
         entry: the checked entry of its files; None if no cache keeps them.
-        options: of the program that it is for, settled for the model.
+        plan: of the program that it is for.
         files: those that no cache keeps, by name.
     """
 
     record: StepRecord
     artifact: Artifact
     entry: Entry | None
-    options: CompileOptions
+    plan: Plan
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> bytes:
@@ -68,7 +69,7 @@ class CachedStep:
     @property
     def sizes(self) -> dict[str, int]:
         """The program's numbers for the sizes that the step leaves open."""
-        return shared_sizes(self.options)
+        return shared_sizes(self.plan)
 
     @property
     def layout(self) -> Layout:
@@ -85,56 +86,44 @@ Steps = Mapping[tuple[StepKey, Part], CachedStep]
 """Built steps of one program, by step and part."""
 
 
-def program_fields(
-    backend: str, model: Fields, options: CompileOptions, part: str = ""
-) -> dict[str, str]:
+KEYED = {name: said.key for name, said in declared(CompileOptions) if said.key is not None}
+"""The options that steps depend on in more than sizes, each with its text in keys."""
+
+
+def program_fields(backend: str, model: Fields, plan: Plan, part: str = "") -> dict[str, str]:
     """Key fields that all steps of a program share: backend, model, options, versions, machine.
 
     Args:
         backend: its name.
         model: fields of the model.
-        options: of the program.
+        plan: of the program.
         part: of which rank they are a part; "": the whole.
     """
-    sizes_state = options.images or _has_rings(model)  # Whether prefill rows size any state.
-    return {
+    sizes_state = plan.images or _has_rings(model)  # Whether prefill rows size any state.
+    fields = {
         "kind": KIND,
         "format": str(FORMAT),
         "backend": backend,
         **model,
-        "options.spec_tokens": str(options.spec_tokens),
-        "options.angles": str(options.max_len or "the model's") if _has_lengths(model) else "none",
-        "options.rows_in_rings": str(options.prefill_tokens) if sizes_state else "none",
-        "options.page_size": str(options.page_size),
-        "options.kv_cache_dtype": options.kv_cache_dtype,
-        "options.sampling": str(bool(options.sampling)),
-        "options.max_logprobs": str(options.max_logprobs) if options.sampling else "none",
-        "options.token_mask": str(bool(options.token_mask)),
-        "options.images": str(options.images),
-        "options.dtype": options.dtype or "the checkpoint's",
-        "options.draft_vocab": _described(options.draft_vocab),
-        "options.batch_invariant": str(options.batch_invariant),
-        "options.quantize": options.quantize or "none",
-        "options.tensor_parallel_size": part or str(options.tensor_parallel_size),
-        "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),
-        "options.wiring": rule_text(options.wiring) or "the family's",
-        "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
-        "passes.enabled": " ".join(sorted(set(options.enabled_passes))),
+        **{f"options.{name}": text(getattr(plan, name)) or "none" for name, text in KEYED.items()},
+        "options.angles": str(plan.max_len) if _has_lengths(model) else "none",
+        "options.rows_in_rings": str(plan.prefill_chunk) if sizes_state else "none",
         **environment_fields(),
     }
+    return {**fields, "options.tensor_parallel_size": part} if part else fields
 
 
-def size_fields(options: CompileOptions, fixed: Collection[str]) -> dict[str, str]:
+def size_fields(plan: Plan, fixed: Collection[str]) -> dict[str, str]:
     """Key fields of the options that decide open sizes, for a step that fixes some of the sizes."""
     given = {
-        "options.max_len": (str(options.max_len or "the model's"), BLOCKS),
-        "options.num_pages": (str(options.num_pages or "enough"), PAGES),
-        "options.largest_bucket": (str(max(options.batch_buckets)), SLOTS),
+        "options.max_len": (plan.max_len, BLOCKS),
+        "options.num_pages": (plan.num_pages, PAGES),
+        "options.largest_bucket": (max(plan.batch_buckets), SLOTS),
     }
     # The number of pages follows from all three options.
     return {
-        field: text if size in fixed or PAGES in fixed else ANY
-        for field, (text, size) in given.items()
+        field: str(number) if size in fixed or PAGES in fixed else ANY
+        for field, (number, size) in given.items()
     }
 
 
@@ -158,13 +147,6 @@ def _has_rings(model: Fields) -> bool:
     )
 
 
-def _described(token_ids: tuple[int, ...]) -> str:
-    """Token ids as one line: "all", or their number and a digest."""
-    if not token_ids:
-        return "all"
-    return f"{len(token_ids)} ids, {hash_of([repr(token_ids).encode()])}"
-
-
 def step_fields(program: Fields, key: StepKey, part: Part = "step") -> dict[str, str]:
     """The key of one step."""
     return {
@@ -181,15 +163,15 @@ class OwnSteps:
     """Steps that no cache keeps: only this process has them.
 
     Args:
-        options: of the program.
+        plan: of the program.
 
     Attributes:
         notes: lines that say why a cache could not serve or keep a step -> count; part of
             `Stats.fallbacks`.
     """
 
-    def __init__(self, options: CompileOptions):
-        self.options = options
+    def __init__(self, plan: Plan):
+        self.plan = plan
         self.notes: Counter[str] = Counter()
 
     def lacks(self, key: StepKey, part: Part = "step") -> bool:
@@ -203,10 +185,10 @@ class OwnSteps:
     def obtain(self, key: StepKey, build: Build, part: Part = "step") -> CachedStep:
         """Build the step."""
         record, artifact, files = build()
-        return CachedStep(record, artifact, None, self._settled(record), files)
+        return CachedStep(record, artifact, None, self._plan(record), files)
 
-    def _settled(self, record: StepRecord) -> CompileOptions:
-        return self.options.for_model(record.max_positions)
+    def _plan(self, record: StepRecord) -> Plan:
+        return self.plan.given(max_positions=record.max_positions or 0)
 
 
 class StepCache(OwnSteps):
@@ -215,8 +197,7 @@ class StepCache(OwnSteps):
     Args:
         store: where the entries are.
         program: the result of `program_fields`.
-        options: of the program.
-        frozen: whether building is an error.
+        plan: of the program.
         tell: is called with a line when the cache waits, or finds a damaged entry.
     """
 
@@ -224,12 +205,11 @@ class StepCache(OwnSteps):
         self,
         store: EntryStore,
         program: Fields,
-        options: CompileOptions,
-        frozen: bool = False,
+        plan: Plan,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        super().__init__(options)
-        self.store, self.program, self.frozen = store, program, frozen
+        super().__init__(plan)
+        self.store, self.program = store, program
         self._tell, self._told_miss = tell, ""
 
     def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
@@ -242,7 +222,7 @@ class StepCache(OwnSteps):
         try:
             return self._look_up(key, part)
         except DamagedEntryError as error:
-            if self.frozen:
+            if self.plan.frozen:
                 raise
             self.note(f"a damaged cache entry was not used: {error}")
             return None
@@ -302,7 +282,7 @@ class StepCache(OwnSteps):
         self, key: StepKey, part: Part = "step", fixed: Collection[str] = ()
     ) -> dict[str, str]:
         """The key of a step that fixes some sizes; by default it leaves all open."""
-        return {**step_fields(self.program, key, part), **size_fields(self.options, fixed)}
+        return {**step_fields(self.program, key, part), **size_fields(self.plan, fixed)}
 
     def _look_up(self, key: StepKey, part: Part) -> CachedStep | None:
         """A step for the program's sizes: one that leaves them open, or one that fixes these."""
@@ -325,7 +305,7 @@ class StepCache(OwnSteps):
             raise DamagedEntryError(f"{entry.directory} has no {RECORD}")
         record = read_record(entry)
         artifact = TapeArtifact(record.package, entry.directory / TAPE)
-        return CachedStep(record, artifact, entry, self._settled(record))
+        return CachedStep(record, artifact, entry, self._plan(record))
 
     def reasons(self, key: StepKey, part: Part = "step") -> list[Difference] | None:
         """Differences between a step's key and the nearest entry; None if the cache has no step.
@@ -375,7 +355,7 @@ class StepCache(OwnSteps):
         return Detail(f"{step_name(key, part)} is not in the cache {self.store.root}: {why}")
 
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
-        if self.frozen:
+        if self.plan.frozen:
             raise CacheError(
                 f"{self.miss(key, part)}; frozen, so nothing was built: run `mtpc build` with the "
                 "same options first"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import mtpc
-from mtpc.config import cpu_level, cxx_compiler
+from mtpc.environment import cpu_level, cxx_compiler
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
 from mtpc.store.sources import source_fields

@@ -24,12 +24,14 @@ from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.models.mtp_layers import tensors_as_stored
+from mtpc.plan import make_plan
 from mtpc.tuning.chain import TrainedModel
 from mtpc.tuning.texts import PROMPT_TOKENS, Texts, continue_rows, measure_drafts, read_texts
 from mtpc.tuning.train import Progress, Schedule, Tell, Training, replacing, unreadable
 from mtpc.weights.checkpoint import Checkpoint, listing
 from mtpc.weights.shards import copy_replacing, files_beside, refuse_existing
 from mtpc.weights.tensor_file import save_tensors
+from mtpc.wiring import check_rules
 
 _PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
 
@@ -130,7 +132,7 @@ class Tuning:
             self._checkpoint,
             self._spec_tokens,
             self._parsed.dtype,
-            self._parsed.wiring,
+            check_rules(self._parsed.wiring),
             _device(self._parsed.backend),
         )
         self._stored(model)  # Raises now if the trained tensors could not be written.
@@ -184,7 +186,7 @@ class Tuning:
             **plan.pop("schedule"),
             **plan,
             "spec_tokens": self._spec_tokens,
-            "wiring": [list(rule) for rule in self._parsed.wiring],
+            "wiring": [list(rule) for rule in check_rules(self._parsed.wiring)],
             "dtype": self._parsed.dtype,
             "checkpoint": str(self._checkpoint.directory.resolve()),
             "texts": digests,
@@ -224,10 +226,11 @@ class Tuning:
 
 def _one_number(options: mtpc.CompileOptions, plan: Plan) -> int:
     """K, as a single number that suits the length of a text."""
-    count = max(options.tiers)
-    if len(options.tiers) > 1 or not 1 <= count < plan.length - 1:
+    tiers = make_plan(options).tiers
+    count = max(tiers)
+    if len(tiers) > 1 or not 1 <= count < plan.length - 1:
         raise OptionError(
-            f"spec_tokens is {','.join(map(str, options.tiers))}; expected a number of drafts to "
+            f"spec_tokens is {','.join(map(str, tiers))}; expected a number of drafts to "
             f"train for, from 1 to {plan.length - 2} with texts of {plan.length} tokens"
         )
     return count

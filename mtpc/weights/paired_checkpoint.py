@@ -150,16 +150,18 @@ def _span(ids: Tensor) -> str:
     return f"{int(ids.min())}..{int(ids.max())}" if ids.numel() else "none"
 
 
-def open_checkpoint(directory: Path, draft: Path | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
     """A target's checkpoint, with a drafter's where there is one.
 
     Raises:
         CheckpointError: as `PairedCheckpoint`.
     """
-    return Checkpoint(directory) if draft is None else PairedCheckpoint(directory, draft)
+    return PairedCheckpoint(directory, Path(draft)) if draft else Checkpoint(directory)
 
 
-def checkpoint_of(model: Any, is_needed: bool, draft: Path | None = None) -> Checkpoint | None:
+def checkpoint_of(
+    model: Any, is_needed: bool, draft: Path | str | None = None
+) -> Checkpoint | None:
     """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
 
     Args:
@@ -174,8 +176,8 @@ def checkpoint_of(model: Any, is_needed: bool, draft: Path | None = None) -> Che
         CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.
     """
     name = model.name_or_path
-    if draft is not None:
-        Checkpoint(draft)  # Its errors are its own.
+    if draft:
+        Checkpoint(Path(draft))  # Its errors are its own.
     try:
         if not name:
             raise CheckpointError("a model that is made from a config has none")

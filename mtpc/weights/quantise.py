@@ -101,8 +101,8 @@ def scheme_spec(scheme: str, weight: Tensor) -> GroupSpec | None:
 
 
 def spec_by_scheme(scheme: str | None, name: str, weight: Tensor) -> GroupSpec | None:
-    """`scheme_spec`, but None if the scheme is None or the weight, "X.weight", stays plain."""
-    return None if scheme is None or stays_plain(name) else scheme_spec(scheme, weight)
+    """`scheme_spec`, but None if there is no scheme or the weight, "X.weight", stays plain."""
+    return None if not scheme or stays_plain(name) else scheme_spec(scheme, weight)
 
 
 def is_head(name: str) -> bool:

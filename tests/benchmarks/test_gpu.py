@@ -16,6 +16,7 @@ import gpu_decode
 import pytest
 import torch
 from helpers.places import ROOT
+from helpers.plans import plan_of
 from torch._dynamo.utils import counters
 
 import mtpc
@@ -42,7 +43,6 @@ from benchmarks.gpu.schedule import Schedule
 from benchmarks.gpu.speed import OURS, Case, Plan, Task, tasks
 from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
-from mtpc.config import CompileOptions
 from mtpc.models.load import load
 
 PROMPTS = [[5, 9, 14, 3, 7, 22, 31], [41, 8], [17, 90, 33, 12, 5]]
@@ -243,7 +243,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pieces_do_what_the_whole_does(family: str, checkpoint: Callable[..., Path]) -> None:
     """Partial acceptance, joins and leaves; the same bits from one graph, from many, from none."""
     machine, loaded = NullMachine(), load(checkpoint(family), "float64", True)
-    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), max_len=64, prefill_chunk=8)
+    options = plan_of(spec_tokens=3, batch_buckets=(2,), max_len=64, prefill_chunk=8)
     fused = Fused(machine, loaded, options)
     graph = fused.step.graph
     assert graph is not None

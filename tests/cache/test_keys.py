@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers.compiled import CpuBuilt
 from helpers.families import CPU_OPTIONS
+from helpers.plans import plan_of
 from helpers.warm_starts import DECODE, edit_weights
 
 import mtpc
@@ -31,7 +32,7 @@ from mtpc.weights.checkpoint import Checkpoint
 
 def fields_of(directory: Path, **changes: Any) -> dict[str, str]:
     """The key of the decode step of a checkpoint."""
-    options = CompileOptions(**{**CPU_OPTIONS, **changes})
+    options = plan_of(**{**CPU_OPTIONS, **changes})
     cache = open_cache(Checkpoint(directory), options, print)
     assert cache is not None
     return cache.fields(StepKey.decode(2, options.spec_tokens))
@@ -57,10 +58,10 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"images": True}, {"options.images", "options.rows_in_rings"}),
     ({"tensor_parallel_size": 2}, {"options.tensor_parallel_size"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
-    ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance"}),
-    ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance"}),
-    ({"disabled_passes": ("hoist-shared",)}, {"passes.disabled"}),
-    ({"enabled_passes": ("merge-projections",)}, {"passes.enabled"}),
+    ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance_rates"}),
+    ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance_rates"}),
+    ({"disabled_passes": ("hoist-shared",)}, {"options.disabled_passes"}),
+    ({"enabled_passes": ("merge-projections",)}, {"options.enabled_passes"}),
 ]
 NOT_IN_THE_KEY: list[dict[str, Any]] = [
     {"verify_passes": True},
@@ -106,7 +107,7 @@ def test_options_not_in_the_key(change: dict[str, Any], checkpoint: Callable[...
 def test_sizes_that_a_step_fixes_are_in_its_key(checkpoint: Callable[..., Path]) -> None:
     """The number of pages follows from all three options; that of blocks from one."""
     source = Checkpoint(checkpoint("mimo"))
-    cache = open_cache(source, CompileOptions(**CPU_OPTIONS), print)
+    cache = open_cache(source, plan_of(**CPU_OPTIONS), print)
     assert cache is not None
     names = ("options.max_len", "options.num_pages", "options.largest_bucket")
     said = {
@@ -339,7 +340,7 @@ def test_every_field_is_said_where_it_differs(
     assert entry is not None
     shutil.copytree(entry.directory, tmp_path / "entries" / entry.digest)
     cache = open_cache(
-        Checkpoint(checkpoint("mimo")), CompileOptions(**CPU_OPTIONS, cache_dir=tmp_path), print
+        Checkpoint(checkpoint("mimo")), plan_of(**CPU_OPTIONS, cache_dir=tmp_path), print
     )
     assert cache is not None
     assert cache.find(DECODE) is not None
@@ -347,7 +348,7 @@ def test_every_field_is_said_where_it_differs(
         if name == "kind":
             continue
         program = {**cache.program, name: "something else"}
-        other = StepCache(cache.store, program, cache.options)
+        other = StepCache(cache.store, program, cache.plan)
         assert other.find(DECODE) is None, name
         (difference,) = other.reasons(DECODE)
         assert (difference.field, difference.wanted) == (name, "something else")

@@ -17,15 +17,14 @@ import pytest
 from helpers.places import ROOT
 
 import mtpc
-from mtpc.backends import settle_prefill
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
 from mtpc.config import CompileOptions
 from mtpc.errors import RequestError
 from mtpc.layout import StepKey, graph_keys
 from mtpc.program.open_cache import open_cache
+from mtpc.program.planning import plan_model
 from mtpc.store.key import digest
-from mtpc.weights.checkpoint import Checkpoint
 
 HEADING = "## What is built again"
 CHANGES: list[tuple[str, dict[str, Any] | Sequence[str]]] = [
@@ -68,11 +67,10 @@ def options_of(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[
 
 def steps_of(**changes: Any) -> dict[StepKey, str]:
     """Each step of the demo model's program, and the name of its entry."""
-    source = Checkpoint(demo_checkpoint())
-    options = settle_prefill(CompileOptions.parse(changes), source.dtype)
-    cache = open_cache(source, options, print)
+    source, plan = plan_model(demo_checkpoint(), CompileOptions.parse(changes))
+    cache = open_cache(source, plan, print)
     assert cache is not None
-    return {key: digest(cache.fields(key, part)) for key, part in graph_keys(options, "fused")}
+    return {key: digest(cache.fields(key, part)) for key, part in graph_keys(plan, "fused")}
 
 
 def said(steps: Sequence[StepKey]) -> str:

@@ -19,12 +19,12 @@ from helpers.compiled import CpuBuilt, give_kernels, in_turn
 from helpers.families import CPU_OPTIONS
 from helpers.oracles import Oracle
 from helpers.places import ROOT
+from helpers.plans import plan_of
 from helpers.warm_starts import BATCH, DECODE, PREFILL, edit_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
 import mtpc
-from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError
 from mtpc.layout import parts_of
 from mtpc.program.binding import StepBinder
@@ -74,11 +74,12 @@ from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.layout import parts_of
 from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
-from mtpc.models.load import load
-options = CompileOptions(**json.loads(sys.argv[2]))
-compiler = StepCompiler(load(sys.argv[1], options.dtype, True), options, CpuBackend())
+from mtpc.config import CompileOptions
+from mtpc.models.load import load_planned
+from mtpc.plan import make_plan
+plan = make_plan(CompileOptions(**json.loads(sys.argv[2])))
+compiler = StepCompiler(load_planned(sys.argv[1], plan), plan, CpuBackend())
 compiler.rewrite(compiler.trace(StepKey.prefill(2, 4, 3)))  # What came before must not matter.
 print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
 """
@@ -203,7 +204,7 @@ def test_a_model_object_uses_the_cache(
 def test_a_patched_model_object_is_not_cached(checkpoint: Callable[..., Path]) -> None:
     """Hooks and replaced forwards change the graph and are in no key."""
     lines: list[str] = []
-    options = CompileOptions(**{**CPU_OPTIONS, "dtype": None})
+    options = plan_of(**{**CPU_OPTIONS, "dtype": None})
     model = transformers.Qwen2ForCausalLM.from_pretrained(checkpoint("mimo"))
     assert open_cache(model, options, lines.append) is not None
     hook = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
@@ -230,7 +231,7 @@ def test_split_steps_through_the_cache(
         own: dict[str, Tensor] = {}
         halves = (built.compiler.obtain(key, part) for part in parts_of(key, "split"))
         steps[key] = in_turn(*(binder.bind(half, own) for half in halves))
-    spec = mtpc.SpecModel(built.spec.served, compiler.options, Program(steps, compiler.shared))
+    spec = mtpc.SpecModel(built.spec.served, compiler.plan, Program(steps, compiler.shared))
     assert spec.generate(BATCH, 16) == built.spec.generate(BATCH, 16)
 
 

@@ -32,6 +32,7 @@ from mtpc.cli.tables import format_bytes
 from mtpc.layout import StepKey
 from mtpc.layout.display import show_compiling, show_progress
 from mtpc.layout.progress import Progress
+from mtpc.plan import make_plan
 
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]
 
@@ -550,6 +551,6 @@ def test_a_server_keeps_to_one_k_where_nothing_is_built_apart(given: dict[str, o
 
 def test_a_server_adapts_k_by_default() -> None:
     assert adaptive({"spec_tokens": "auto"})["build_in_background"]
-    options = mtpc.CompileOptions.parse(adaptive({"backend": "cpu"}))
+    options = make_plan(mtpc.CompileOptions.parse(adaptive({"backend": "cpu"})))
     assert options.tiers == (0, 1, 2, 3)
     assert options.build_in_background

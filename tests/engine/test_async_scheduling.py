@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed, of_backend
 from helpers.records import MASKED, NEW, STOP, Records, run, wanted
 from helpers.sampling_oracle import FILTERS, SamplingOracle
 from helpers.schedules import (
@@ -25,7 +25,6 @@ from torch import Tensor
 
 import mtpc
 from mtpc.backends.eager import EagerBackend
-from mtpc.config import CompileOptions
 from mtpc.engine import engine as engine_module
 from mtpc.engine.readout import DeviceMoment, Moment, Readout
 from mtpc.errors import OptionError, RequestError
@@ -33,13 +32,13 @@ from mtpc.layout import Layout, StepKey
 from mtpc.layout.buffers import batch_specs
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.open_steps import settle_scheduling
+from mtpc.program.open_steps import scheduled
 from mtpc.program.program import Program
 
 
 def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
     """The same program under an engine that reads one step late."""
-    options = replace(spec.options, async_scheduling=True)
+    options = changed(spec.options, async_scheduling=True)
     return mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
 
 
@@ -306,8 +305,8 @@ def test_generate_stream_and_options(session: Session) -> None:
     session.check_empty()
     with pytest.raises(RequestError, match="prompt is empty"):
         spec.generate([[]], 3)
-    with pytest.raises(OptionError, match="async_scheduling is 1; expected True or False"):
-        replace(spec.options, async_scheduling=1)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="async_scheduling is 1; expected True, False or None"):
+        changed(spec.options, async_scheduling=1)
 
 
 def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,30 +329,28 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "device", "ranks", "more", "found"),
+    ("family", "backend", "more", "found"),
     [
-        ("mimo", "cuda:0", None, {}, True),
-        ("mimo", "cpu", None, {}, False),
-        ("mimo", "cuda:0", None, {"async_scheduling": False}, False),
-        ("mimo", "cpu", None, {"async_scheduling": True}, True),
-        ("mimo", "cuda:0", None, {"kv_offload_dir": "."}, False),
-        ("mimo", "cuda:0", "two ranks", {}, False),
-        ("qwen3_next", "cuda:0", None, {}, False),
-        ("qwen3_next", "cuda:0", None, {"snapshot_bytes": 0}, True),
-        ("qwen3_next", "cuda:0", None, {"prefix_caching": False}, True),
+        ("mimo", "cuda", {}, True),
+        ("mimo", "cpu", {}, False),
+        ("mimo", "cuda", {"async_scheduling": False}, False),
+        ("mimo", "cpu", {"async_scheduling": True}, True),
+        ("mimo", "cuda", {"kv_offload_dir": "."}, False),
+        ("mimo", "cuda", {"tensor_parallel_size": 2}, False),
+        ("qwen3_next", "cuda", {}, False),
+        ("qwen3_next", "cuda", {"snapshot_bytes": 0}, True),
+        ("qwen3_next", "cuda", {"prefix_caching": False}, True),
     ],
 )
 def test_it_is_the_default_on_a_gpu_where_nothing_is_lost(
     family: str,
-    device: str,
-    ranks: Any,
+    backend: str,
     more: dict[str, Any],
     found: bool,
     checkpoint: Callable[..., Path],
 ) -> None:
     """A recurrent state is reused by snapshots, which requests that decode would leave no more."""
-    loaded, backend = load(checkpoint(family), "float32", True), EagerBackend()
-    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), max_len=64, **more)
-    compiler = StepCompiler(loaded, options, backend)
-    backend.device = device
-    assert settle_scheduling(compiler, ranks).async_scheduling is found
+    loaded = load(checkpoint(family), "float32", True)
+    plan = of_backend(backend, spec_tokens=1, batch_buckets=(2,), max_len=64, **more)
+    assert plan.async_scheduling is more.get("async_scheduling", False), "as nobody has counted"
+    assert scheduled(StepCompiler(loaded, plan, EagerBackend())).async_scheduling is found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed
 from helpers.records import MASKED, NEW, STATES, STOP, Records, V, run, wanted
 from helpers.sampling_oracle import FILTERS
 from helpers.schedules import Session
@@ -283,7 +284,7 @@ def test_what_is_refused(compiled: Callable[..., Any]) -> None:
     with pytest.raises(RequestError, match="another request's; give each its own"):
         engine.add([5], 3, grammar=shared)
     run(spec)
-    unmasked = dataclasses.replace(spec.options, token_mask=False)
+    unmasked = changed(spec.options, token_mask=False)
     plain = Engine(spec.program, unmasked, V)
     with pytest.raises(RequestError, match="compile with sampling=True, token_mask=True"):
         plain.add([5], 3, grammar=Records())

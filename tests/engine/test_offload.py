@@ -18,6 +18,7 @@ import torch
 from helpers import offloads, tiny
 from helpers.bounded import bounded, full_disk
 from helpers.offloads import BIG, PAGE, TEXT, K, filled, loaded, offload_of, request, save_all
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
 
@@ -304,10 +305,10 @@ def test_every_file_of_weights_counts(
     files = halved(checkpoint(family, "random"), tmp_path / "model")
     draft = tiny.drafter(tmp_path / "model").get("draft")
     files += [draft / "model.safetensors"] if draft else []
-    options = mtpc.CompileOptions(kv_offload_dir=tmp_path / "kv", draft=draft)
+    plan = plan_of(kv_offload_dir=tmp_path / "kv", draft=draft)
 
     def identity() -> str:
-        return page_identity(open_checkpoint(tmp_path / "model", draft), options, "cpu")
+        return page_identity(open_checkpoint(tmp_path / "model", draft), plan, "cpu")
 
     found = [identity(), identity()]
     for path in files:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed
 from helpers.schedules import PRESSED, Session
 from helpers.theorem import PROMPTS, poison
 
@@ -75,7 +76,7 @@ def test_output_is_reused_too(spec: mtpc.SpecModel) -> None:
 
 
 def test_no_reuse_where_not_asked_for(spec: mtpc.SpecModel) -> None:
-    options = replace(spec.options, prefix_caching=False)
+    options = changed(spec.options, prefix_caching=False)
     spec = mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
     assert spec.generate(PROMPTS[12], 4) == spec.generate(PROMPTS[12], 4)
     assert spec.stats.reused_tokens == spec.stats.pages_idle == 0
@@ -94,7 +95,7 @@ def test_state_that_is_not_in_pages_is_copied(name: str, spec: mtpc.SpecModel) -
         steps = {key: replace(step, layout=extended) for key, step in spec.program.steps.items()}
         shared = {**spec.program.shared, name: extended.allocate(name)}
         program = type(spec.program)(steps, shared)
-        return Engine(program, replace(spec.options, **options), 96)
+        return Engine(program, changed(spec.options, **options), 96)
 
     engine = engine_of(1 + 2 * slots, snapshot_bytes=3 * 2 * 64 * 8)
     engine.add(PROMPTS[12], 3)

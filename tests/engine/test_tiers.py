@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 import pytest
 from helpers.oracles import DraftOracle
+from helpers.plans import changed, plan_of
 from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
@@ -381,7 +381,7 @@ def test_bad_tiers(options: dict[str, Any], message: str) -> None:
 
 
 def test_tiers_are_settled() -> None:
-    options = CompileOptions(spec_tokens="auto", spec_tiers=(4, 1))  # type: ignore[arg-type]
-    assert (options.spec_tokens, options.tiers) == (4, (1, 4))
-    assert replace(options, max_len=64).tiers == (1, 4)
-    assert CompileOptions(spec_tokens=2).tiers == (2,)
+    plan = plan_of(spec_tokens="auto", spec_tiers=(4, 1))
+    assert (plan.spec_tokens, plan.tiers) == (4, (1, 4))
+    assert changed(plan, max_len=64).tiers == (1, 4)
+    assert plan_of(spec_tokens=2).tiers == (2,)

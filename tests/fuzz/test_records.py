@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed as changed_plan
+from helpers.plans import plan_of
 from helpers.store_writer import FIELDS, put
 
 from mtpc.backends.cpu_kernels.build import build_kernels, kernel_fields
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.backends.package import Package
 from mtpc.cli.cache import examine
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, DamagedEntryError, MtpcError, OptionError
 from mtpc.layout import BufferSpec, StepKey
 from mtpc.program.step_cache import KIND, RECORD, StepCache
@@ -30,7 +31,7 @@ from mtpc.store.machine import cpu_flags
 from mtpc.weights.recipes import Cast, Join, Packed, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
-OPTIONS = CompileOptions(max_len=32)
+OPTIONS = plan_of(max_len=32)
 PROGRAM = {**FIELDS, "kind": KIND, "format": str(FORMAT)}
 DEEP = b'{"kind": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 VALUES: tuple[Any, ...] = (
@@ -95,7 +96,7 @@ def test_forged_records(cache: StepCache, data: bytes) -> None:
     name = forge(cache, data)
     assert cache.find(KEY_OF_STEP) is None
     assert f"{name}: {RECORD} is not a record" in next(iter(cache.notes))
-    frozen = StepCache(cache.store, PROGRAM, OPTIONS, frozen=True)
+    frozen = StepCache(cache.store, PROGRAM, changed_plan(OPTIONS, frozen=True))
     with pytest.raises(DamagedEntryError, match=f"{name}: {RECORD} is not a record"):
         frozen.find(KEY_OF_STEP)
     assert [row.entry for row in examine(cache.store)] == [None]
@@ -105,7 +106,7 @@ def test_the_record_of_another_step(cache: StepCache) -> None:
     other = dataclasses.replace(record(), step=StepKey.decode(4, 3))
     forge(cache, other.to_json().encode())
     with pytest.raises(DamagedEntryError, match=r"step\.record\.json is that of decode"):
-        StepCache(cache.store, PROGRAM, OPTIONS, frozen=True).find(KEY_OF_STEP)
+        StepCache(cache.store, PROGRAM, changed_plan(OPTIONS, frozen=True)).find(KEY_OF_STEP)
     forge(cache, record().to_json().encode())
     assert cache.find(KEY_OF_STEP) is not None
 
@@ -143,7 +144,7 @@ def test_path_names_that_are_too_long(name: str, tmp_path: Path) -> None:
     for option in ("cache_dir", "kv_offload_dir", "draft"):
         for wrong in ("a\0b", "\ud800", 5):
             with pytest.raises(MtpcError, match=f"{option} is .*; expected a directory's path"):
-                CompileOptions(**{option: wrong})
+                plan_of(**{option: wrong})
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -208,7 +209,7 @@ def test_random_records(cache: StepCache, chances: Callable[..., Any]) -> None:
 def message_of(count: int) -> str:
     """What is said of a model with too few positions."""
     with pytest.raises(OptionError) as refused:
-        OPTIONS.for_model(count)
+        OPTIONS.given(max_positions=count)
     return str(refused.value)
 
 

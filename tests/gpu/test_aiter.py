@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers.batches import close, make_batch
 from helpers.fake_aiter import ALL, MLA, UNIFIED, installer
+from helpers.plans import plan_of
 from helpers.small_graphs import small_graph
 from helpers.tapes import op_names
 from helpers.triton_steps import compile_on
@@ -35,7 +36,6 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import GRANULE, live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -256,7 +256,7 @@ def _bound(
 ) -> Any:
     """A decode step bound to what was found; which libraries' ops it calls, and the notes."""
     sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 1, **changes}
-    options = CompileOptions(spec_tokens=spec_tokens, **sizes)
+    options = plan_of(spec_tokens=spec_tokens, **sizes)
     notes: list[str] = []
     compiler = StepCompiler(load(directory, dtype, True), options, EagerBackend())
     with torch.no_grad():
@@ -441,7 +441,7 @@ def _scratch(graph: StepGraph) -> dict[str, int]:
 def test_the_plan_counts_splits(wide_mla: Path, install: Callable[..., None]) -> None:
     """16 of one request with 16 heads: of four rows, or of a draft's one."""
     install(ALL)
-    options = CompileOptions(spec_tokens=3, batch_buckets=(1,), max_len=512, page_size=16)
+    options = plan_of(spec_tokens=3, batch_buckets=(1,), max_len=512, page_size=16)
     compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
     graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 3)))
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
@@ -501,7 +501,7 @@ def test_layers_share_what_is_computed_for_them(
 ) -> None:
     """Once for the target and the draft over all its rows, once for each single-row draft."""
     install(ALL)
-    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), max_len=64)
+    options = plan_of(spec_tokens=3, batch_buckets=(2,), max_len=64)
     compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
@@ -527,7 +527,7 @@ def test_text_is_that_of_the_references(
     """Ragged prefill of several prompts, decode, and drafts, on the null device."""
     install(ALL)
     directory = checkpoint(family) if family == "mimo" else wide(family)
-    options = CompileOptions(spec_tokens=2, batch_buckets=(1, 3), max_len=64, prefill_rows=4)
+    options = plan_of(spec_tokens=2, batch_buckets=(1, 3), max_len=64, prefill_rows=4)
     prompts = [[5, 9, 2], [7] * 19, [3, 1, 4, 1, 5]]
     texts, graphs = [], NullGraphs()
     for bindings in (aiter.aiter_bindings().bindings, ()):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fake_aiter import ALL, FUSED_MOE, SHUFFLE, installer
+from helpers.plans import plan_of
 from helpers.small_graphs import run, small_graph
 from helpers.tapes import op_names
 from helpers.triton_steps import compile_on
@@ -27,7 +28,6 @@ from mtpc.backends.eager import EagerBackend
 from mtpc.backends.memory import live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -352,7 +352,7 @@ def test_text_is_that_of_the_eager_backend(
     Shuffled twice, a weight of 128 inputs is as it was (its 16 rows of 16 pieces are transposed):
     with an odd number of steps, one that is shuffled for each step would be right at last.
     """
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=spec_tokens, batch_buckets=(1, 2, 3), max_len=64, prefill_rows=4
     )  # fmt: skip
     graphs = NullGraphs()
@@ -379,7 +379,7 @@ def test_layers_that_are_copied_have_their_weights_shuffled(
     from helpers import tiny
 
     tiny.make_checkpoint("glm4_moe", tmp_path, **WIDE, num_hidden_layers=7)
-    options = CompileOptions(spec_tokens=1, batch_buckets=(1, 2), max_len=64)
+    options = plan_of(spec_tokens=1, batch_buckets=(1, 2), max_len=64)
     texts, graphs = [], NullGraphs()
     backend = CudaBackend(graphs, EagerBackend().lower, found.bindings, device="cpu")
     for each in (backend, EagerBackend()):
@@ -390,7 +390,7 @@ def test_layers_that_are_copied_have_their_weights_shuffled(
         compiler = StepCompiler(loaded, options, each)
         assert compiler.pattern is not None
         assert compiler.pattern.traced < 6, "layer 5 is a copy"
-        model = SpecModel(loaded.served(), compiler.options, compiler.compile())
+        model = SpecModel(loaded.served(), compiler.plan, compiler.compile())
         assert (compiler.pattern is None) == (shared and each is backend)
         texts.append(model.generate(PROMPTS, 8))
         order = aiter.SHUFFLED if each is backend and not shared else ""

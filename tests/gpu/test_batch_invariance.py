@@ -18,6 +18,7 @@ import torch
 from helpers.batches import Batch, Mixture, close, make_batch, make_mixture
 from helpers.deltas import MAMBA, NARROW, Layer, Rule, make_rows
 from helpers.grouped import experts_call, random_weight
+from helpers.plans import plan_of
 from helpers.theorem import poison
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor
@@ -34,7 +35,6 @@ from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import combine, invariantly, load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.plans import plan
-from mtpc.config import CompileOptions
 
 pytestmark = pytest.mark.triton
 
@@ -253,7 +253,7 @@ def test_a_prompt_of_recurrent_state(rule: Rule) -> None:
 
 PROMPTS = [[5, 9, 14, 3, 7, 22, 6, 31, 17], [41, 8]]
 NEW = 4
-PLAIN = CompileOptions(
+PLAIN = plan_of(
     spec_tokens=0, batch_buckets=(1,), max_len=32, page_size=4, prefill_chunk=12, num_pages=30,
     sampling=True,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import plan_of
 from helpers.tapes import counting_graph, lower_eagerly
 from helpers.theorem import PROMPTS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +36,6 @@ from mtpc.backends.graphs import (
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.targets import parse_target
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CaptureError, OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -53,7 +53,7 @@ OPTIONS = dict(
 @pytest.fixture(scope="module")
 def on_null(checkpoint: Callable[..., Path]) -> tuple[SpecModel, CudaBackend, NullGraphs]:
     """A model compiled by the cuda backend on recorded graphs, with the reference ops."""
-    options, graphs = CompileOptions(**OPTIONS), NullGraphs()
+    options, graphs = plan_of(**OPTIONS), NullGraphs()
     backend = CudaBackend(graphs, lower_eagerly, (), device="cpu")
     loaded = load(checkpoint("mimo"), "float64", True)
     program = StepCompiler(loaded, options, backend).compile()
@@ -234,7 +234,7 @@ def _bind(checkpoint: Path, *bindings: Binding) -> tuple[StepGraph, list[str]]:
     """A decode step of a checkpoint, bound; and the notes taken on the way."""
     notes: list[str] = []
     loaded = load(checkpoint, "float64", True)
-    compiler = StepCompiler(loaded, CompileOptions(**OPTIONS), EagerBackend())
+    compiler = StepCompiler(loaded, plan_of(**OPTIONS), EagerBackend())
     graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 3)))
     BindKernels(bindings, notes.append).apply(graph)
     return graph, notes
@@ -289,7 +289,7 @@ def test_packed_weights_are_where_the_weights_are() -> None:
 
 def _decode_graph(checkpoint: Path, backend: Any) -> tuple[StepGraph, StepCompiler]:
     loaded = load(checkpoint, "float64", True)
-    compiler = StepCompiler(loaded, CompileOptions(**OPTIONS), backend)
+    compiler = StepCompiler(loaded, plan_of(**OPTIONS), backend)
     return compiler.rewrite(compiler.trace(StepKey.decode(1, 3))), compiler
 
 
@@ -317,7 +317,7 @@ def test_inductor_mutates_the_very_buffers(
     spec_tokens: int, checkpoint: Callable[..., Path]
 ) -> None:
     """The lowering for GPUs, on the CPU: Inductor's code leaves in the buffers what eager does."""
-    options = CompileOptions(**{**OPTIONS, "spec_tokens": spec_tokens, "batch_buckets": (1,)})
+    options = plan_of(**{**OPTIONS, "spec_tokens": spec_tokens, "batch_buckets": (1,)})
     directory = checkpoint("mimo") if spec_tokens else checkpoint("mimo", "plain")
     loaded = load(directory, "float64", spec_tokens > 0)
     compiler = StepCompiler(loaded, options, EagerBackend())

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.plans import plan_of
 from helpers.triton_here import COMPILES, NO_COMPILER
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mtpc.plan import Plan
 
 if not COMPILES:
     pytest.skip(NO_COMPILER, allow_module_level=True)
@@ -47,7 +50,6 @@ from mtpc.backends.triton_kernels.loading import (
 )
 from mtpc.backends.triton_kernels.plans import plan, step_launches
 from mtpc.backends.triton_kernels.tuning import Call, Tuner
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import Verifier
@@ -186,8 +188,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EntryStore:
     return EntryStore(tmp_path / "store")
 
 
-def _options(*passes: str) -> CompileOptions:
-    return CompileOptions(
+def _options(*passes: str) -> Plan:
+    return plan_of(
         spec_tokens=1,
         batch_buckets=(2,),
         max_len=64,

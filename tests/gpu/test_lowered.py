@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import EVERY_FAMILY
+from helpers.plans import changed, plan_of
 from helpers.tiny import make_checkpoint
 
 from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import NullMachine
-from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
 SLOW = pytest.mark.slow
-OPTIONS = CompileOptions(
+OPTIONS = plan_of(
     spec_tokens=1,
     batch_buckets=(1, 64),  # Slots for so many that caches by slot are larger than other values.
     max_len=64,
@@ -32,7 +31,7 @@ OPTIONS = CompileOptions(
 
 
 def _compiler(checkpoint: Path, **more: Any) -> StepCompiler:
-    loaded, options = load(checkpoint, "bfloat16", True), replace(OPTIONS, **more)
+    loaded, options = load(checkpoint, "bfloat16", True), changed(OPTIONS, **more)
     return StepCompiler(loaded, options, NullMachine().backend(), new_buffer=Layout.reserve)
 
 
@@ -123,7 +122,7 @@ def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> N
         lowered(
             StepCompiler(
                 loaded,
-                replace(OPTIONS, disabled_passes=disabled),
+                changed(OPTIONS, disabled_passes=disabled),
                 NullMachine().backend(),
                 new_buffer=Layout.reserve,
             ).rewritten(StepKey.decode(1, 1))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import EACH_FAMILY_OF_FEW
+from helpers.plans import plan_of
 from helpers.sampling_cases import make_rows
 from helpers.tapes import counting_graph, op_names, storages, taken
 from helpers.theorem import PROMPTS
@@ -22,7 +23,6 @@ from mtpc.api import SpecModel
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullDevice, Tape
-from mtpc.config import CompileOptions
 from mtpc.engine.readout import Readout
 from mtpc.errors import CaptureError
 from mtpc.layout import StepKey
@@ -40,7 +40,7 @@ def null_model(checkpoint: Callable[..., Any]) -> Callable[..., tuple[SpecModel,
 
     def get(family: str, **changes: Any) -> tuple[SpecModel, NullDevice]:
         sizes = {"spec_tokens": 3, "batch_buckets": (2,), "max_len": 64, "page_size": 4}
-        options = CompileOptions(**{**sizes, **changes})
+        options = plan_of(**{**sizes, **changes})
         if (family, options) not in made:
             device, loaded = NullDevice(), load(checkpoint(family), "float64", True)
             program = StepCompiler(loaded, options, device).compile()
@@ -92,7 +92,7 @@ def test_no_tensor_of_a_step_is_on_another_device(
     loaded = load(checkpoint(family), "float32", True)
     for module in (loaded.target, *loaded.mtp_layers):
         module.to("meta")
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=True
     )
     compiler = StepCompiler(loaded, options, EagerBackend())

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor, fx
+
+from mtpc.plan import Plan
 
 if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
@@ -36,7 +39,6 @@ from mtpc.backends.null import NullGraphs
 from mtpc.backends.peer_memory import MOST_BYTES, PEERS
 from mtpc.backends.triton_kernels import invariantly, triton_bindings
 from mtpc.capture.graph import operators
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.ops.collectives import is_collective
@@ -56,7 +58,7 @@ def generate(
     directory: Path,
     spec_tokens: int,
     dtype: str,
-    options: CompileOptions = OPTIONS,
+    options: Plan = OPTIONS,
     peers: Path | None = None,
 ) -> dict[str, Any]:
     """What a rank has when rank 0 has generated text.
@@ -73,7 +75,7 @@ def generate(
         ranks = replace(ranks, peer_bytes=MOST_BYTES)
     graphs = NullGraphs()
     backend = CudaBackend(graphs, EagerBackend().lower, triton_bindings(), device="cpu")
-    options = replace(options, spec_tokens=spec_tokens)
+    options = changed(options, spec_tokens=spec_tokens)
     loaded = load(directory, dtype, spec_tokens > 0)
     program = ranked(StepCompiler(loaded, options, backend, ranks=ranks).compile(), ranks)
     texts: list[list[int]] = []
@@ -178,7 +180,7 @@ def test_codes_and_a_trimmed_head_of_ranks(checkpoint: Callable[..., Path], tmp_
 
     Codes of fp8 are dequantised exactly on a GPU, so a rank's part of a row needs no scale.
     """
-    options = replace(OPTIONS, quantize="fp8", kv_cache_dtype="int8", draft_vocab=tuple(range(60)))
+    options = changed(OPTIONS, quantize="fp8", kv_cache_dtype="int8", draft_vocab=tuple(range(60)))
     backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
     wanted = triton_steps.compile_on(checkpoint("mimo"), backend, options).generate(
         PROMPTS, NEW, ignore_eos=True

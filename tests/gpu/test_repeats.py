@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.plans import plan_of
 from helpers.whole_steps import values_after
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,12 +20,11 @@ from mtpc.backends import cuda
 from mtpc.backends.cuda import cut_step
 from mtpc.backends.repeats import cut_repeats
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
-OPTIONS = CompileOptions(
+OPTIONS = plan_of(
     spec_tokens=3, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=False
 )
 DECODE, PREFILL = StepKey.decode(2, 3), StepKey.prefill(2, 8, 3)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import bf16
+from helpers.plans import plan_of
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 from benchmarks.gpu.machine import NullMachine
 from mtpc.backends.gpu.ops.skinny import MOST_ROWS
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -101,7 +101,7 @@ def test_schemas_and_fakes() -> None:
 def rewritten(directory: Path, key: StepKey) -> list[fx.Node]:
     """Calls of a step."""
     sizes = {"batch_buckets": (key.bucket.num_reqs,), "max_len": 64}
-    options = CompileOptions(spec_tokens=key.spec_tokens, **sizes)  # type: ignore[arg-type]
+    options = plan_of(spec_tokens=key.spec_tokens, **sizes)  # type: ignore[arg-type]
     compiler = StepCompiler(load(directory, "bfloat16", True), options, NullMachine().backend())
     graph = compiler.rewritten(key).graph
     return [node for node in graph.nodes if node.op == "call_function"]

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import fx
+
+from mtpc.plan import Plan
 
 if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
@@ -39,7 +41,6 @@ from mtpc.backends.null import NullGraphs
 from mtpc.backends.triton_kernels import NAMESPACES, chunks, refuses, triton_bindings
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.backends.triton_kernels.plans import step_launches
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
@@ -73,7 +74,7 @@ def test_prompts_in_chunks_emit_the_same_tokens(
     monkeypatch.setattr(chunks, "CHUNK", 16)
     monkeypatch.setattr(chunks, "_LEAST_ROWS", 20)
     prompts = [[41, 8], list(range(3, 40))]
-    options = replace(OPTIONS, prefill_chunk=24, max_len=48, num_pages=40)
+    options = changed(OPTIONS, prefill_chunk=24, max_len=48, num_pages=40)
     ours, theirs = _compare(checkpoint(family), options, FAMILIES[family], prompts=prompts)
     held = {n: t for n, t in theirs.program.shared.items() if t.is_floating_point()}
     assert sum(name.endswith("recurrent") for name in held) >= 1
@@ -98,7 +99,7 @@ def test_steps_of_other_widths(spec_tokens: int, checkpoint: Callable[..., Path]
     """Plain decoding, one draft, and four; all other tests have two."""
     # A chunk of which half fits beside drafts, or decoding and prefill take turns; and a prompt
     # of which some is left then.
-    options = replace(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
+    options = changed(OPTIONS, spec_tokens=spec_tokens, prefill_chunk=max(6, 2 * spec_tokens + 4))
     prompts = [PROMPTS[0], PROMPTS[0] + PROMPTS[1]]
     _compare(checkpoint("mimo"), options, {"paged_attention"}, prompts=prompts)
 
@@ -111,7 +112,7 @@ def test_int8_drafts_are_the_same(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]
 ) -> None:
     """The draft's linears, experts and head: what the reference accepts is accepted."""
-    options = replace(OPTIONS, enabled_passes=("quantise-draft",))
+    options = changed(OPTIONS, enabled_passes=("quantise-draft",))
     _compare(checkpoint(family), options, {"paged_attention", "grouped_linear", *of_layers})
 
 
@@ -123,7 +124,7 @@ def test_steps_on_codes_emit_the_same_tokens(
     family: str, of_layers: set[str], checkpoint: Callable[..., Path]
 ) -> None:
     """Of all linears and experts that a scheme rounds."""
-    options, called = replace(OPTIONS, quantize="int4-g32"), {"paged_attention", "grouped_linear"}
+    options, called = changed(OPTIONS, quantize="int4-g32"), {"paged_attention", "grouped_linear"}
     _compare(checkpoint(family), options, {*called, *of_layers}, prompts=PROMPTS[:2], new=3)
 
 
@@ -144,7 +145,7 @@ def test_steps_on_pages_of_codes_emit_the_same_tokens(
     family: str, kind: str, spec_tokens: int, checkpoint: Callable[..., Path]
 ) -> None:
     """Nothing is left to a reference, and codes and scales in the pages are alike."""
-    options = replace(OPTIONS, kv_cache_dtype=kind, spec_tokens=spec_tokens)
+    options = changed(OPTIONS, kv_cache_dtype=kind, spec_tokens=spec_tokens)
     expected = FAMILIES.get(family, {"paged_attention"})
     ours, theirs = _compare(checkpoint(family), options, expected)
     held = {n: t for n, t in theirs.program.shared.items() if n.endswith("_scale")}
@@ -165,7 +166,7 @@ def test_a_layer_on_codes_has_one_launch_before_attention(
     """Triton launches what writes float8, which Inductor would copy."""
     loaded = load(checkpoint("glm4_moe"), "bfloat16", True)
     backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
-    compiler = StepCompiler(loaded, replace(OPTIONS, kv_cache_dtype=kind), backend)
+    compiler = StepCompiler(loaded, changed(OPTIONS, kv_cache_dtype=kind), backend)
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
     called = Counter(str(n.target) for n in graph.graph.nodes)
     library = "mtpc_loaded" if kind == "fp8" else "mtpc_triton"
@@ -177,7 +178,7 @@ def test_a_layer_on_codes_has_one_launch_before_attention(
 
 def test_sampled_steps_emit_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
     """Filters, penalties and log-probabilities, a request's own each, in verify and in drafts."""
-    options = replace(OPTIONS, sampling=True)
+    options = changed(OPTIONS, sampling=True)
     params = SamplingParams(
         temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5,
         logit_bias={7: 1.5}, logprobs=2,
@@ -206,7 +207,7 @@ def test_fused_norms_emit_the_same_tokens(
     wrongly: here they are told to take float16."""
     for module in (fuse_cache_write, fuse_elementwise, fuse_skinny_linears, rotary):
         monkeypatch.setattr(module, "is_narrow", _is_float16)
-    options = replace(OPTIONS, enabled_passes=FUSED)
+    options = changed(OPTIONS, enabled_passes=FUSED)
     expected = FAMILIES.get(family, {"paged_attention"}) | NORMS | linears | {"rotate_and_write"}
     _compare(checkpoint(family), options, expected, dtype="float16")
 
@@ -218,7 +219,7 @@ def _is_float16(node: Any) -> bool:
 
 def _compare(
     directory: Path,
-    options: CompileOptions,
+    options: Plan,
     expected: set[str],
     dtype: str = "float32",
     prompts: list[list[int]] = PROMPTS,
@@ -315,7 +316,7 @@ def _fused_launches(directory: Path, *disabled: str) -> Iterator[Counter[str]]:
     loaded = load(directory, "bfloat16", True)
     backend = CudaBackend(NullGraphs(), EagerBackend().lower, triton_bindings(), device="cpu")
     enabled = (*FUSED, "merge-projections")
-    options = replace(OPTIONS, enabled_passes=enabled, disabled_passes=disabled)
+    options = changed(OPTIONS, enabled_passes=enabled, disabled_passes=disabled)
     compiler = StepCompiler(loaded, options, backend)
     for key in (StepKey.decode(2, 2), compiler.keys[-1]):
         graph = compiler.rewritten(key)

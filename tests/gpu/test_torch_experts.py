@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.batches import Mixture, close, make_mixture
 from helpers.expert_steps import experts_step
+from helpers.plans import plan_of
 from helpers.tapes import lower_eagerly
 from helpers.triton_steps import compile_on
 from torch import Tensor, fx
@@ -31,7 +32,6 @@ from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.models.load import load
 from mtpc.ops import references
@@ -277,7 +277,7 @@ def test_batch_invariance_refuses_it() -> None:
 
 # ---- whole steps ------------------------------------------------------------------------------
 
-OPTIONS = CompileOptions(
+OPTIONS = plan_of(
     spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=32, num_pages=40,
     sampling=False,
 )  # fmt: skip

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.plans import changed
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
 if not INTERPRETS:
@@ -124,7 +124,7 @@ def test_trial_arguments_are_those_of_a_step(
     Layers repeat calls of the same sizes: kernels run once for each.
     """
     loaded = load(checkpoint(family), "float32", True)
-    options = replace(OPTIONS, enabled_passes=("lower-choices",), kv_cache_dtype=codes)
+    options = changed(OPTIONS, enabled_passes=("lower-choices",), kv_cache_dtype=codes)
     compiler = StepCompiler(loaded, options, EagerBackend())
     seen, sizes = set[str](), set[Any]()
     for key in (StepKey.decode(2, 2), compiler.keys[-1]):

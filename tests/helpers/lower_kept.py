@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from helpers.plans import plan_of
 from helpers.small_graphs import small_graph
 from mtpc.backends import cuda, kept_steps
 from mtpc.backends.cuda import CudaBackend, lower_by_inductor
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -60,7 +60,7 @@ def keeping(store: EntryStore) -> CudaBackend:
 
 
 def _decode(checkpoint: str, backend: CudaBackend) -> StepGraph:
-    options = CompileOptions(spec_tokens=1, batch_buckets=(1,), max_len=64, page_size=16)
+    options = plan_of(spec_tokens=1, batch_buckets=(1,), max_len=64, page_size=16)
     compiler = StepCompiler(load(Path(checkpoint), "float32", True), options, backend)
     return compiler.rewritten(StepKey.decode(1, 1))
 

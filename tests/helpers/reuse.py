@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mtpc
+from helpers.plans import changed
 from helpers.theorem import FLOAT32_STEPS, poison
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request
@@ -101,7 +102,7 @@ class Fresh:
     """Texts and drafts of a program without reuse, memoised."""
 
     def __init__(self, spec: mtpc.SpecModel):
-        options = replace(spec.options, prefix_caching=False)
+        options = changed(spec.options, prefix_caching=False)
         self.spec, self.engine = spec, Engine(spec.program, options, spec.engine.vocab_size)
         self._answers: dict[Text, Text] = {}
         self._drafts: dict[Text, list[int]] = {}
@@ -203,7 +204,7 @@ class Conversations:
     def _engine(self, snapshots: int, **options: Any) -> Engine:
         """A new engine on the program, with memory for a number of snapshots."""
         nbytes = self.spec.engine._states.nbytes
-        made = replace(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
+        made = changed(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
         return Engine(self.program, made, self.spec.engine.vocab_size)
 
     def _prompts(self, drawn: list[Ask]) -> list[Text]:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from helpers.plans import plan_of
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
-from mtpc.config import CompileOptions
 from mtpc.models.load import load
+from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 
 PROMPTS = [[5, 9, 14, 3, 7, 22], [41, 8], [60, 3, 8, 17, 2]]
 """Chunks of six, so that the second prompt is prefilled in a step in which the first decodes."""
-OPTIONS = CompileOptions(
+OPTIONS = plan_of(
     spec_tokens=2,
     batch_buckets=(2,),
     max_len=32,
@@ -26,7 +27,7 @@ OPTIONS = CompileOptions(
 
 
 def compile_on(
-    directory: Path, backend: CudaBackend, options: CompileOptions, dtype: str = "float32"
+    directory: Path, backend: CudaBackend, options: Plan, dtype: str = "float32"
 ) -> SpecModel:
     loaded = load(directory, dtype, True)
     program = StepCompiler(loaded, options, backend).compile()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import mtpc
 from helpers.families import TINY
+from helpers.plans import plan_of
 from mtpc.backends.base import Backend
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
@@ -26,7 +26,7 @@ def rewritten(
 ) -> StepGraph:
     """A greedy decode step's graph after the passes, by default those of the cpu backend."""
     sizes = {"spec_tokens": 1, "batch_buckets": (2,), "max_len": 64}
-    chosen = CompileOptions(**{**sizes, "sampling": False, **options})
+    chosen = plan_of(**{**sizes, "sampling": False, **options})
     compiler = StepCompiler(load(str(directory), dtype, True), chosen, backend or CpuBackend())
     return compiler.rewritten(compiler.keys[0])
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from helpers.families import FAMILY_NAMES, TINY
 from helpers.places import ROOT
+from helpers.plans import plan_of
 
 import mtpc
 from mtpc.backends import make_backend
 from mtpc.capture.split import CROSS_MEANING
-from mtpc.config import CompileOptions
 from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.hosted import _as_stated
 from mtpc.layout import HOST, VERIFY, BufferSpec, Layout, dtype_name
@@ -35,7 +35,7 @@ TABLE = re.compile(
 def layouts(checkpoint: Callable[..., Path]) -> dict[str, Layout]:
     """Every buffer of every family, with sampling, by family; crossing values left out."""
     made = {}
-    options = CompileOptions(
+    options = plan_of(
         **{**TINY, "spec_tokens": 2, "batch_buckets": (4,), "num_pages": 89, "sampling": True},
         prefill_rows=4,
     )

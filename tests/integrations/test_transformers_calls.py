@@ -8,7 +8,6 @@ import runpy
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 import transformers
 from helpers.families import TINY
 from helpers.places import ROOT
+from helpers.plans import changed
 from helpers.side_by_side import EOS, RAGGED, Streamer, batch, letters, same
 from helpers.theorem import PROMPTS
 from transformers import generation
@@ -177,7 +177,7 @@ def test_other_models(generator: Any, compiled: Callable[..., Any]) -> None:
 
 def test_greedy_steps_refuse_sampling(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the option's name."""
-    greedy = replace(generator.spec.options, sampling=False, token_mask=False)
+    greedy = changed(generator.spec.options, sampling=False, token_mask=False)
     monkeypatch.setattr(generator.spec.engine, "options", greedy)
     with pytest.raises(RequestError, match="compile with sampling=True"):
         generator.generate(**RAGGED, do_sample=True, max_new_tokens=2)

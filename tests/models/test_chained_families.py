@@ -14,11 +14,11 @@ import torch
 import transformers
 from helpers import tiny
 from helpers.families import TINY
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import make_backend
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.families.step3p7 import ClampedExperts
 from mtpc.models.hf import OrderedRotary
@@ -33,7 +33,7 @@ FAMILIES = ("mimo_v2", "step3p7")
 
 
 def compiler_of(directory: Path, spec_tokens: int) -> StepCompiler:
-    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(4,), **TINY)
+    options = plan_of(spec_tokens=spec_tokens, batch_buckets=(4,), **TINY)
     return StepCompiler(load(directory, "float64", True), options, make_backend("eager"))
 
 
@@ -89,7 +89,7 @@ def test_sliding_layers_hold_their_window(family: str, checkpoint: Callable[...,
         assert rows < config.sliding_window - 1 + step + page
         per_token = heads * width * 8
         assert layout.nbytes(name) == (4 * rows + page) * per_token
-    assert layout.nbytes(rings[0]) < compiler.options.page_count * page * per_token
+    assert layout.nbytes(rings[0]) < compiler.plan.num_pages * page * per_token
 
 
 @pytest.mark.parametrize("family", FAMILIES)

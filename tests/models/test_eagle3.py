@@ -14,13 +14,13 @@ import transformers
 from helpers import eagle, tiny
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
+from helpers.plans import plan_of
 from helpers.released.eagle3 import Eagle3
 from helpers.theorem import PROMPTS, check_drafts
 from helpers.tiny import apart
 from safetensors.torch import load_file, save_file
 
 import mtpc
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.models.load import SteppedModel, load
 from mtpc.program.model_key import checkpoint_fields, sample_digest
@@ -406,5 +406,5 @@ def test_what_else_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -
 
 
 def test_without_drafts_a_head_is_not_read(tmp_path: Path) -> None:
-    options = CompileOptions(draft=tmp_path / "nothing", spec_tokens=0)
-    assert options.drafter is None
+    options = plan_of(draft=tmp_path / "nothing", spec_tokens=0)
+    assert options.draft == ""

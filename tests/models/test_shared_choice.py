@@ -6,7 +6,6 @@ The oracle is the page of plain code, uncached: later rows attend to the last ce
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
+from helpers.plans import changed
 from helpers.released import PAGES
 from helpers.reuse import Conversations, check_reuse
 from helpers.sampling_oracle import FILTERS
@@ -100,7 +100,7 @@ def test_reuse_and_preemption(compiled: Callable[..., Any]) -> None:
 
 def sampled(spec: Any, asks: list[Request], **options: Any) -> tuple[list[Any], Engine]:
     """Texts of requests that an engine of its own serves, with the drafts after each step."""
-    engine = Engine(spec.program, replace(spec.options, **options), spec.engine.vocab_size)
+    engine = Engine(spec.program, changed(spec.options, **options), spec.engine.vocab_size)
     drafts: list[dict[int, list[int]]] = [{} for _ in asks]
     for ask in asks:
         engine.submit(ask)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import bf16
+from helpers.plans import of_backend
 from helpers.small_graphs import operations, run, small_graph
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.backends import make_backend, settle_prefill
+from mtpc.backends import make_backend
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError
 from mtpc.passes import Verifier, run_pipeline
 
@@ -82,17 +82,16 @@ def test_schemas_and_fakes() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "auto"])
 def test_a_cpu_always_is(backend: str) -> None:
     """In bfloat16: the steps, and their keys, are those of every program."""
-    settled = settle_prefill(CompileOptions(backend=backend, batch_invariant=True), "bfloat16")
+    settled = of_backend(backend, "bfloat16", batch_invariant=True)
     assert (settled.backend, settled.batch_invariant) == ("cpu", False)
     with pytest.raises(OptionError, match="dtype 'float32' on the cpu backend"):
-        settle_prefill(CompileOptions(backend=backend, batch_invariant=True), "float32")
+        of_backend(backend, "float32", batch_invariant=True)
 
 
 def test_others_cannot() -> None:
-    given = CompileOptions(backend="cuda", batch_invariant=True)
-    assert settle_prefill(given, "float32").batch_invariant
+    assert of_backend("cuda", "float32", batch_invariant=True).batch_invariant
     for name in ("eager", "null"):
         with pytest.raises(OptionError, match=f"batch_invariant is True with backend '{name}'"):
-            settle_prefill(CompileOptions(backend=name, batch_invariant=True), "bfloat16")
+            of_backend(name, "bfloat16", batch_invariant=True)
         with pytest.raises(OptionError, match="expected 'cuda' or 'cpu'"):
             make_backend(name, batch_invariant=True)

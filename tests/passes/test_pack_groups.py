@@ -11,13 +11,13 @@ import torch
 from helpers.batches import bf16
 from helpers.families import TINY
 from helpers.grouped import pack_codes
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 
 import mtpc
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
 from mtpc.config import SCHEMES as NAMES
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -143,13 +143,13 @@ def test_schemes_are_those_of_the_options() -> None:
     with pytest.raises(
         OptionError, match=r"'int4_g32' \(the nearest is 'int4-g32'\); expected one"
     ):
-        CompileOptions(quantize="int4_g32")
+        plan_of(quantize="int4_g32")
 
 
 def test_the_pass_takes_linears_and_experts(checkpoint: Callable[..., Path]) -> None:
     """All but embeddings, routers and the MTP layer's joint; q, k and v become one."""
-    options = CompileOptions(spec_tokens=1, batch_buckets=(2,), quantize="int4-g32", **TINY)
-    loaded = load(checkpoint("glm4_moe"), options.dtype, needs_mtp=True)
+    options = plan_of(spec_tokens=1, batch_buckets=(2,), quantize="int4-g32", **TINY)
+    loaded = load(checkpoint("glm4_moe"), options.dtype or None, needs_mtp=True)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 1)))
     calls = list(operators(graph.graph))

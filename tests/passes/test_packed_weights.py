@@ -14,6 +14,7 @@ import torch
 from helpers.batches import WITHIN, Mixture, bf16, make_mixture
 from helpers.compiled import run_on
 from helpers.families import TINY
+from helpers.plans import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +24,6 @@ from mtpc.backends import make_backend
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -51,8 +51,8 @@ def compiler(checkpoint: Callable[..., Path]) -> Callable[..., StepCompiler]:
     """compiler(family, **options): a StepCompiler on the eager backend."""
 
     def get(family: str, **options: Any) -> StepCompiler:
-        parsed = CompileOptions(**{"spec_tokens": 3, "batch_buckets": (2,), **TINY, **options})
-        loaded = load(checkpoint(family), parsed.dtype, needs_mtp=True)
+        parsed = plan_of(**{"spec_tokens": 3, "batch_buckets": (2,), **TINY, **options})
+        loaded = load(checkpoint(family), parsed.dtype or None, needs_mtp=True)
         return StepCompiler(loaded, parsed, make_backend("eager"))
 
     return get

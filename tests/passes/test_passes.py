@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import plan_of
 from helpers.small_graphs import Function, check_pass, operations, run, small_graph
 from helpers.spelled_out import spell_out
 from torch import Tensor, fx, nn
@@ -232,11 +233,16 @@ def test_the_verifier_sees_a_wrong_shape() -> None:
 
 def test_pass_options() -> None:
     with pytest.raises(OptionError, match="unknown pass 'fuse-chain'"):
-        select_passes({}, ("fuse-chain",), ())
+        select_passes(plan_of(disabled_passes=("fuse-chain",)))
     with pytest.raises(OptionError, match="cannot be disabled"):
-        select_passes({}, ("resize-metadata",), ())
-    assert [step.name for step in select_passes({}, (), ())] == [*pass_names("required", "on")]
-    names = [step.name for step in select_passes({}, ("hoist-shared",), ("merge-projections",))]
+        select_passes(plan_of(disabled_passes=("resize-metadata",)))
+    assert [step.name for step in select_passes(plan_of())] == [*pass_names("required", "on")]
+    names = [
+        step.name
+        for step in select_passes(
+            plan_of(disabled_passes=("hoist-shared",)), ("merge-projections",)
+        )
+    ]
     assert "hoist-shared" not in names
     assert names[-1] == "merge-projections"
 

@@ -11,6 +11,7 @@ import torch
 from helpers.batches import bf16, mixture
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.grouped import Packed
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 from torch import Tensor, fx
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.capture.graph import operators
-from mtpc.config import CompileOptions
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes.quantise_draft import draft_spec
@@ -73,8 +73,8 @@ def test_experts_are_near_the_exact_ones(sizes: tuple[int, int, int], dtype: tor
 def test_the_pass_takes_drafts_and_leaves_the_target(
     checkpoint: Callable[..., Path], family: str
 ) -> None:
-    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), **TINY, **QUANTISED)
-    loaded = load(checkpoint(family), options.dtype, needs_mtp=True)
+    options = plan_of(spec_tokens=3, batch_buckets=(2,), **TINY, **QUANTISED)
+    loaded = load(checkpoint(family), options.dtype or None, needs_mtp=True)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
     calls = list(operators(graph.graph))
@@ -112,10 +112,10 @@ def test_drafts_of_a_checkpoint_of_codes_are_int8_too(
     """The head is read in two forms; text stays, from the cache as well."""
     quantise_checkpoint(checkpoint("mimo"), tmp_path / "out", scheme, head=True)
     both = ("quantise-draft", "pack-groups")
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=2, batch_buckets=(2,), dtype="bfloat16", enabled_passes=both, **TINY
     )
-    loaded = load(tmp_path / "out", options.dtype, needs_mtp=True)
+    loaded = load(tmp_path / "out", options.dtype or None, needs_mtp=True)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
     codes = [n.args[1] for n, op in operators(graph.graph) if op is OPS.grouped_linear.default]

@@ -12,6 +12,7 @@ import torch
 from helpers.batches import bf16
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.grouped import pack_codes
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.backends.pipeline import select_passes
 from mtpc.cli.main import main
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -115,8 +115,8 @@ def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_target_keeps_its_head(checkpoint: Callable[..., Path], phase: str) -> None:
-    options = CompileOptions(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
-    loaded = load(checkpoint("mimo"), options.dtype, needs_mtp=True)
+    options = plan_of(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
+    loaded = load(checkpoint("mimo"), options.dtype or None, needs_mtp=True)
     compiler = StepCompiler(loaded, options, make_backend("eager"))
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = compiler.rewrite(compiler.trace(key))
@@ -148,11 +148,11 @@ def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
 )  # fmt: skip
 def test_bad_lists(value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        CompileOptions(draft_vocab=value)
+        plan_of(draft_vocab=value)
 
 
 def test_a_number_is_the_lowest_ids() -> None:
-    assert CompileOptions(draft_vocab=3).draft_vocab == (0, 1, 2)
+    assert plan_of(draft_vocab=3).draft_vocab == (0, 1, 2)
 
 
 def test_a_list_for_another_model(checkpoint: Callable[..., Path]) -> None:
@@ -162,8 +162,11 @@ def test_a_list_for_another_model(checkpoint: Callable[..., Path]) -> None:
 
 def test_the_pass_needs_a_list() -> None:
     with pytest.raises(OptionError, match="needs the option draft_vocab"):
-        select_passes({}, (), ("trim-draft-head",))
-    names = [p.name for p in select_passes({}, ("trim-draft-head",), (), LISTED)]
+        select_passes(plan_of(enabled_passes=("trim-draft-head",)))
+    names = [
+        p.name
+        for p in select_passes(plan_of(disabled_passes=("trim-draft-head",), draft_vocab=LISTED))
+    ]
     assert "trim-draft-head" not in names
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.plans import plan_of
 from helpers.spelled_out import spell_out
 from helpers.whole_steps import different, values_after
 
@@ -16,7 +17,6 @@ from mtpc.backends import make_backend
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.pipeline import pass_names, select_passes
 from mtpc.capture.graph import StepGraph, operators
-from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey
 from mtpc.layout.buffers import Q, R
@@ -37,7 +37,7 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
     def get(family: str, spec_tokens: int = 3, **changes: Any) -> StepCompiler:
         key = (family, spec_tokens, *sorted(changes.items()))
         if key not in made:
-            options = CompileOptions(
+            options = plan_of(
                 **{"spec_tokens": spec_tokens, "batch_buckets": (2,), **TINY, **changes}
             )
             loaded = load(checkpoint(family), "float64", spec_tokens > 0)
@@ -172,7 +172,7 @@ def test_passes_match_however_arguments_are_spelled(
     family: str, checkpoint: Callable[..., Any]
 ) -> None:
     """By position or by name, with defaults or without: every pass finds the same."""
-    options = CompileOptions(
+    options = plan_of(
         batch_buckets=(2,), dtype="bfloat16", enabled_passes=pass_names(), draft_vocab=24, **TINY
     )
     loaded = load(checkpoint(family), "bfloat16", needs_mtp=True)
@@ -182,8 +182,9 @@ def test_passes_match_however_arguments_are_spelled(
         graph = built.rewrite(built.trace(StepKey.decode(2, 3)), until="fuse-draft-chain")
         if spelled_out:
             spell_out(graph)
-        names = (built._lowering.buffer_names, (), options.enabled_passes, options.draft_vocab)
-        run_pipeline(graph, select_passes(*names), Verifier(propagate=True))
+        names = built._lowering.buffer_names
+        passes = select_passes(options, buffer_names=names)
+        run_pipeline(graph, passes, Verifier(propagate=True))
         found.append({r.name: r.rewrites for r in graph.history})
     plain, spelled = found
     assert plain == spelled
@@ -210,7 +211,9 @@ def test_the_verifier_sees_a_dropped_write(compiler: Callable[..., StepCompiler]
     built = compiler("mimo")
     graph = built.trace(StepKey.decode(2, 3))
     verifier = Verifier(propagate=False)
-    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
+    run_pipeline(
+        graph, select_passes(plan_of(), buffer_names=built._lowering.buffer_names)[:3], verifier
+    )
     writes = [n for n in graph.graph.nodes if n.target is torch.ops.mtpc.write_cache.default]
     graph.graph.erase_node(writes[-1])
     with pytest.raises(GraphError, match=r"effects on kv.2.v changed"):
@@ -222,7 +225,9 @@ def test_the_verifier_sees_a_moved_read(compiler: Callable[..., StepCompiler]) -
     built = compiler("mimo")
     graph = built.trace(StepKey.decode(2, 3))
     verifier = Verifier(propagate=False)
-    run_pipeline(graph, select_passes(built._lowering.buffer_names, (), ())[:3], verifier)
+    run_pipeline(
+        graph, select_passes(plan_of(), buffer_names=built._lowering.buffer_names)[:3], verifier
+    )
     nodes = list(graph.graph.nodes)
     write = next(n for n in nodes if n.target is torch.ops.mtpc.write_cache.default)
     read = next(n for n in nodes if n.target is torch.ops.mtpc.paged_attention.default)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from helpers.plans import plan_of
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -22,7 +24,6 @@ from helpers import tiny  # noqa: E402
 
 import mtpc  # noqa: E402
 from mtpc.backends import make_backend  # noqa: E402
-from mtpc.config import CompileOptions  # noqa: E402
 from mtpc.layout import StepKey  # noqa: E402
 from mtpc.models.load import load  # noqa: E402
 from mtpc.program.compiler import StepCompiler  # noqa: E402
@@ -79,11 +80,11 @@ def run_mtpc(
     directory: Path, spec_tokens: int, work: Work, dtype: str, rules: Mapping[str, Any]
 ) -> list[Decoded]:
     """Each prompt decoded by mtpc, one after the other, wired as `rules` say."""
-    options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
+    options = plan_of(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
     rows = check_rules(rules)
     loaded = load(directory, dtype, spec_tokens > 0, rows, **tiny.drafter(directory))
     compiler = StepCompiler(loaded, options, make_backend("eager"))
-    spec = mtpc.SpecModel(loaded.served(), compiler.options, compiler.compile(), loaded)
+    spec = mtpc.SpecModel(loaded.served(), compiler.plan, compiler.compile(), loaded)
     # Servers count all drafts of a request's last step; our statistics only those handed out. So
     # they are counted here, from what each step reports.
     report = spec.program.steps[StepKey.decode(1, spec_tokens)].buffers["batch.num_accepted"]

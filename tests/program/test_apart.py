@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from helpers.compiled import give_kernels
 from helpers.families import TINY
+from helpers.plans import plan_of
 
 import mtpc
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, CapacityError
 from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
@@ -60,7 +60,7 @@ def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
 
     def run(directory: Path, listener: Any = lambda progress: None, **changes: Any) -> bool:
         source = Checkpoint(directory)
-        options = CompileOptions(**{**OPTIONS, "cache_dir": cache, **changes})
+        options = plan_of(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
         return build_in_child(source, options, graph_keys(options, "fused"), opened, listener, True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.plans import plan_of
 from torch import fx
 
 from mtpc.api import SpecModel
@@ -20,7 +21,6 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.null import NullGraphs
 from mtpc.backends.tape import write_tape
 from mtpc.capture.fake_calls import form_of
-from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import LoadedModel, load
@@ -38,9 +38,7 @@ DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 }
 """Family -> its changes, and first layer, period and number of layers that are traced."""
 
-OPTIONS = CompileOptions(
-    spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8
-)
+OPTIONS = plan_of(spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8)
 
 
 def cuda() -> CudaBackend:
@@ -137,7 +135,7 @@ def test_a_model_with_copied_layers_runs(backend: Callable[[], Backend], tmp_pat
         if not copies:
             compiler.pattern = None
         program = compiler.compile()
-        model = SpecModel(loaded.served(), compiler.options, program, loaded)
+        model = SpecModel(loaded.served(), compiler.plan, program, loaded)
         history = [record.name for record in next(iter(program.steps.values())).graph.history]
         assert (CopyLayers.name in history) == copies
         texts.append([each.token_ids for each in model.generate([[1, 2, 3], [4] * 9], 12)])

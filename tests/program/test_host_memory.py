@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from helpers.families import TINY
+from helpers.plans import plan_of
 
 from mtpc.backends.cpu.backend import CpuBackend
-from mtpc.config import CompileOptions
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -22,9 +22,7 @@ def test_planned_weights_are_those_that_a_step_packs(
     scheme: str | None, checkpoint: Callable[..., Path]
 ) -> None:
     """Plain ones in two bytes a weight, and those of a scheme at their own size."""
-    options = CompileOptions(
-        **TINY, spec_tokens=1, batch_buckets=(1,), backend="cpu", quantize=scheme
-    )
+    options = plan_of(**TINY, spec_tokens=1, batch_buckets=(1,), backend="cpu", quantize=scheme)
     loaded = load(checkpoint("mimo", "random"), "bfloat16", True, headers_only=True)
     compiler = StepCompiler(loaded, options, CpuBackend(), new_buffer=Layout.reserve)
     compiler.weights.defers = True
@@ -39,15 +37,15 @@ def test_planned_state_has_its_snapshots(checkpoint: Callable[..., Path]) -> Non
     """As many as there is memory for, and no more than pages; none without reuse."""
     loaded = load(checkpoint("qwen3_next", "random"), "bfloat16", True, headers_only=True)
 
-    def planned(**changes: Any) -> int:
-        options = CompileOptions(
+    def needed(**changes: Any) -> int:
+        options = plan_of(
             **TINY, spec_tokens=1, batch_buckets=(2,), backend="cpu", num_pages=6, **changes
         )
         return need_of_model(StepCompiler(loaded, options, CpuBackend()), True).buffers
 
     heads, key, value, inputs = 4, 8, 12, 2 * 2 * 8 + 4 * 12 + 2 * 4
     each = 4 * heads * key * value + 2 * (1 + 3) * inputs + 4
-    none = planned(snapshot_bytes=0)
-    assert planned(snapshot_bytes=3 * each + 7) - none == 3 * each
-    assert planned() - none == 5 * each
-    assert planned(prefix_caching=False) == none
+    none = needed(snapshot_bytes=0)
+    assert needed(snapshot_bytes=3 * each + 7) - none == 3 * each
+    assert needed() - none == 5 * each
+    assert needed(prefix_caching=False) == none

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.families import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
+from helpers.plans import changed, plan_of
 from helpers.tapes import op_names
 
 from mtpc.backends.cuda import CudaBackend
@@ -21,10 +22,10 @@ from mtpc.backends.null import NullGraphs
 from mtpc.backends.placing import place_live, pool_bytes
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError
 from mtpc.layout import StepKey
 from mtpc.models.load import LoadedModel, load
+from mtpc.plan import Plan
 from mtpc.program import memory_plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.memory_plan import (
@@ -36,9 +37,7 @@ from mtpc.program.memory_plan import (
     steady,
 )
 
-OPTIONS = CompileOptions(
-    spec_tokens=2, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8
-)
+OPTIONS = plan_of(spec_tokens=2, batch_buckets=(1, 2), max_len=64, page_size=4, prefill_chunk=8)
 
 
 def backend(free: int | None = None) -> CudaBackend:
@@ -69,7 +68,7 @@ def test_the_estimate_holds_what_is_recorded(family: str, checkpoint: Callable[.
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_steps_share_a_pool_without_overlap(family: str, checkpoint: Callable[..., Path]) -> None:
     """What is needed at one time is apart, of every bucket; nothing else is in the pool."""
-    options = replace(OPTIONS, **FEWER_BUCKETS.get(family, {}))
+    options = changed(OPTIONS, **FEWER_BUCKETS.get(family, {}))
     loaded = load(checkpoint(family), "float32", True)
     compiler, ends = StepCompiler(loaded, options, backend()), dict[str, int]()
     for key in compiler.keys:
@@ -115,7 +114,7 @@ def test_weights_that_passes_make_are_in_the_plan(
 ) -> None:
     """Where mtpc read the weights itself, joint ones take their place and nothing is added."""
     loaded = replace(load(checkpoint("mimo"), "float32", True), owned=owned)
-    joint = replace(OPTIONS, batch_buckets=(2,))
+    joint = changed(OPTIONS, batch_buckets=(2,))
     apart = replace(joint, disabled_passes=("merge-projections",))
     plain, merged = (
         plan_memory(StepCompiler(loaded, options, backend())) for options in (apart, joint)
@@ -138,26 +137,26 @@ def test_a_plan_by_hand() -> None:
 def test_the_pool_takes_what_graphs_leave(checkpoint: Callable[..., Path]) -> None:
     """Reported, and cut visibly; asked for in numbers, it is an error that has the numbers."""
     loaded = load(checkpoint("mimo"), "float32", True)
-    options = replace(OPTIONS, spec_tokens=1, batch_buckets=(2,))
+    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,))
     full, lines = StepCompiler(loaded, options, backend()), list[str]()
     state = sum(tensor.nbytes for tensor in full.shared.values())
-    pages = full.options.page_count
+    pages = full.plan.num_pages
     plan = plan_memory(full)
     assert plan.fixed + pages * plan.page == state
     assert set(plan.steps) == set(map(str, full.keys))
     free, notes = plan.driver + MARGIN + state, Counter[str]()
-    settled = fit_pages(plan, full.options, free, lines.append, notes)
+    settled = fit_pages(plan, full.plan, free, lines.append, notes)
     assert settled.num_pages == steady(plan.pages(free)) < pages
-    assert settled == replace(full.options, num_pages=settled.num_pages)
+    assert settled == full.plan.given(num_pages=settled.num_pages)
     assert notes == {f"a KV pool of {settled.num_pages} pages instead of {pages}: {lines[0]}": 1}
     notes, enough = Counter[str](), plan.graphs + state
-    assert fit_pages(plan, full.options, enough, lines.append, notes) == full.options
+    assert fit_pages(plan, full.plan, enough, lines.append, notes) == full.plan
     assert not notes
-    asked = replace(full.options, num_pages=pages)
+    asked = changed(full.plan, num_pages=pages)
     with pytest.raises(CapacityError, match=r"KV pool does not fit the device: .*lower num_pages"):
         fit_pages(plan, asked, enough - 1, lines.append, notes)
     with pytest.raises(CapacityError, match="and 2 at least"):
-        fit_pages(plan, full.options, plan.graphs, lines.append, notes)
+        fit_pages(plan, full.plan, plan.graphs, lines.append, notes)
 
 
 def test_most_starts_agree_on_the_size_of_a_cut_pool() -> None:
@@ -174,21 +173,23 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
 ) -> None:
     """The steps that were planned are those that run, unless the pool is cut."""
     loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = replace(OPTIONS, spec_tokens=1, batch_buckets=(2,)).for_model(loaded.max_positions)
+    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,)).given(
+        max_positions=loaded.max_positions
+    )
     trace = StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
         traced.append(str(key))
         return trace(self, key)
 
-    def planned(free: int | None) -> tuple[CompileOptions, Counter[str], int]:
+    def planned(free: int | None) -> tuple[Plan, Counter[str], int]:
         cuda = backend(free)
         traced.clear()
         make = partial(StepCompiler, loaded, backend=cuda)
         compiler = planned_compiler(make, options, cuda, lines.append)
         program = compiler.compile()
         assert {step.graph.text() for step in program.steps.values() if step.graph} == texts
-        return compiler.options, cuda.notes, len(traced)
+        return compiler.plan, cuda.notes, len(traced)
 
     monkeypatch.setattr(StepCompiler, "trace", counted)
     plain, texts = StepCompiler(loaded, options, backend()), set(_texts(loaded, options))
@@ -196,20 +197,20 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
     assert (found, steps) == (options, len(plain.keys))
     assert not lines, "where nobody counts, nothing is planned"
     plan = plan_memory(plain)
-    enough = plan.graphs + plan.fixed + options.page_count * plan.page
+    enough = plan.graphs + plan.fixed + options.num_pages * plan.page
     assert planned(enough) == (options, notes, steps)
     monkeypatch.setattr(memory_plan, "_SURE", 0.0)
     assert planned(enough) == (options, notes, 2 * steps)
     monkeypatch.setattr(memory_plan, "_SURE", 0.5)
-    cut = replace(options, num_pages=steady(options.page_count - 1))
+    cut = options.given(num_pages=steady(options.num_pages - 1))
     texts = set(_texts(loaded, cut))
     less, more, twice = planned(enough - plan.page)
     assert (less, twice) == (cut, 2 * steps)
     (said,) = more - notes
-    assert said.startswith(f"a KV pool of {cut.num_pages} pages instead of {options.page_count}: ")
+    assert said.startswith(f"a KV pool of {cut.num_pages} pages instead of {options.num_pages}: ")
 
 
-def _texts(loaded: LoadedModel, options: CompileOptions) -> list[str]:
+def _texts(loaded: LoadedModel, options: Plan) -> list[str]:
     """The steps of a compiler that plans nothing."""
     compiler = StepCompiler(loaded, options, backend())
     return [compiler.rewritten(key).text() for key in compiler.keys]
@@ -230,7 +231,7 @@ def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -
         assert products < counts[-1] < len(list(op_names(tape)))
     plan = plan_memory(StepCompiler(loaded, OPTIONS, backend()))
     assert plan.driver == workspace_bytes("cpu") + sum(counts) * NODE_BYTES
-    fewer = plan_memory(StepCompiler(loaded, replace(OPTIONS, batch_buckets=(2,)), backend()))
+    fewer = plan_memory(StepCompiler(loaded, changed(OPTIONS, batch_buckets=(2,)), backend()))
     assert plan.driver - fewer.driver >= min(counts) * NODE_BYTES
 
 

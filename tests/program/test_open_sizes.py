@@ -13,6 +13,7 @@ import sympy
 import torch
 from helpers import tiny
 from helpers.families import FAMILY_NAMES
+from helpers.plans import plan_of
 from torch import Tensor
 
 from mtpc.backends.cpu.backend import CpuBackend
@@ -22,7 +23,6 @@ from mtpc.backends.tape import _sized
 from mtpc.capture.graph import dim_of
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import StepMode, nominal
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import BufferSpec, Layout, StepKey
 from mtpc.layout.buffers import OPEN_SIZES, K, M, N, P, S, ring_pages, text_of
@@ -168,7 +168,7 @@ def _numbers(entry: Any) -> list[Any]:
 
 @torch.no_grad()
 def _tape(loaded: LoadedModel, key: StepKey, **changes: Any) -> tuple[int, Any, Any, Any]:
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=2, page_size=4, prefill_chunk=8, prefill_rows=2, backend="cpu", **changes
     )
     compiler = StepCompiler(loaded, options, _Stub(), new_buffer=Layout.reserve)

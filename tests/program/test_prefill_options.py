@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from mtpc.backends import settle_prefill
-from mtpc.config import CompileOptions
+from helpers.plans import of_backend, plan_of
 
 
 @pytest.mark.parametrize(
@@ -16,7 +14,7 @@ from mtpc.config import CompileOptions
      ({"prefill_chunk": 512, "busy_prefill_chunk": 128}, 128)],
 )  # fmt: skip
 def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
-    assert CompileOptions(**chunks).busy_prefill_tokens == tokens
+    assert plan_of(**chunks).busy_prefill_chunk == tokens
 
 
 @pytest.mark.parametrize(
@@ -35,9 +33,9 @@ def test_how_long_a_busy_chunk_is(chunks: dict[str, int], tokens: int) -> None:
 def test_chunks_are_large_where_steps_cost_what_their_tokens_do(
     options: dict[str, Any], stored: str | None, tokens: int
 ) -> None:
-    settled = settle_prefill(CompileOptions(**options), stored)
-    assert settled.prefill_tokens == tokens
-    assert settled.busy_prefill_tokens == min(tokens, 64)
+    settled = of_backend(stored=stored or "", **options)
+    assert settled.prefill_chunk == tokens
+    assert settled.busy_prefill_chunk == min(tokens, 64)
     rows, each = settled.prefill_shape
     assert rows * each == tokens
 
@@ -55,8 +53,8 @@ def test_a_gpu_computes_prompts_in_large_chunks(
     options: dict[str, Any], tokens: int, busy: int
 ) -> None:
     """All rows of a step are computed there, whoever waits."""
-    settled = settle_prefill(CompileOptions(backend="cuda", **options), "bfloat16")
-    assert (settled.prefill_tokens, settled.busy_prefill_tokens) == (tokens, busy)
+    settled = of_backend("cuda", "bfloat16", **options)
+    assert (settled.prefill_chunk, settled.busy_prefill_chunk) == (tokens, busy)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +63,10 @@ def test_a_gpu_computes_prompts_in_large_chunks(
 def test_one_prefill_step_serves_small_programs(buckets: tuple[int, ...], rows: int) -> None:
     """Where rows that are not used cost nothing; elsewhere each program has its own."""
     skips, all_run = (
-        settle_prefill(CompileOptions(batch_buckets=buckets, dtype=dtype), None)
-        for dtype in ("bfloat16", "float32")
+        of_backend(batch_buckets=buckets, dtype=dtype) for dtype in ("bfloat16", "float32")
     )
     assert skips.prefill_shape == (rows, 512 // rows)
-    assert all_run.prefill_shape[0] == CompileOptions(batch_buckets=buckets).prefill_shape[0]
+    assert all_run.prefill_shape[0] == plan_of(batch_buckets=buckets).prefill_shape[0]
 
 
 @pytest.mark.parametrize(
@@ -90,4 +87,4 @@ def test_one_prefill_step_serves_small_programs(buckets: tuple[int, ...], rows: 
 def test_how_many_requests_share_a_step(options: dict[str, Any], shape: tuple[int, int]) -> None:
     """Unless it is said: a row for each of the largest bucket, if all of it could decode in there;
     and a divisor, not much larger than that."""
-    assert CompileOptions(**options).prefill_shape == shape
+    assert plan_of(**options).prefill_shape == shape

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from helpers.compiled import CpuBuilt, give_kernels
 from helpers.families import CPU_FAMILY_NAMES, CPU_OPTIONS
+from helpers.plans import plan_of
 from helpers.warm_starts import BATCH, DECODE
 
 import mtpc
 from mtpc.backends.package import TAPE
-from mtpc.config import CompileOptions
 from mtpc.program.build import build
 from mtpc.program.step_cache import CONSTANTS, CachedStep, graph_file
 
@@ -62,8 +62,8 @@ def test_headers_alone_give_the_same_steps(
     give_kernels(cache)
     cache.chmod(0o755)
     wanted = cpu_built(family)
-    options = CompileOptions(**CPU_OPTIONS, cache_dir=cache)
-    report = build(hollow(family), options, (options.spec_tokens,), jobs=1)
+    options = plan_of(**CPU_OPTIONS, cache_dir=cache)
+    report = build(hollow(family), (options,), jobs=1)
     found = {built.step.record.step: built.step for built in report.steps}
     assert _content(found[DECODE]) == _content(wanted.compiler.obtain(DECODE))
     spec = mtpc.compile(checkpoint(family), **CPU_OPTIONS, cache_dir=cache, frozen=True)

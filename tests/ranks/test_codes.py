@@ -12,12 +12,12 @@ import torch
 from helpers.batches import bf16
 from helpers.families import TINY
 from helpers.grouped import Zeros, random_weight
+from helpers.plans import plan_of
 from helpers.tiny import make_checkpoint
 from torch import Tensor, fx
 
 from mtpc.backends import make_backend
 from mtpc.capture.graph import StepGraph, arguments, operators
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.load import load
 from mtpc.passes.quantise_draft import draft_spec
@@ -115,7 +115,7 @@ def compiler(
 ) -> StepCompiler:
     """That of one of two ranks, which builds steps without the other; a pass places codes."""
     loaded = load(str(directory), "bfloat16", True)
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=1, batch_buckets=(2,), quantize=scheme, enabled_passes=(placing,), **TINY
     )
     return StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(rank, 2, "0"))

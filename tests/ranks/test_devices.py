@@ -18,6 +18,7 @@ import torch.distributed as dist
 from helpers.families import TINY
 from helpers.forked_ranks import forks_of, run_ranks
 from helpers.oracles import Oracle
+from helpers.plans import plan_of
 from helpers.small_graphs import run, small_graph
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.backends.graphs import GraphReplay
 from mtpc.capture.graph import get_tensor, operators
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
@@ -182,8 +182,8 @@ def test_exchanges_have_a_group_of_their_own(tmp_path: Path) -> None:
 
 def test_options() -> None:
     """GPUs are asked for by name, as with one rank."""
-    assert CompileOptions(tensor_parallel_size=2, backend="cuda").backend == "cuda"
-    assert CompileOptions(tensor_parallel_size=2).backend == "cpu"
+    assert plan_of(tensor_parallel_size=2, backend="cuda").backend == "cuda"
+    assert plan_of(tensor_parallel_size=2).backend == "cpu"
 
 
 def test_all_take_the_fewest_pages() -> None:
@@ -299,7 +299,7 @@ def generate(ranks: Ranks, directory: Path) -> tuple[Any, int, list[str]]:
     for name, tensor in loaded.weights().items():
         held += tensor.untyped_storage().nbytes() if name in cut else tensor.nbytes
         assert tensor.isnan().all() if name in cut else torch.equal(tensor, whole[name])
-    options = CompileOptions(spec_tokens=1, batch_buckets=(1,), **TINY)
+    options = plan_of(spec_tokens=1, batch_buckets=(1,), **TINY)
     compiler = StepCompiler(loaded, options, make_backend("eager"), ranks=ranks)
     plain = compiler.compile()
     for key, step in plain.steps.items():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.families import TINY
+from helpers.plans import plan_of
 from torch import Tensor
 
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -27,7 +27,7 @@ WHOLE = torch.arange(24.0).reshape(4, 6)
 def compiler(directory: Path, rank: int, ranks: int = 2) -> StepCompiler:
     """That of one rank; it builds steps without the others."""
     loaded = load(str(directory), "float64", True)
-    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    options = plan_of(spec_tokens=2, batch_buckets=(2,), **TINY)
     return StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(rank, ranks, "0"))
 
 

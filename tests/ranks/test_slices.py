@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.plans import changed, plan_of
 from safetensors.torch import load_file, save_file
 
-from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, CheckpointError
 from mtpc.layout import graph_keys
+from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.build import build
 from mtpc.program.open_cache import open_cache, restore
@@ -46,9 +46,9 @@ def test_rows_are_taken_before_tensors_are_joined() -> None:
 
 
 @pytest.fixture
-def options(built: list[str], cpu_cache: Path) -> CompileOptions:
+def options(built: list[str], cpu_cache: Path) -> Plan:
     """Of the steps that are built."""
-    return CompileOptions(
+    return plan_of(
         dtype="float64", spec_tokens=1, max_len=512, prefill_chunk=16, batch_buckets=(1,),
         tensor_parallel_size=2, cache_dir=cpu_cache, sampling=True, token_mask=True,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def options(built: list[str], cpu_cache: Path) -> CompileOptions:
 
 def restored(
     directory: Path,
-    options: CompileOptions,
+    options: Plan,
     part: Ranks | None,
     others: Sequence[Ranks | None] = (None,),
 ) -> BuiltSteps:
@@ -72,20 +72,20 @@ def restored(
     cache = open_cache(source, options, print, part)
     assert cache is not None
     caches = [None if each is None else open_cache(source, options, print, each) for each in others]
-    found = restore(source, options, cache, graph_keys(options, "fused"), caches)
+    found = restore(source, cache, graph_keys(options, "fused"), caches)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_digest_pins_the_entries_of_all_ranks(
-    rank: int, options: CompileOptions, checkpoint: Callable[..., Path]
+    rank: int, options: Plan, checkpoint: Callable[..., Path]
 ) -> None:
     """`mtpc build` tells it; entries of two ranks in another order are others."""
     every = all_parts(2)
-    report = build(checkpoint("mimo"), options, (1,), jobs=1, parts=every)
+    report = build(checkpoint("mimo"), (options,), jobs=1, parts=every)
     assert all(step.was_there for step in report.steps)
-    pinned = replace(options, require_sha256=report.pins[1])
+    pinned = changed(options, require_sha256=report.pins[1])
     others = [None if part == every[rank] else part for part in every]
     restored(checkpoint("mimo"), pinned, every[rank], others)
     for wrong in (others[::-1], [None]):
@@ -94,15 +94,13 @@ def test_one_digest_pins_the_entries_of_all_ranks(
 
 
 @pytest.mark.slow
-def test_each_rank_holds_its_share(
-    options: CompileOptions, checkpoint: Callable[..., Path]
-) -> None:
+def test_each_rank_holds_its_share(options: Plan, checkpoint: Callable[..., Path]) -> None:
     """Weights and pages of a rank are half of all, but for norms."""
-    build(checkpoint("mimo"), replace(options, tensor_parallel_size=1), (1,), jobs=1)
+    build(checkpoint("mimo"), (changed(options, tensor_parallel_size=1),), jobs=1)
     held = []
     for part in (None, *all_parts(2)):
         size = 1 if part is None else 2
-        shared = replace(options, tensor_parallel_size=size)
+        shared = changed(options, tensor_parallel_size=size)
         found = restored(checkpoint("mimo"), shared, part)
         program, weights = bind_program(found), found.weights
         pages = [tensor for name, tensor in program.shared.items() if name.startswith("kv.")]
@@ -114,7 +112,7 @@ def test_each_rank_holds_its_share(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_reads_the_slices_of_others(
-    rank: int, options: CompileOptions, checkpoint: Callable[..., Path], tmp_path: Path
+    rank: int, options: Plan, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """What is damaged in another rank's slices is not noticed; in its own it is."""
     source = checkpoint("mimo")

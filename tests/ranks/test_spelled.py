@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.forked_ranks import run_ranks
+from helpers.plans import plan_of
 from helpers.small_graphs import run, small_graph
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from mtpc.backends.gpu.ops import exchanges
 from mtpc.backends.gpu.passes import spell_collectives
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.capture.graph import operators
-from mtpc.config import CompileOptions
 from mtpc.models.load import load
 from mtpc.ops import collectives
 from mtpc.passes import Sharding
@@ -186,7 +186,7 @@ def test_small_sums_of_ranks_that_share_memory(rows: int, is_small: bool) -> Non
 def test_exchanges_of_a_step_have_one_order(family: str, checkpoint: Callable[..., Path]) -> None:
     """Those of experts and shared experts, of which neither needs the other, too."""
     loaded = load(str(checkpoint(family, "random")), "float32", True)
-    options = CompileOptions(
+    options = plan_of(
         spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8,
         sampling=False, enabled_passes=(SpellCollectives.name,),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 
 from mtpc import CompileOptions, SamplingParams
@@ -112,9 +113,9 @@ def test_a_greedy_program_names_the_option(
 def test_options() -> None:
     with pytest.raises(OptionError, match="token_mask needs sampling=True"):
         CompileOptions(sampling=False, token_mask=True)
-    assert CompileOptions().token_mask
-    assert not CompileOptions(sampling=False).token_mask
-    assert not CompileOptions(synthetic_acceptance_rates=(1, 1, 1)).token_mask
+    assert plan_of().token_mask
+    assert not plan_of(sampling=False).token_mask
+    assert not plan_of(synthetic_acceptance_rates=(1, 1, 1)).token_mask
     with pytest.raises(OptionError, match="token_mask is 1; expected True, False or None"):
         CompileOptions(token_mask=1)  # type: ignore[arg-type]
     for wrong in (0, 65, "5"):

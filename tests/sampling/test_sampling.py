@@ -14,13 +14,13 @@ import torch
 from helpers.compiled import capture_split, in_turn
 from helpers.families import TINY
 from helpers.oracles import Oracle
+from helpers.plans import plan_of
 from helpers.sampling_oracle import FILTERS, NEW, WARM, V
 from helpers.theorem import PROMPTS, poison
 
 from mtpc import SamplingParams
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
-from mtpc.config import CompileOptions
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import pack_bits, write_sampling_rows
 from mtpc.layout import StepKey
@@ -195,7 +195,7 @@ def test_split_steps_and_a_recorded_tape(
     how: str, checkpoint: Callable[..., Any], sampling_oracle: Callable[..., Any]
 ) -> None:
     """Verify and propose as graphs of their own; and a device that can only repeat a capture."""
-    options = CompileOptions(**{**TINY, "sampling": True}, spec_tokens=2, batch_buckets=(3,))
+    options = plan_of(**{**TINY, "sampling": True}, spec_tokens=2, batch_buckets=(3,))
     loaded = load(checkpoint("mimo"), "float64", True)
     compiler = StepCompiler(loaded, options, make_backend("eager" if how == "split" else "null"))
     program = compiler.compile()
@@ -203,7 +203,7 @@ def test_split_steps_and_a_recorded_tape(
         key = StepKey.decode(3, 2)
         whole = in_turn(*capture_split(compiler, key))
         program = dataclasses.replace(program, steps={**program.steps, key: whole})
-    spec, plain = SpecModel(loaded.served(), compiler.options, program), sampling_oracle("mimo")
+    spec, plain = SpecModel(loaded.served(), compiler.plan, program), sampling_oracle("mimo")
     chosen = [FILTERS[name] for name in ("everything", "greedy", "temperature")]
     poison(spec)
     found = spec.generate(PROMPTS[4:7], NEW, sampling=chosen)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.plans import plan_of
 from helpers.sampling_oracle import distribution
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def build(spec_tokens: int, rule: type[Accept]) -> tuple[Program, CapturedStep, 
     weights = Weights(dict(model.named_parameters()))
     graph = trace_step(key, ModelTraces(model, layout), layout, module, weights)
     names = {id(tensor): name for name, tensor in shared.items()}
-    run_pipeline(graph, select_passes(names, (), ()), Verifier(propagate=False))
+    run_pipeline(graph, select_passes(plan_of(), buffer_names=names), Verifier(propagate=False))
     backend = EagerBackend()
     step = CapturedStep(key, graph.layout, graph.buffers() | shared, backend.lower(graph), 0.0)
     return Program({key: step}, shared), step, model.target.rows.detach().numpy()

@@ -87,7 +87,7 @@ def test_default_lengths(client: openai.OpenAI, spec: mtpc.SpecModel) -> None:
     done = client.chat.completions.create(
         model=NAME, messages=CHAT, temperature=0, extra_body={"ignore_eos": True}
     )
-    assert done.usage.completion_tokens == spec.options.sequence_limit - len(CHAT_IDS)
+    assert done.usage.completion_tokens == spec.options.max_len - len(CHAT_IDS)
     assert done.choices[0].finish_reason == "length"
 
 

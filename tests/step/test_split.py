@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.compiled import capture_split, captured, in_turn
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 
 from mtpc.api import SpecModel
@@ -16,7 +17,6 @@ from mtpc.backends import make_backend
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import operators
 from mtpc.capture.split import split_step
-from mtpc.config import CompileOptions
 from mtpc.errors import GraphError
 from mtpc.layout import StepKey, graph_keys
 from mtpc.models.load import load
@@ -31,7 +31,7 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
     def get(family: str, spec_tokens: int = 3, dtype: str = "float64") -> StepCompiler:
         key = (family, spec_tokens, dtype)
         if key not in made:
-            options = CompileOptions(spec_tokens=spec_tokens, batch_buckets=(2,), **TINY)
+            options = plan_of(spec_tokens=spec_tokens, batch_buckets=(2,), **TINY)
             loaded = load(checkpoint(family), dtype, spec_tokens > 0)
             made[key] = StepCompiler(loaded, options, make_backend("eager"))
         return made[key]
@@ -41,7 +41,7 @@ def compiler(checkpoint: Callable[..., Any]) -> Callable[..., StepCompiler]:
 
 def test_what_proposes_nothing_is_not_built_in_halves() -> None:
     """K by load has plain decoding among its steps."""
-    graphs = graph_keys(CompileOptions.parse({"spec_tokens": "auto"}), "both")
+    graphs = graph_keys(plan_of(spec_tokens="auto"), "both")
     assert {part for key, part in graphs if key.spec_tokens == 0} == {"step"}
     assert {part for _, part in graphs} == {"step", "verify", "propose"}
 
@@ -55,7 +55,7 @@ def test_two_graphs_equal_one(
     steps = {}
     for key in built.keys:
         steps[key] = in_turn(*capture_split(built, key))
-    spec = SpecModel(built.loaded.served(), built.options, Program(steps, built.shared))
+    spec = SpecModel(built.loaded.served(), built.plan, Program(steps, built.shared))
     whole = compiled(family, 3, batch_buckets=(2,))
     assert spec.generate(PROMPTS[4:9], 16) == whole.generate(PROMPTS[4:9], 16)
 
@@ -100,7 +100,7 @@ def test_results_are_ready_after_verify(compiler: Callable[..., StepCompiler]) -
 def test_the_halves_run_compiled(checkpoint: Callable[..., Any]) -> None:
     """On the cpu backend: small buffers that a half only reads must not be frozen into its code."""
     loaded = load(checkpoint("mimo"), "float64", True)
-    options = CompileOptions(spec_tokens=2, batch_buckets=(2,), **TINY)
+    options = plan_of(spec_tokens=2, batch_buckets=(2,), **TINY)
     cpu = StepCompiler(loaded, options, make_backend("cpu"))
     key = StepKey.decode(2, 2)
     verify, propose = capture_split(cpu, key)

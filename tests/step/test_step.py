@@ -9,11 +9,11 @@ import pytest
 import torch
 from helpers.compiled import captured
 from helpers.families import TINY
+from helpers.plans import plan_of
 from helpers.theorem import PROMPTS, poison
 
 from mtpc.api import SpecModel
 from mtpc.backends import make_backend
-from mtpc.config import CompileOptions
 from mtpc.layout import (
     NO_SLOT,
     RUNNING,
@@ -119,7 +119,7 @@ def test_stops(
 
 @pytest.fixture(scope="module")
 def compiler(checkpoint: Callable[..., Any]) -> StepCompiler:
-    options = CompileOptions(spec_tokens=2, batch_buckets=(4,), **TINY)
+    options = plan_of(spec_tokens=2, batch_buckets=(4,), **TINY)
     return StepCompiler(
         load(checkpoint("glm4_moe"), "float64", True), options, make_backend("eager")
     )
@@ -150,7 +150,7 @@ def test_several_prompts_in_one_prefill(compiler: StepCompiler, oracle: Callable
     key = StepKey.prefill(4, 8, 2)
     step = captured(compiler, key)
     plain = oracle("glm4_moe")
-    poison(SpecModel(compiler.loaded.served(), compiler.options, _program(compiler, step)))
+    poison(SpecModel(compiler.loaded.served(), compiler.plan, _program(compiler, step)))
     prompts = [PROMPTS[4], PROMPTS[2], PROMPTS[7]]
     slots = [3, 0, 1, 4]
     shared, buffers = compiler.shared, step.buffers

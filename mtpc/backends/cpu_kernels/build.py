@@ -25,7 +25,7 @@ from mtpc.backends.cpu_kernels.compilers import RunCompiler, running_compilers
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import find_shipped, keep_shipped
-from mtpc.config import cache_directory, cxx_compiler
+from mtpc.environment import cache_directory, cxx_compiler
 from mtpc.errors import BackendError, CacheError, CacheWriteError, DamagedEntryError
 from mtpc.layout.progress import Detail, Report, silent
 from mtpc.store.entries import Entry, EntryStore

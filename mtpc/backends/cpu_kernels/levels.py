@@ -10,7 +10,7 @@ import platform
 from collections.abc import Set
 from dataclasses import dataclass
 
-from mtpc.config import cpu_level
+from mtpc.environment import cpu_level
 from mtpc.errors import BackendError
 
 

@@ -81,7 +81,7 @@ def passes(quantize: str | None) -> tuple[Pass, ...]:
     """The passes that apply to a plain forward, without a step's buffers, pages or drafts."""
     return (
         Canonicalise(),
-        PackGroups(quantize),
+        PackGroups(quantize or ""),
         PackWeights(),
         FuseElementwise(),
         FuseHeadMax(),

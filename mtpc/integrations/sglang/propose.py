@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 from mtpc.backends import Backend, make_backend
-from mtpc.config import cache_directory
+from mtpc.environment import cache_directory
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.sglang.draft import HostedDraft

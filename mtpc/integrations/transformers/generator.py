@@ -18,7 +18,6 @@ from transformers import GenerationConfig, PreTrainedModel, generation
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from mtpc.api import SpecModel, compile
-from mtpc.config import DEFAULT_MAX_LEN
 from mtpc.engine.request import Request
 from mtpc.errors import OptionError, RequestError
 from mtpc.integrations.transformers.decoding import Columns, decode
@@ -27,6 +26,7 @@ from mtpc.integrations.transformers.inputs import check_model_arguments, padding
 from mtpc.integrations.transformers.processors import Wanted, sampling_params
 from mtpc.integrations.transformers.stopping import StopPlan, stop_plan
 from mtpc.layout.progress import Listener
+from mtpc.plan import DEFAULT_MAX_LEN
 from mtpc.sampling_params import MAX_SEED, SamplingParams
 
 LARGEST_BUCKET = 8

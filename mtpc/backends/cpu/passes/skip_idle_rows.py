@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments, first_argument
-from mtpc.config import SKIP_IDLE_ROWS
 from mtpc.layout import StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
 from mtpc.passes.base import GETITEM, Policy, emit, is_call
+from mtpc.plan import SKIP_IDLE_ROWS
 
 aten = torch.ops.aten
 
