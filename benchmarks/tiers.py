@@ -107,7 +107,7 @@ class SyntheticServer(TierServer):
             model.set_synthetic_acceptance(self._rates)
         known = self._known if k == AGAIN else None
         policy = TierPolicy((k,) if isinstance(k, int) else model.options.tiers, known)
-        model.engine.tiers = policy
+        model.engine.runner.tiers = policy
         model.engine.reset_prefix_cache()
         run = self._serve(arrivals)
         if k == AUTO:

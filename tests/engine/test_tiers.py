@@ -316,7 +316,7 @@ def test_k_may_change_at_every_step(
     that drafted nothing, and beside a prompt: MTP layers keep the KV of every row."""
     spec = compiled(family, "auto", batch_buckets=(2,))
     drafts = DraftOracle(oracle(family))
-    spec.engine.tiers = Scripted(spec.options.tiers, (2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3, 0))
+    spec.engine.runner.tiers = Scripted(spec.options.tiers, (2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3, 0))
     poison(spec)
     asked = [(PROMPTS[7], 24), (PROMPTS[10], 12), (PROMPTS[9], 8)]
     texts = {spec.engine.add(prompt, new): list(prompt) for prompt, new in asked}
@@ -345,7 +345,7 @@ def test_every_layer_keeps_its_kv_at_any_k(
     """Two layers, and K = 1 up to a step of K = 2: the second layer reads rows that it wrote for no
     draft."""
     spec = compiled("step3p7", "auto", "random", spec_tiers=(1, 2), batch_buckets=(1,))
-    spec.engine.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
+    spec.engine.runner.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
     poison(spec)
     spec.engine.add(PROMPTS[7], 16)
     compared, drafts = 0, DraftOracle(oracle("step3p7", "random"))
