@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from mtpc.engine.accepted import Acceptance
+from mtpc.engine.estimates import Acceptance
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:

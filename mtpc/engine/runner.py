@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mtpc.config import CompileOptions
-from mtpc.engine.earlier_costs import read_costs, write_costs
 from mtpc.engine.grammar import GrammarMasks
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.readout import Moment, PendingStep, Readout
@@ -26,7 +25,7 @@ from mtpc.engine.sampling_rows import read_logprobs
 from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
-from mtpc.engine.tiers import TierPolicy, context_of
+from mtpc.engine.tiers import TierPolicy, from_json, to_json
 from mtpc.layout import STOP_REASONS, StepKey
 from mtpc.program.program import Program
 
@@ -62,7 +61,13 @@ class StepRunner:
         self._scheduler, self._outbox, self._stats = scheduler, outbox, stats
         self._pages, self._reads_late = scheduler.pages, options.async_scheduling
         write_synthetic_draws(program, options.synthetic_acceptance_rates)
-        self.tiers = TierPolicy(program.tiers, read_costs(program, stats.fallbacks))
+        self.tiers = TierPolicy(program.tiers)
+        known = program.costs.read(stats.fallbacks) if program.costs is not None else None
+        if known is not None:
+            try:
+                self.tiers = TierPolicy(program.tiers, from_json(known))
+            except ValueError as error:
+                stats.fallbacks[f"costs of earlier runs were not used: {error}"] += 1
         self._masks = GrammarMasks(program, vocab_size)
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
@@ -80,7 +85,8 @@ class StepRunner:
     def save(self) -> None:
         """Write pages and snapshots to `kv_offload_dir`, and the costs of steps."""
         self.states.save(self._pages)
-        write_costs(self.program, self.tiers, self._stats.fallbacks)
+        if self.program.costs is not None and self.tiers.steps:
+            self.program.costs.write(to_json(self.tiers.costs()), self._stats.fallbacks)
 
     def rest(self) -> None:
         """Forget the unread step, and do not count the time until the next one as a gap."""
@@ -128,7 +134,8 @@ class StepRunner:
                 self.tiers.use(self.program.take())
             num_reqs = self.program.bucket_for(len(turn.requests))
             each = [request.acceptance for request in turn.decoding]
-            tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each)
+            context = sum(request.num_tokens for request in turn.decoding)
+            tier = self.tiers.choose(num_reqs, context, each)
             key = StepKey.decode(num_reqs, tier)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])

@@ -13,7 +13,7 @@ from helpers.theorem import PROMPTS
 import mtpc
 from mtpc.acceptance import GOLDEN_LENGTHS, settle
 from mtpc.config import CompileOptions
-from mtpc.engine.accepted import Acceptance
+from mtpc.engine.estimates import Acceptance
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CacheError, OptionError
 from mtpc.step.synthetic import Dictate, draws
