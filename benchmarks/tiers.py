@@ -41,8 +41,8 @@ from benchmarks.serving import (
     percentile,
     sample_in_turns,
 )
-from mtpc.engine.costs import EarlierCosts, Place
-from mtpc.engine.tiers import TierPolicy
+from mtpc.engine.estimates import CellCosts
+from mtpc.engine.tiers import Place, TierPolicy
 
 WEIGHTS = ("accepting", "random")
 AUTO, AGAIN = "auto", "auto, costs known"
@@ -93,7 +93,7 @@ class SyntheticServer(TierServer):
         model: mtpc.SpecModel,
         probability: float,
         spec_tokens: int | str,
-        known: dict[Place, EarlierCosts],
+        known: dict[Place, CellCosts],
     ):
         super().__init__(model, f"synthetic {probability:g}", spec_tokens)
         self._model, self._serve, self._known = model, self.run, known
@@ -107,7 +107,7 @@ class SyntheticServer(TierServer):
             model.set_synthetic_acceptance(self._rates)
         known = self._known if k == AGAIN else None
         policy = TierPolicy((k,) if isinstance(k, int) else model.options.tiers, known)
-        model.engine.tiers = policy
+        model.engine.runner.tiers = policy
         model.engine.reset_prefix_cache()
         run = self._serve(arrivals)
         if k == AUTO:
@@ -235,7 +235,7 @@ def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> It
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
     models: dict[int | str, mtpc.SpecModel] = {}
-    known: dict[Place, EarlierCosts] = {}
+    known: dict[Place, CellCosts] = {}
     several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
     for k, options in ((0, {}), (AUTO, several)):
         tell(f"compile K={k}")

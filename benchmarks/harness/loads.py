@@ -18,9 +18,8 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import ROOT
-from mtpc.engine.accepted import Acceptance
-from mtpc.engine.costs import EarlierCosts, Place
-from mtpc.engine.tiers import TierPolicy
+from mtpc.engine.estimates import Acceptance
+from mtpc.engine.tiers import Costs, TierPolicy
 
 TIERS, BUCKETS = (0, 1, 2, 3), (1, 2, 4, 8)
 NEW = 128
@@ -264,9 +263,6 @@ SHORT = [
 """Bursts that are over before a policy that knows nothing has learnt much; see `Load.is_short`."""
 
 
-def measured(cost: Cost) -> dict[Place, EarlierCosts]:
+def measured(cost: Cost) -> Costs:
     """The costs that an earlier run on a machine has measured, at short contexts."""
-    return {
-        (size, 0): EarlierCosts({k: cost(size, k, 64 * size) for k in TIERS}, frozenset(TIERS))
-        for size in BUCKETS
-    }
+    return {(size, 0): {k: (cost(size, k, 64 * size), True) for k in TIERS} for size in BUCKETS}

@@ -1,48 +1,35 @@
-"""The engine: admits requests into slots and pages, replays steps, and reads results.
+"""The engine: takes requests, runs steps, and tells what these decided.
 
-The captured step makes every decision about tokens. The host admits and frees requests, and reads
-`out_token_ids` and `num_emitted`. `scheduler` chooses a step's requests; `rows` writes their rows.
+Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add`,
+and `abort`, which then takes effect at the end of the step. A grammar's methods run in the middle
+of a step and may call neither.
 
-Any thread may call `add`, `abort` and `step` at any moment. A request's callback may call `add` and
-`abort`; a grammar's methods run in the middle of a step and may call neither.
-
-An interrupt (KeyboardInterrupt) may arrive at any moment. `_is_torn` says that one left the queues
-half-changed. The next call then builds them anew from the requests, which are the truth, and
-computes what was running again.
-
-With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
-same, because no decision about tokens waits for the host. The host knows lengths one step late, so
-it allocates pages for the greatest possible one.
+The requests are the truth. An exception or an interrupt (KeyboardInterrupt) ends the step or the
+call in which it arrives. `_rebuild` then makes the queues, slots, pages and the outbox anew from
+the requests: at once if it can, else at the begin of the next call, which finds `_phase` set.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor
+from collections.abc import Iterable
+from typing import Literal
 
 from mtpc.engine.admission import check_images, check_request, longest_request
-from mtpc.engine.earlier_costs import read_costs, write_costs
-from mtpc.engine.grammar import Grammar, GrammarMasks
+from mtpc.engine.grammar import Grammar
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import token_ids
-from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
-from mtpc.engine.rows import write_chunks, write_new_pages, write_state, write_synthetic_draws
-from mtpc.engine.sampling_rows import read_logprobs
-from mtpc.engine.scheduler import Scheduler, Turn
+from mtpc.engine.runner import StepRunner
+from mtpc.engine.scheduler import Scheduler
 from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
-from mtpc.engine.tiers import TierPolicy, context_of
 from mtpc.errors import RequestError
-from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
+from mtpc.layout import NULL_PAGE, SCRATCH_SLOT
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
@@ -60,42 +47,37 @@ class Engine:
         vocab_size: number of ids in the vocabulary.
 
     Attributes:
-        tiers: chooses K for each decode step, if the program has steps for several K.
+        scheduler: has the queues of requests.
+        pages: the KV pages.
+        slots: the request slots.
+        runner: runs the steps.
     """
 
     def __init__(self, program: Program, options: Plan, vocab_size: int):
         self.program, self.options, self.vocab_size = program, options, vocab_size
-        self._stats = Stats(options.spec_tokens, options.synthetic_acceptance_rates)
-        write_synthetic_draws(program, options.synthetic_acceptance_rates)
-        self._states = SlotStates(program, options)
-        self.pages = PagePool(NULL_PAGE + 1, options.num_pages - 1, self._states.count)
+        stats = self._stats = Stats(options.spec_tokens, options.synthetic_acceptance_rates)
+        states = SlotStates(program, options)
+        self.pages = PagePool(NULL_PAGE + 1, options.num_pages - 1, states.count)
         self.slots = FreeList(SCRATCH_SLOT + 1, program.max_reqs)
         prefill = program.prefill_key()
         self.scheduler = Scheduler(
             self.slots,
             self.pages,
-            self._states.open_prefixes(self.pages.index, self._stats.fallbacks),
-            self._pages_for,
+            states.open_prefixes(self.pages.index, stats.fallbacks),
+            # A step begins with so many committed tokens, and adds at least one.
+            lambda num_committed: options.blocks_per_request(num_committed + 1),
             prefill.bucket,
             options.busy_prefill_chunk,
             prefill.max_emitted,
         )
-        self._ids = itertools.count()
-        self.tiers = TierPolicy(program.tiers, read_costs(program, self._stats.fallbacks))
-        self._masks = GrammarMasks(program, vocab_size)
-        self._requests: dict[int, Request] = {}  # Those that wait or run.
-        self._outbox = Outbox(self._blame)
+        self._outbox = Outbox(self.scheduler, stats)
+        parts = (states, self.scheduler, self._outbox, stats)
+        self.runner = StepRunner(program, options, vocab_size, *parts)
+        self._ids, self._failures = itertools.count(), 0
+        self._aborts = deque[tuple[int, FinishReason]]()
         self._lock = FairLock()
-        # A thread that has `_lock` and finds one of these taken holds it, too.
-        self._stepping, self._changing = threading.Lock(), threading.Lock()
-        self._is_torn, self._failures = False, 0
-        self._abandoned = deque[int]()
-        self._unread: PendingStep | None = None
-        self._last_end: Moment | None = None
-
-    def _pages_for(self, num_committed: int) -> int:
-        """The number of pages for a step that begins with `num_committed` committed tokens."""
-        return self.options.blocks_per_request(num_committed + 1)
+        # What the call that has the lock is doing. Without such a call, it was interrupted at it.
+        self._phase: Literal["", "change", "tell"] = ""
 
     @property
     def waiting(self) -> deque[Request]:
@@ -110,64 +92,81 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """The counts so far, and the current state of the queue and the page pool."""
-        program, stats = self.program, self._stats
-        stats.replays, stats.host_writes = program.replays.copy(), program.host_writes
-        stats.building, stats.tiers = program.building, program.ready or self.tiers.tiers
-        stats.forced_drafts = self._masks.forced_drafts
-        stats.fallbacks |= program.fallbacks
-        self.scheduler.describe(stats)
-        self._states.describe(stats, self.pages.index)
-        return stats
+        self.runner.describe()
+        return self._stats
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do. A request runs until its last step has been read."""
-        return bool(self.waiting or self.running or self._outbox.has_any or self._is_torn)
+        return bool(self.waiting or self.running or self._outbox.has_any or self._phase)
 
     @property
     def has_requests_by_hand(self) -> bool:
         """Whether a request has no callback, so that only `step` returns its outputs."""
         with self._lock.in_turn():
-            self._enter("generate")
-            with self._changing:
-                return any(r.on_output is None for r in self._requests.values())
+            self._begin("generate")
+            return any(r.on_output is None for r in self._outbox.requests.values())
 
-    def _enter(self, name: str) -> None:
-        """Begin a call under the lock. Mend what an interrupted call has left, and abort what was
-        abandoned since the last call.
+    def _begin(self, name: str) -> bool:
+        """Begin a call under the lock, and return whether it is made inside another one.
 
         Raises:
             RequestError: a grammar's method makes this call.
         """
-        self._lock.arrived()
-        if self._changing.locked():
+        is_nested = self._lock.arrived()
+        if not is_nested:
+            self._settle(KeyboardInterrupt())
+        elif self._phase == "change":
             raise RequestError(
                 f"engine.{name} was called inside a grammar's method, in the middle of a step; "
                 "call it between steps, or in a request's callback"
             )
-        if self._is_torn:
-            with self._changing:
-                self._mend()
-        while self._abandoned:
-            self._abort(self._abandoned.popleft(), "aborted")
+        return is_nested
 
-    def _mend(self) -> None:
-        """Build the queues, slots and pages anew from the requests, after an interrupt.
+    def _settle(self, cause: BaseException) -> None:
+        """Mend what an interrupted call has left, and abort what was put off.
 
-        If an interrupt comes here, too, the next call does this again. A running request with a
-        grammar ends, because its grammar may have taken some of its tokens or none.
+        Args:
+            cause: what interrupted the call, if one was.
         """
-        self._outbox.settle()
-        live = [each for each in self._requests.values() if each.finish_reason is None]
-        for request in live:
-            if request.grammar is not None and request.slot is not None:
-                self._outbox.put_failure(request, KeyboardInterrupt())
-        live = [request for request in live if request.finish_reason is None]
+        if self._phase:
+            self._rebuild(cause)
+        while self._aborts:
+            request_id, reason = self._aborts[0]
+            request = self._outbox.requests.get(request_id)
+            if request is not None and request.finish_reason is None:
+                self._phase = "change"
+                self._outbox.end(request, reason)
+                self._phase = "tell"
+                self._outbox.tell_end(request)
+                self._phase = ""
+            self._aborts.popleft()
+        if not self.has_work:
+            self.runner.rest()
+
+    def _rebuild(self, cause: BaseException) -> list[Request]:
+        """Build the queues, slots, pages and the outbox anew from the requests.
+
+        If an interrupt comes here, too, the next call does this again. A request ends if its
+        callback was interrupted, or if its grammar was: that has taken some of its tokens or none.
+
+        Returns:
+            The requests that had slots.
+        """
+        self._phase = "change"
+        for request in self._outbox.requests.values():
+            request.settle()
+        live = [each for each in self._outbox.requests.values() if each.finish_reason is None]
+        ran = [request for request in live if request.slot is not None]
         self.scheduler.restart(live)
         self.program.forget_batches()
-        self._requests = {request.request_id: request for request in live}
-        self._unread = self._last_end = None
-        self._is_torn = False
+        self.runner.rest()
+        self._outbox.restart(cause)
+        for request in live:
+            if request.is_walking and request.finish_reason is None:
+                self._outbox.fail(request, cause)
+        self._phase = ""
+        return ran or live[:1]
 
     def add(
         self,
@@ -213,19 +212,18 @@ class Engine:
         self.check(request)
         request.sampling = request.sampling.settled()
         with self._lock.in_turn():
-            self._enter("add")
-            with self._changing:
-                grammar, others = request.grammar, self._requests.values()
-                if grammar is not None and any(r.grammar is grammar for r in others):
-                    raise RequestError("the grammar is another request's; give each its own")
-                number = request.request_id
-                if number >= 0:
-                    raise RequestError(f"request {number} was added before; make a new one")
-                self._is_torn = True
-                request.request_id = next(self._ids)
-                self._requests[request.request_id] = request
-                self.scheduler.add(request)
-                self._is_torn = False
+            self._begin("add")
+            grammar, requests = request.grammar, self._outbox.requests
+            if grammar is not None and any(r.grammar is grammar for r in requests.values()):
+                raise RequestError("the grammar is another request's; give each its own")
+            number = request.request_id
+            if number >= 0:
+                raise RequestError(f"request {number} was added before; make a new one")
+            before, self._phase = self._phase, "change"
+            request.request_id = next(self._ids)
+            requests[request.request_id] = request
+            self.scheduler.add(request)
+            self._phase = before
         return request.request_id
 
     @property
@@ -239,28 +237,19 @@ class Engine:
         check_images(request, self.program)
 
     def abort(self, request_id: int, reason: FinishReason = "aborted") -> None:
-        """End a request at any moment. Ids of unknown or finished requests are ignored.
+        """End a request at any moment, or at the end of the step if a callback calls this.
 
         Args:
-            request_id: id of the request.
+            request_id: id of the request. An unknown or finished one is ignored.
             reason: the finish reason. A callback gets it in an output without tokens. An error that
                 the callback raises is counted in `Stats.callback_errors`.
         """
         with self._lock.in_turn():
-            self._enter("abort")
-            self._abort(request_id, reason)
-
-    def _abort(self, request_id: int, reason: FinishReason) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        with self._changing:
-            self._is_torn = True
-            emission = self._outbox.put(request, StepOutput(request_id, [], reason))
-            self._finish(request, reason)
-            self._is_torn = False
-        self._outbox.hand(emission)
-        self._rest()
+            is_nested = self._begin("abort")
+            if request_id in self._outbox.requests:
+                self._aborts.append((request_id, reason))
+            if not is_nested:
+                self._settle(KeyboardInterrupt())
 
     def abandon(self, request_ids: Iterable[int]) -> None:
         """Abort requests whose caller is gone, now or at the end of the call that runs.
@@ -268,27 +257,24 @@ class Engine:
         The garbage collector may call this in the middle of any call. So this does not wait for a
         step of another thread, which may wait for what this thread holds.
         """
-        self._abandoned.extend(request_ids)
-        if not (self._stepping.locked() or self._changing.locked()):
+        self._aborts.extend((request_id, "aborted") for request_id in request_ids)
+        if not (self._lock.is_mine or self._phase):
             with self._lock.in_turn():
-                self._enter("abandon")
+                self._begin("abandon")
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Call this after the weights change, while nothing runs."""
         with self._lock.in_turn():
-            self._enter("reset_prefix_cache")
-            with self._changing:
-                self._is_torn = True
-                self._states.forget(self.pages)
-                self._is_torn = False
+            self._begin("reset_prefix_cache")
+            before, self._phase = self._phase, "change"
+            self.runner.states.forget(self.pages)
+            self._phase = before
 
     def close(self) -> None:
         """Write pages and snapshots to `kv_offload_dir`, and costs of steps; it can go on."""
         with self._lock.in_turn():
-            self._enter("close")
-            with self._changing:
-                self._states.save(self.pages)
-                write_costs(self.program, self.tiers, self._stats.fallbacks)
+            self._begin("close")
+            self.runner.save()
 
     def step(self) -> list[StepOutput]:
         """Admit requests, then run one prefill step or one decode step (see `scheduler`).
@@ -306,175 +292,38 @@ class Engine:
             RequestError: a callback or a grammar's method calls this.
         """
         with self._lock.in_turn():
-            self._enter("step")
-            if self._stepping.locked():
+            if self._begin("step"):
                 raise RequestError(
                     "engine.step was called inside a callback, where it would reorder the tokens "
                     "of other requests; return from the callback, and step again"
                 )
-            with self._stepping:
-                if not self._outbox.has_any:  # Else an interrupt kept them from being handed out.
-                    self._try_to_advance()
-                handed = self._outbox.hand_out()
-            self._enter("step")  # For what was abandoned during the step.
-            self._rest()
-            return handed
-
-    def _try_to_advance(self) -> None:
-        with self._changing:
-            self._is_torn = True
             try:
-                self._advance()
-                self._failures = 0
-            except Exception as error:
-                self._send_back(error)
-            self._is_torn = False
-
-    def _send_back(self, error: Exception) -> None:
-        """Return all running requests to the queue after a step that failed, and raise its error;
-        after several failures in a row, end the requests that ran: one of them is the cause."""
-        if self.options.async_scheduling:
-            # The index may hold pages of a step that was launched and not completed.
-            self.pages.forget_all()
-        ran = list(self.running) or list(self.waiting)[:1]
-        self.scheduler.preempt_all()
-        self._unread = self._last_end = None
-        self._failures += 1
-        if self._failures < MAX_FAILURES:
-            self._is_torn = False
-            raise error
-        self._failures = 0
-        for request in ran:
-            self._fail(request, error)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request because of the engine's own error."""
-        self._outbox.put_failure(request, error)
-        self.pages.forget(request.pages)
-        self._finish(request, "error")
-
-    def _rest(self) -> None:
-        """If no work is left, forget the unread step, and do not count the idle time as a gap."""
-        if not self.has_work:
-            self._unread = self._last_end = None
+                if not self._outbox.has_any:  # Else an interrupt kept them from being handed out.
+                    self._advance()
+                self._phase = "tell"
+                self._outbox.hand_out()
+            except BaseException as error:
+                self._settle(error)
+                raise
+            if self._phase == "tell":  # Else a callback was interrupted in a call, and went on.
+                self._phase = ""
+            self._settle(KeyboardInterrupt())
+            return self._outbox.take()
 
     def _advance(self) -> None:
-        """Launch the next step, if there is one, and read it, or with async the previous one."""
-        turn, unread = self.scheduler.next_turn(), self._unread
-        turn = None if turn is None else self._write_rows(turn)
-        launched = None if turn is None else self._launch(turn)
-        if self.options.async_scheduling:
-            self._unread, launched = launched, unread
-        if launched is not None:
-            self._collect(launched)
-
-    def _write_rows(self, turn: Turn) -> Turn | None:
-        """Write the buffer rows that changed. End and leave out requests that cannot be written."""
-        failed: dict[Request, Exception] = {}
-        for request in turn.placed:
-            try:
-                write_state(self.program, request)
-                self._states.restore(request)
-            except Exception as error:
-                failed[request] = error
-        for request, first in turn.grown:
-            write_new_pages(self.program, request, first)
-        for request, reason in failed.items():
-            self._fail(request, reason)
-        return turn.without(failed) if failed else turn
-
-    def _launch(self, turn: Turn) -> PendingStep:
-        """Write the step's own rows, and launch it."""
-        start = time.perf_counter()
-        if turn.phase == "prefill":
-            key = self.program.prefill_key()
-            chunks = (len(turn.decoding), turn.prompts, turn.chunks)
-            write_chunks(self.program, key, *chunks, self.vocab_size)
-        else:
-            while self.program.arrived:
-                self.tiers.use(self.program.take())
-            num_reqs = self.program.bucket_for(len(turn.requests))
-            each = [request.acceptance for request in turn.decoding]
-            tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each)
-            key = StepKey.decode(num_reqs, tier)
-        self._masks.write(key, turn)
-        self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
-        readout = Readout(self.program, key)
-        self._states.save_prompts(turn)
-        emitting = dict.fromkeys(turn.decoding, key.max_emitted)
-        emitting |= {request: 1 for request in turn.prompts if request.is_prefilled}
-        for request, most in emitting.items():
-            request.num_unread += most
-        return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
-
-    def _collect(self, pending: PendingStep) -> None:
-        """Wait for a step's results, count them, and put its requests' outputs in the outbox."""
-        start = time.perf_counter()
-        results, stats, turn = pending.readout.read(), self._stats, pending.turn
-        for request, most in pending.emitting.items():
-            request.num_unread -= most
-        if self._last_end is not None:
-            stats.count_host_gap(self._last_end.seconds_until(pending.readout.begin))
-        self._last_end = pending.readout.end
-        stats.replay_s += pending.readout.replay_s
-        if turn.phase == "prefill":
-            stats.count_prefill(len(turn.decoding), turn.chunks)
-        else:
-            stats.decode_steps += 1
-        pending.count_drafts(results, stats, self.tiers)
-        self._read(pending, results)
-        seconds = pending.launch_s + time.perf_counter() - start
-        if turn.phase == "prefill":
-            stats.prefill_s += seconds
-        else:
-            stats.decode_s += seconds
-
-    def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
-        """Turn a step's results into outputs, row by row.
-
-        Rows give no output if their prompt has tokens left to prefill, or if their request ended
-        before the step was read.
-        """
-        names = ("out_token_ids", "num_emitted", "num_accepted", "stop_reason")
-        columns = [results[f"batch.{name}"].tolist() for name in names]
-        rows = zip(pending.turn.requests, *columns, strict=False)
-        for row, (request, ids, count, accepted, code) in enumerate(rows):
-            if request.finish_reason is not None:
-                continue
-            if request not in pending.emitting:
-                self.scheduler.learn(request)
-                continue
-            emitted = ids[:count]
-            reason: FinishReason | None = STOP_REASONS.get(code)
-            if request.grammar is not None:
-                emitted = self._masks.take(request, emitted, reason == "nonfinite")
-                reason = "error" if request.error else reason
-            logprobs = read_logprobs(results, row, emitted, request)
-            output = StepOutput(request.request_id, emitted, reason, logprobs, request.error)
-            self._outbox.put(request, output)
-            self._stats.emitted_tokens += len(emitted)
-            if reason in ("nonfinite", "error"):
-                self.pages.forget(request.pages)
-            else:
-                if count == accepted + 1:  # Else a stop cut the output, and not the state.
-                    self._states.save_decoded(request)
-                self.scheduler.learn(request)
-            if reason is not None:
-                self._finish(request, reason)
-
-    def _blame(self, request: Request, interrupt: BaseException | None) -> None:
-        """End a request whose callback raised; see `Outbox`."""
-        with self._changing:
-            self._is_torn = True
-            self._stats.callback_errors += 1
-            if interrupt is not None:
-                self._outbox.put_failure(request, interrupt)
-            if request.request_id in self._requests:
-                self._finish(request, "error")
-            self._is_torn = False
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        self._stats.finished[reason] += 1
-        self.scheduler.remove(request)
-        self._requests.pop(request.request_id, None)
+        """Run a step. After several failures in a row, end the requests that ran: one of them is
+        the cause."""
+        self._phase = "change"
+        try:
+            self.runner.advance()
+            self._failures = 0
+        except Exception as error:
+            ran = self._rebuild(error)
+            self._failures += 1
+            if self._failures < MAX_FAILURES:
+                raise
+            self._failures = 0
+            self._phase = "change"
+            for request in ran:
+                if request.finish_reason is None:
+                    self._outbox.fail(request, error)

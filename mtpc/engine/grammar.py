@@ -122,12 +122,14 @@ class GrammarMasks:
         for index, request in enumerate(requests):
             rows = slice(index * each, (index + 1) * each)
             if request.grammar is not None and request.is_prefilled:
+                request.is_walking = True
                 try:
                     decodes = index < len(turn.decoding)
                     self._fill(request, decodes, token_rows[rows], ahead[rows])
                 except Exception as error:
                     self._failed[request] = (0, error)
                     token_rows[rows] = -1
+                request.is_walking = False
         for name, mask in fresh.items():
             self.program.write(buffers[name], mask)
 
@@ -222,6 +224,7 @@ class GrammarMasks:
         """
         walk, taken = _Walk(request), list[int]()
         row, failure = self._failed.pop(request, (len(emitted), None))
+        request.is_walking = True  # Until the request has these tokens.
         try:
             for token_id in emitted[:row]:
                 if token_id not in walk.stops:

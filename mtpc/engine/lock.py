@@ -1,4 +1,4 @@
-"""A lock that waiting threads get in turn, and that an interrupt cannot leave taken."""
+"""A lock that waiting threads get in turn."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ class FairLock:
     Use it in this form:
 
         with lock.in_turn():
-            lock.arrived()
+            is_nested = lock.arrived()
 
-    Ctrl-C raises KeyboardInterrupt between any two bytecodes of the main thread. A lock in Python
-    code could therefore be left taken, between taking it and the begin of the `with` block. So the
-    `with` statement here enters an RLock of CPython itself: that call takes the lock and records
-    its owner in C, and CPython handles no signal between it and the begin of the block. Whatever
-    an interrupt leaves of `in_turn` and `arrived` is a mark, which costs other threads at most
-    `PATIENCE_S` until this thread comes again.
+    The `with` statement enters an RLock of CPython itself, which no interrupt leaves taken.
     """
 
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
-        self._waiting: dict[int, None] = {}  # Identifiers of the threads that want the lock.
+        # Identifiers of the threads that want the lock, and whether each has it already.
+        self._waiting: dict[int, bool] = {}
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock."""
+        return bool(self._lock._is_owned())
 
     def in_turn(self) -> AbstractContextManager[object]:
         """Let the threads that wait already go first, then return the lock to enter."""
-        me = threading.get_ident()
-        if self._waiting and not self._lock._is_owned():
+        me, is_mine = threading.get_ident(), self.is_mine
+        if self._waiting and not is_mine:
             before, end = set(self._waiting) - {me}, time.monotonic() + PATIENCE_S
             while not before.isdisjoint(self._waiting) and time.monotonic() < end:
                 time.sleep(_PAUSE_S)
-        self._waiting[me] = None
+        self._waiting[me] = is_mine
         return self._lock
 
-    def arrived(self) -> None:
-        """Record that this thread has the lock and waits no more."""
-        self._waiting.pop(threading.get_ident(), None)
+    def arrived(self) -> bool:
+        """Record that this thread waits no more. Returns whether it had the lock before."""
+        return self._waiting.pop(threading.get_ident(), False)

@@ -1,144 +1,129 @@
-"""Outputs that a step has decided and that are not handed out yet.
+"""The requests of an engine, and what their callers are not told yet: each token once.
 
-The engine appends an output here before it changes the request. The append is the moment at which
-the output counts. Whatever interrupts the engine later, `Emission.settle` repeats the change.
+What is not told follows from the requests alone (`Request.num_told`, and `Request.telling` while a
+callback runs). So after an interrupt the queue of the outbox is built anew from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import replace
 
-from mtpc.engine.request import OnOutput, Request, StepOutput
+from mtpc.engine.request import FinishReason, Request, StepOutput
+from mtpc.engine.scheduler import Scheduler
+from mtpc.engine.stats import Stats
 from mtpc.errors import ServingError
-
-MAX_TOLD = 2
-"""How often a callback is told that its request ended, if an interrupt comes meanwhile."""
-
-
-@dataclass(eq=False)
-class Emission:
-    """A request and an output that a step or `abort` gave it.
-
-    Attributes:
-        request: the request.
-        output: its new tokens, and why it ended, if it did.
-        start: number of the request's new tokens before this output.
-        is_begun: whether the call of the request's callback has begun.
-        handed: the output that the engine's caller gets. None until the callback has returned.
-    """
-
-    request: Request
-    output: StepOutput
-    start: int
-    is_begun: bool = False
-    handed: StepOutput | None = None
-
-    def settle(self) -> None:
-        """Give the request its tokens and its end. A second call changes nothing."""
-        request, output = self.request, self.output
-        request.output_ids[self.start :] = output.token_ids
-        if output.logprobs is not None:
-            request.logprobs[self.start :] = output.logprobs
-        request.error = request.error or output.error
-        request.finish_reason = request.finish_reason or output.finish_reason
-
-    @property
-    def is_void(self) -> bool:
-        """Whether the request was aborted after the step, so that its callback knows already."""
-        return self.output.finish_reason is None and self.request.finish_reason is not None
 
 
 class Outbox:
-    """The outputs that are not handed out yet, in order.
+    """Ends requests, and tells their callers what steps and aborts have decided.
 
     Args:
-        blame: called with a request whose callback raised. It counts the error, and ends the
-            request unless it has ended. Its second argument is the interrupt that the callback
-            must be told of by a last output, or None.
+        scheduler: has the queues that a request leaves at its end.
+        stats: counts ends, and callbacks that raise.
+
+    Attributes:
+        requests: by id, in order of arrival, the requests whose end is not told yet.
     """
 
-    def __init__(self, blame: Callable[[Request, BaseException | None], None]):
-        self._blame, self._emissions = blame, list[Emission]()
-        self._blamed = 0  # Identifies the exception that has ended a request already.
+    def __init__(self, scheduler: Scheduler, stats: Stats):
+        self._scheduler, self._stats = scheduler, stats
+        self.requests: dict[int, Request] = {}
+        self._untold = deque[Request]()
+        # What the caller of `step` gets at its end: a request, how many of its tokens are told, and
+        # the output. From the moment that it is here, it is told.
+        self._told: list[tuple[Request, int, StepOutput]] = []
 
     @property
     def has_any(self) -> bool:
         """Whether an output waits. It does between two steps only if one was interrupted."""
-        return bool(self._emissions)
+        return bool(self._untold or self._told)
 
-    def put(self, request: Request, output: StepOutput) -> Emission:
-        """Add an output, and change its request accordingly."""
-        emission = Emission(request, output, len(request.output_ids))
-        self._emissions.append(emission)
-        emission.settle()
-        return emission
+    def put(self, request: Request) -> None:
+        """Note that a request has news."""
+        self._untold.append(request)
 
-    def put_failure(self, request: Request, error: BaseException) -> None:
-        """Add the last output of a request that ends because the engine raised this error."""
-        name = f"request {request.request_id}"
-        told = ServingError(f"{name} ended, because the engine raised {error!r}")
-        told.__cause__ = error
-        self.put(request, StepOutput(request.request_id, [], "error", error=told))
+    def end(
+        self, request: Request, reason: FinishReason, error: ServingError | None = None
+    ) -> None:
+        """End a request at any moment. It leaves the queues."""
+        was_live = request.finish_reason is None
+        request.emit(StepOutput(request.request_id, [], reason, error=error))
+        if was_live:
+            self.leave(request)
 
-    def settle(self) -> None:
-        """Repeat all changes of requests, after an interrupt."""
-        for emission in self._emissions:
-            emission.settle()
+    def leave(self, request: Request) -> None:
+        """Take a request out of the queues after the output that ended it."""
+        assert request.finish_reason is not None
+        self._stats.finished[request.finish_reason] += 1
+        self._scheduler.remove(request)
 
-    def hand_out(self) -> list[StepOutput]:
-        """Call the requests' callbacks, in order. After an interrupt, the next call goes on.
+    def fail(self, request: Request, cause: BaseException) -> None:
+        """End a request because of what the engine raised."""
+        what = f"request {request.request_id} ended, because the engine raised {cause!r}"
+        error = ServingError(what)
+        error.__cause__ = cause
+        self.end(request, "error", error)
+        self.put(request)
 
-        Returns:
-            The outputs. After an interrupt they begin with those that were handed out before it.
+    def hand_out(self) -> None:
+        """Tell all news, in order."""
+        while self._untold:
+            request = self._untold[0]
+            if request.request_id in self.requests:  # Else an earlier turn has told its end.
+                output = self._tell(request)
+                self._told.append((request, len(request.output_ids), output))
+                self._note(*self._told[-1])
+            self._untold.popleft()
+
+    def tell_end(self, request: Request) -> None:
+        """Tell a request's callback at once that the request was aborted."""
+        if request.on_output is not None:
+            self._tell(request)
+        self.requests.pop(request.request_id, None)
+
+    def take(self) -> list[StepOutput]:
+        """What was told since the last call. After an interrupt it begins with what was told
+        before."""
+        told, self._told = self._told, []
+        return [output for _, _, output in told]
+
+    def restart(self, cause: BaseException) -> None:
+        """Build the queue anew from the requests, after a step or an abort that was interrupted.
+
+        It is unknown whether a callback that was interrupted took its output. So its request ends,
+        and one more output says so. If that is interrupted, too, the request is forgotten: it
+        would keep the other requests waiting for ever.
         """
-        self._blamed = 0
-        handed = [self._hand(emission) for emission in self._emissions]  # Callbacks may add some.
-        self._emissions.clear()
-        return handed
+        for told in self._told:
+            self._note(*told)
+        cut = [each for each in self.requests.values() if each.telling is not None]
+        for request in cut:
+            assert request.telling is not None
+            if request.on_output is not None and request.telling.error is not None:
+                del self.requests[request.request_id]
+            elif request.on_output is not None:
+                request.num_told = len(request.output_ids)
+                self._stats.callback_errors += 1
+                self.fail(request, cause)
+            request.telling = None
+        self._untold = deque(each for each in self.requests.values() if each.has_news)
 
-    def hand(self, emission: Emission) -> None:
-        """Call the callback of one emission, before those that wait."""
-        self._hand(emission)
-        self._emissions.remove(emission)
-
-    def _hand(self, emission: Emission) -> StepOutput:
-        """Call a request's callback once, if it has one. If it raises, only its own request ends.
-
-        An interrupt is raised again. It is unknown whether the callback took its output, so the
-        request ends, and a later output says so to its callback.
-        """
-        request, output = emission.request, emission.output
-        if emission.handed is not None:
-            return emission.handed
-        if emission.is_void or request.on_output is None:
-            emission.handed = output
-        elif emission.is_begun:  # A second interrupt came before the request had ended.
-            self._blame(request, KeyboardInterrupt())
-            emission.handed = output
-        else:
-            self._call_back(emission, request.on_output)
-        assert emission.handed is not None
-        return emission.handed
-
-    def _may_tell(self, emission: Emission) -> bool:
-        """Whether to tell a callback once more that its request ended. One that raises at that,
-        too, would keep other requests waiting for ever."""
-        told = [one for one in self._emissions if one.request is emission.request]
-        return sum(one.output.error is not None for one in told) < MAX_TOLD
-
-    def _call_back(self, emission: Emission, on_output: OnOutput) -> None:
+    def _tell(self, request: Request) -> StepOutput:
+        """Call a request's callback, if it has one. If it raises, only its own request ends."""
+        output = request.telling = request.news()
         try:
-            emission.is_begun = True
-            on_output(emission.output)
-            emission.handed = emission.output
+            if request.on_output is not None:
+                request.on_output(output)
         except Exception as error:
-            self._blame(emission.request, None)
-            emission.handed = replace(emission.output, finish_reason="error", error=error)
-        except BaseException as error:
-            if emission.is_begun and emission.handed is None:
-                if self._blamed != id(error):  # Else another's callback raised it, by `abort`.
-                    self._blamed = id(error)
-                    self._blame(emission.request, error if self._may_tell(emission) else None)
-                emission.handed = emission.output
-            raise
+            self._stats.callback_errors += 1
+            if request.finish_reason is None:
+                self.end(request, "error")
+            output = replace(output, finish_reason="error", error=error)
+        return output
+
+    def _note(self, request: Request, count: int, output: StepOutput) -> None:
+        """Note in a request what it was told. A second call changes nothing."""
+        request.num_told, request.telling = count, None
+        if output.finish_reason is not None:
+            self.requests.pop(request.request_id, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
-from mtpc.engine.tiers import TierPolicy, context_of
+from mtpc.engine.tiers import TierPolicy
 from mtpc.layout import StepKey
 from mtpc.program.program import Program
 
@@ -137,5 +137,5 @@ class PendingStep:
             request.num_drafts = key.spec_tokens
         tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
-            step = (key.bucket.num_reqs, key.spec_tokens, self.readout.replay_s)
-            tiers.observe(*step, context_of(turn.decoding))
+            context = sum(request.num_tokens for request in turn.decoding)
+            tiers.observe(key.bucket.num_reqs, key.spec_tokens, self.readout.replay_s, context)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from mtpc.engine.accepted import Acceptance
+from mtpc.engine.estimates import Acceptance
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ class Request:
         logprobs: one entry per token of `output_ids`, if the request asked for them.
         finish_reason: why the request ended, or None.
         error: the exception of the request's grammar, a `ServingError`, or None.
+        last: the last output that a step or an abort has decided, and the number of new tokens
+            before it.
+        num_told: how many of the new tokens its caller was told.
+        telling: the output that its caller is being told, or None.
+        is_walking: whether its grammar is being used, and may stand elsewhere than at the end of
+            `output_ids`.
     """
 
     request_id: int
@@ -109,9 +115,42 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    last: tuple[int, StepOutput] | None = None
+    num_told: int = 0
+    telling: StepOutput | None = None
+    is_walking: bool = False
 
     def __post_init__(self) -> None:
         self.num_input = self.num_tokens
+
+    def emit(self, output: StepOutput) -> None:
+        """Take the tokens and the end that a step or an abort has decided. They count from the
+        moment that they are `last`."""
+        self.last = (len(self.output_ids), output)
+        self.settle()
+
+    def settle(self) -> None:
+        """Change the request as `last` says. A second call changes nothing."""
+        if self.last is None:
+            return
+        start, output = self.last
+        self.output_ids[start:] = output.token_ids
+        if output.logprobs is not None:
+            self.logprobs[start:] = output.logprobs
+        self.error = output.error or self.error
+        self.finish_reason = output.finish_reason or self.finish_reason
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that its caller was not told. Its end is the last news."""
+        return self.num_told < len(self.output_ids) or self.finish_reason is not None
+
+    def news(self) -> StepOutput:
+        """What its caller was not told yet."""
+        start, wanted = self.num_told, self.sampling.logprobs is not None
+        logprobs = self.logprobs[start:] if wanted else None
+        ids = self.output_ids[start:]
+        return StepOutput(self.request_id, ids, self.finish_reason, logprobs, self.error)
 
     @property
     def ends(self) -> tuple[int, ...]:

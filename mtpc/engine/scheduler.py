@@ -143,11 +143,6 @@ class Scheduler:
         self._last, self._placed = turn.phase, []
         return turn
 
-    def preempt_all(self) -> None:
-        """Send all running requests back to the queue in order, because a step failed."""
-        for request in list(reversed(self.running)):
-            self._preempt(request)
-
     def restart(self, requests: Iterable[Request]) -> None:
         """Forget all slots, pages and queues, whatever state they are in.
 

@@ -35,7 +35,7 @@ def entry(cpu_cache: Path, opened: Opened) -> Path:
     for path in cpu_cache.glob(f"entries/*/{FILE}"):
         shutil.rmtree(path.parent)
     with_costs = opened()
-    assert with_costs.engine.tiers.costs() == {}
+    assert with_costs.engine.runner.tiers.costs() == {}
     with_costs.generate(PROMPTS[:2], 24, ignore_eos=True)
     with_costs.close()
     (path,) = cpu_cache.glob(f"entries/*/{FILE}")
@@ -44,13 +44,13 @@ def entry(cpu_cache: Path, opened: Opened) -> Path:
 
 def test_the_next_run_knows_them(opened: Opened, entry: Path) -> None:
     """Where it has another number of threads, they are not its own."""
-    found = opened(frozen=True).engine.tiers.costs()
+    found = opened(frozen=True).engine.runner.tiers.costs()
     assert found
-    assert {k for cell in found.values() for k in cell.seconds} == {0, 1}
+    assert {k for cell in found.values() for k in cell} == {0, 1}
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert opened(frozen=True).engine.tiers.costs() == {}
+        assert opened(frozen=True).engine.runner.tiers.costs() == {}
     finally:
         torch.set_num_threads(threads)
 
@@ -67,12 +67,12 @@ def test_a_frozen_cache_stays_as_it_is(opened: Opened, entry: Path) -> None:
 def test_damage_is_said_and_mended(opened: Opened, entry: Path) -> None:
     (entry / FILE).write_bytes(b"[]")
     model = opened()
-    assert model.engine.tiers.costs() == {}
+    assert model.engine.runner.tiers.costs() == {}
     (reason,) = model.stats.fallbacks
     assert reason.startswith("costs of earlier runs were not used: ")
     model.generate(PROMPTS[:2], 24, ignore_eos=True)
     model.close()
-    assert opened().engine.tiers.costs()
+    assert opened().engine.runner.tiers.costs()
 
 
 def test_a_cache_that_cannot_be_written_is_said(

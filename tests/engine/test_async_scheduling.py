@@ -25,7 +25,7 @@ from torch import Tensor
 
 import mtpc
 from mtpc.backends.eager import EagerBackend
-from mtpc.engine import engine as engine_module
+from mtpc.engine import runner as runner_module
 from mtpc.engine.readout import DeviceMoment, Moment, Readout
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Layout, StepKey
@@ -213,7 +213,7 @@ class LateDevice:
                 return self.results
 
         monkeypatch.setattr(program, "write", write_later)
-        monkeypatch.setattr(engine_module, "Readout", LateReadout)
+        monkeypatch.setattr(runner_module, "Readout", LateReadout)
 
 
 @pytest.mark.parametrize("which", ["greedy", "sampled"])

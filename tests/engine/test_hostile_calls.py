@@ -15,7 +15,7 @@ from helpers.schedules import MASKABLE, PRESSED, Session
 from helpers.theorem import PROMPTS
 
 import mtpc
-from mtpc.engine import engine as engine_module
+from mtpc.engine import runner as runner_module
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import MAX_FAILURES, Engine
 from mtpc.engine.request import Request, StepOutput
@@ -161,14 +161,14 @@ def test_what_one_request_raises_ends_that_one(
     session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A field that no check foresaw: its own request ends with the error, the others go on."""
-    real = engine_module.write_state
+    real = runner_module.write_state
 
     def breaks(program: Any, request: Request) -> None:
         if request.prompt_ids == PROMPTS[3]:
             raise OverflowError("too big for a tensor")
         real(program, request)
 
-    monkeypatch.setattr(engine_module, "write_state", breaks)
+    monkeypatch.setattr(runner_module, "write_state", breaks)
     first, bad, last = (engine.add(PROMPTS[i], 8) for i in (5, 3, 6))
     found = run(engine)
     for request_id, index in ((first, 5), (last, 6)):

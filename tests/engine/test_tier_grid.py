@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness.loads import GRID, Load, jumps, mixed, xeon, zen5
 from benchmarks.tier_grid import BEST, FLOOR, Shares, compare
-from mtpc.engine.accepted import Acceptance
+from mtpc.engine.estimates import Acceptance
 from mtpc.engine.tiers import TierPolicy
 
 LEAST, USUAL, MOMENT = 0.97, 0.99, 0.94

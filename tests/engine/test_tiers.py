@@ -14,10 +14,8 @@ from helpers.plans import changed, plan_of
 from helpers.theorem import PROMPTS, poison
 
 from mtpc.config import CompileOptions
-from mtpc.engine.accepted import Acceptance, Experience
-from mtpc.engine.costs import StepCosts
-from mtpc.engine.earlier_costs import from_json, to_json
-from mtpc.engine.tiers import BUDGET, TierPolicy, _Cell
+from mtpc.engine.estimates import Acceptance, Experience, StepCosts
+from mtpc.engine.tiers import BUDGET, TierPolicy, from_json, to_json
 from mtpc.errors import OptionError
 
 TIERS = (0, 1, 2, 3)
@@ -169,7 +167,7 @@ def test_costs_that_change(chance: float) -> None:
 class Untried(TierPolicy):
     """A fault: it tries no K but the one that it prefers."""
 
-    def _next_trial(self, cell: _Cell) -> int | None:
+    def _next_trial(self, cell: StepCosts) -> int | None:
         return None
 
 
@@ -198,7 +196,7 @@ def lured(policy: TierPolicy, cost: Cost, grace: int) -> list[float]:
 class Restless(TierPolicy):
     """A fault: it never rests at K = 0."""
 
-    def _compare(self, costs: StepCosts, tier: int, seconds: float) -> None:
+    def _compare(self, cell: StepCosts, tier: int, seconds: float) -> None:
         pass
 
 
@@ -223,7 +221,7 @@ def test_costs_of_earlier_runs_make_the_first_step_a_good_one() -> None:
     assert run(later, bandwidth_bound, 0.8, 1) == [3]
     run(later, lambda n, k: 2 * bandwidth_bound(n, k), 0.8, 300, noise=0.03)
     (found,) = later.costs().values()
-    assert found.seconds[3] == pytest.approx(2.6, rel=0.1)
+    assert found[3][0] == pytest.approx(2.6, rel=0.1)
     assert run(TierPolicy(TIERS, known), bandwidth_bound, 0.0, 400)[100:].count(0) > 280
 
 
@@ -239,9 +237,10 @@ def test_known_costs_serve_where_their_k_have_steps() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"\xff", b"1", b"[[1]]", b'[[1, 0, [[0, "a"]], [0]]]', b"[[1, 0, [[0, -1.0]], []]]",
-     b"[[1, 0, [[0, NaN]], []]]", b"[" * 100_000, b"[[1, 0, [[0, 1e999]], []]]",
-     b"[[1e999, 0, [], []]]"],
+    [b"", b"{", b"\xff", b"1", b"[[1]]", b'[[1, 0, [[0, "a", true]]]]', b"[[1e999, 0, []]]",
+     b"[[1, 0, [[0, NaN, true]]]]", b"[[1, 0, [[0, -1.0, true]]]]", b"[" * 100_000,
+     b"[[1, 0, [[0, 1e999, true]]]]",
+     b"[[1, 0, [[0, 1.0]], [0]]]"],
 )  # fmt: skip
 def test_other_text_is_no_costs(data: bytes) -> None:
     with pytest.raises(ValueError, match="no costs of steps"):
@@ -316,7 +315,7 @@ def test_k_may_change_at_every_step(
     that drafted nothing, and beside a prompt: MTP layers keep the KV of every row."""
     spec = compiled(family, "auto", batch_buckets=(2,))
     drafts = DraftOracle(oracle(family))
-    spec.engine.tiers = Scripted(spec.options.tiers, (2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3, 0))
+    spec.engine.runner.tiers = Scripted(spec.options.tiers, (2, 1, 3, 0, 0, 3, 1, 1, 2, 3, 3, 0))
     poison(spec)
     asked = [(PROMPTS[7], 24), (PROMPTS[10], 12), (PROMPTS[9], 8)]
     texts = {spec.engine.add(prompt, new): list(prompt) for prompt, new in asked}
@@ -345,7 +344,7 @@ def test_every_layer_keeps_its_kv_at_any_k(
     """Two layers, and K = 1 up to a step of K = 2: the second layer reads rows that it wrote for no
     draft."""
     spec = compiled("step3p7", "auto", "random", spec_tiers=(1, 2), batch_buckets=(1,))
-    spec.engine.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
+    spec.engine.runner.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
     poison(spec)
     spec.engine.add(PROMPTS[7], 16)
     compared, drafts = 0, DraftOracle(oracle("step3p7", "random"))

@@ -203,7 +203,7 @@ class Conversations:
 
     def _engine(self, snapshots: int, **options: Any) -> Engine:
         """A new engine on the program, with memory for a number of snapshots."""
-        nbytes = self.spec.engine._states.nbytes
+        nbytes = self.spec.engine.runner.states.nbytes
         made = changed(self.spec.options, snapshot_bytes=snapshots * nbytes, **options)
         return Engine(self.program, made, self.spec.engine.vocab_size)
 
@@ -302,7 +302,7 @@ def check_reuse(conversations: Conversations, count: int) -> None:
         phases=(Phase.generate,),  # To shrink a schedule takes longer than to read it.
         suppress_health_check=list(HealthCheck),
     )(run)()
-    seen, has_state = conversations.seen, bool(conversations.spec.engine._states.names)
+    seen, has_state = conversations.seen, bool(conversations.spec.engine.runner.states.names)
     assert seen["reused"] > 8 * count
     assert seen["drafts"] > 4 * count
     assert seen["preempted"] >= count // 20

@@ -55,6 +55,8 @@ _QWEN4 = "models/test_qwen4_exp.py::test_rows_equal_transformers_uncached[4-8-3-
 _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RANKS = "ranks/test_tensor_parallel.py::"
 _RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_rank"
+_FAILURES = "engine/test_failures.py"
+_EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
 _LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
@@ -890,8 +892,8 @@ FAULTS = (
     Fault(
         "pages for the chained drafts are not reserved",
         "engine/engine.py",
-        "return self.options.blocks_per_request(num_committed + 1)",
-        "return self.options.blocks_per_request(num_committed + 1 - self.options.spec_tokens)",
+        "options.blocks_per_request(num_committed + 1)",
+        "options.blocks_per_request(num_committed + 1 - options.spec_tokens)",
         _SCHEDULES,
     ),
     Fault(
@@ -977,16 +979,37 @@ FAULTS = (
     Fault(
         "an output is dropped by an interrupt before its callback is called",
         "engine/outbox.py",
-        "if emission.is_begun and emission.handed is None:",
-        "if emission.handed is None:",
-        "engine/test_outbox.py",
+        "deque(each for each in self.requests.values() if each.has_news)",
+        "deque[Request]()",
+        f"{_EACH}[telling]",
     ),
     Fault(
         "a callback is called again after an interrupt",
         "engine/outbox.py",
-        "elif emission.is_begun:",
-        "elif False:",
-        "engine/test_outbox.py",
+        "            elif request.on_output is not None:\n",
+        "            elif False:\n",
+        f"{_EACH}[telling]",
+    ),
+    Fault(
+        "a request has half an output after an interrupt",
+        "engine/engine.py",
+        "        for request in self._outbox.requests.values():\n            request.settle()\n",
+        "",
+        f"{_EACH}[emit]",
+    ),
+    Fault(
+        "slots and pages stay taken after a step that failed",
+        "engine/scheduler.py",
+        "        self.slots.reset()\n        self.pages.reset()\n",
+        "",
+        f"{_FAILURES}::test_a_grammar_survives_a_replay_that_fails",
+    ),
+    Fault(
+        "a grammar that was interrupted goes on",
+        "engine/engine.py",
+        "if request.is_walking and request.finish_reason is None:",
+        "if False:",
+        f"{_FAILURES}::test_a_grammar_that_is_interrupted_ends_its_own_request",
     ),
     # Several ranks.
     Fault(

@@ -112,7 +112,7 @@ def test_an_idle_engine_names_steps_that_were_bound(checkpoint: Callable[..., Pa
     options = {**TINY, "batch_buckets": (1,), "backend": "eager", **UP_TO_ONE}
     spec = mtpc.compile(checkpoint("mimo", "random"), lambda p: None, **options)
     step = spec.program.steps.pop(StepKey.decode(1, 1))
-    spec.engine.tiers.use((0,))
+    spec.engine.runner.tiers.use((0,))
     assert spec.stats.tiers == (0,)
     spec.program.arrived.append(((0, 1), [step]))
     assert spec.stats.tiers == (0, 1)

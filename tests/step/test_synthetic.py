@@ -13,7 +13,7 @@ from helpers.theorem import PROMPTS
 import mtpc
 from mtpc.acceptance import GOLDEN_LENGTHS, settle
 from mtpc.config import CompileOptions
-from mtpc.engine.accepted import Acceptance
+from mtpc.engine.estimates import Acceptance
 from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CacheError, OptionError
 from mtpc.step.synthetic import Dictate, draws
@@ -110,7 +110,7 @@ class Scripted(TierPolicy):
 def test_drafts_that_no_step_proposed_are_not_accepted(compiled: Compiled) -> None:
     """After a step of fewer drafts, old tokens stand in the row; at rates of 1, too."""
     spec = compiled("mimo", "auto", batch_buckets=(2,), synthetic_acceptance_rates=(1.0, 1.0, 1.0))
-    spec.engine.tiers = Scripted(spec.options.tiers)
+    spec.engine.runner.tiers = Scripted(spec.options.tiers)
     spec.generate(PROMPTS[5:7], 40, ignore_eos=True)
     stats = spec.stats
     assert stats.accepted == stats.drafted
