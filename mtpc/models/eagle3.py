@@ -5,7 +5,7 @@ and projected to the head's own width (`fc`). Its one layer attends with the con
 norms, of the token embedding and of the features. What the layer gives, before the head's norm, is
 fed to the next draft. Its output head has a row for frequent tokens only; `d2t` says which.
 
-Source: the authors' eagle/model/cnets.py; docs/models.md has the lines, and what vLLM and SGLang
+Source: the authors' eagle/model/cnets.py; docs/models.md has the rules, and what vLLM and SGLang
 read differently.
 """
 
