@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import mtpc
 from mtpc.api import SpecModel
+from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
@@ -174,6 +175,7 @@ def test_pages_of_codes(kind: str, names: tuple[str, ...], build: Callable[..., 
 
 def test_sums_between_kernels_do_not_depend_on_rows() -> None:
     """The one row of a wide norm is not given to two threads, whose sums would be added."""
+    load_kernels()
     x = torch.randn(64, 8192, generator=torch.Generator().manual_seed(0))
 
     def norm(out: Tensor, x: Tensor) -> None:
@@ -193,6 +195,7 @@ def test_sums_between_kernels_do_not_depend_on_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gelu_does_not_depend_on_the_place(dtype: torch.dtype) -> None:
     """PyTorch's does: it computes what fills no vector in another way."""
+    load_kernels()
 
     def on_tape(x: Tensor) -> Tensor:
         graph = small_graph(
