@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +104,7 @@ class _Lowering:
         """Lower to arithmetic, folds or rows by index; False for other nodes."""
         if len(self.results) != 1:
             return False
-        for lower in (_unary, _binary, _select, _clamp, _copy, _join, _fill, _fold,
+        for lower in (_unary, _gelu, _binary, _select, _clamp, _copy, _join, _fill, _fold,
                       _take_rows, _put_rows):  # fmt: skip
             call = lower(self)
             if call is not None:
@@ -144,6 +145,30 @@ def _unary(at: _Lowering) -> Call | None:
         return at.map("logical_not" if x.dtype == torch.bool else "not", x.dtype, x)
     kind = x.dtype if at.name in ("neg", "isfinite", "logical_not") else at.out.dtype
     return at.map(at.name, kind, x)
+
+
+def _gelu(at: _Lowering) -> Call | None:
+    """Its tanh form, spelled out as x sigmoid(c x (1 + 0.044715 x^2)), c = 2 sqrt(2 / pi).
+
+    PyTorch computes what fills no vector in another way than the rest, so a row's bits would depend
+    on its place.
+    """
+    if at.name != "gelu" or at.values["approximate"] != "tanh":
+        return None
+    x, twice = at.values["self"], 2 * math.sqrt(2 / math.pi)
+    kind = torch.float32 if x.dtype in _NARROW else x.dtype
+    inner = torch.empty(x.shape, dtype=kind)  # A fake tensor: where its numbers are.
+
+    def gelu() -> None:
+        at.tape.new("planned", inner)
+        at.tape.map("mul", inner, x, x, kind=kind)
+        at.tape.map("mul", inner, inner, 0.044715 * twice, kind=kind)
+        at.tape.map("add", inner, inner, twice, kind=kind)
+        at.tape.map("mul", inner, inner, x, kind=kind)
+        at.tape.map("sigmoid", inner, inner, kind=kind)
+        at.tape.map("mul", at.out, inner, x, kind=kind)
+
+    return gelu
 
 
 def _binary(at: _Lowering) -> Call | None:

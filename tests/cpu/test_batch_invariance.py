@@ -19,9 +19,11 @@ from helpers.uncached import logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 import mtpc
 from mtpc.api import SpecModel
+from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
@@ -173,6 +175,7 @@ def test_pages_of_codes(kind: str, names: tuple[str, ...], build: Callable[..., 
 
 def test_sums_between_kernels_do_not_depend_on_rows() -> None:
     """The one row of a wide norm is not given to two threads, whose sums would be added."""
+    load_kernels()
     x = torch.randn(64, 8192, generator=torch.Generator().manual_seed(0))
 
     def norm(out: Tensor, x: Tensor) -> None:
@@ -187,3 +190,27 @@ def test_sums_between_kernels_do_not_depend_on_rows() -> None:
     with run_on(2):
         together = torch.cat([normed(part) for part in x.split(32)])
         assert torch.equal(together[::8], torch.cat([normed(row) for row in x[::8].split(1)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gelu_does_not_depend_on_the_place(dtype: torch.dtype) -> None:
+    """PyTorch's does: it computes what fills no vector in another way."""
+    load_kernels()
+
+    def on_tape(x: Tensor) -> Tensor:
+        graph = small_graph(
+            lambda out, x: out.copy_(F.gelu(x, approximate="tanh")),
+            batch_out=torch.zeros_like(x), x=x.clone(),
+        )  # fmt: skip
+        text = write_tape(*lower_to_tape(graph))
+        open_tape(text, lambda name: get_tensor(graph.module, name))()
+        return graph.buffer("batch.out")
+
+    x = 3 * torch.randn(37, 17, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = on_tape(x)
+    assert torch.equal(together, torch.cat([on_tape(row) for row in x.split(1)]))
+    theirs = F.gelu(x, approximate="tanh")
+    torch.testing.assert_close(together, theirs)
+    assert not torch.equal(
+        theirs, torch.cat([F.gelu(row, approximate="tanh") for row in x.split(1)])
+    )

@@ -1,0 +1,224 @@
+"""Rules of arithmetic by element, of comparisons, of `where`, and of folds along a dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mtpc.certificate import tables
+from mtpc.certificate.state import Checker
+from mtpc.certificate.values import (
+    ANY,
+    CONST,
+    DIAGONAL,
+    OWN,
+    PAIR,
+    PLACE,
+    REQUESTS,
+    UPTO,
+    Layout,
+    Value,
+    lemma,
+    sum_of,
+)
+
+
+def _is_exact(c: Checker) -> bool:
+    """Whether the bits of an element follow from its operands alone."""
+    if c.base in tables.EXACT:
+        return True
+    if c.base == "pow":
+        number, dtype = c.args["exponent"], c.dtypes[0]
+        return number == 2 or number == -0.5 and dtype == "float32" or c.on_gpu
+    if c.on_gpu:
+        return c.base in tables.THREADS
+    return c.base in tables.INTERPRETED and c.op not in c.dispatched
+
+
+def elementwise(c: Checker) -> Value:
+    names = ("other", "self") if c.base == "rsub" else ("self", "other")
+    extra = [c.at(name) for name in ("min", "max", "mask", "value", "exponent")]
+    joined = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
+    if isinstance(joined, Value):
+        return joined
+    dims, kind, values = joined
+    if not _is_exact(c) and kind != PLACE:
+        return c.unknown("gives bits that may depend on the place of an element")
+    if c.at("other") is None:
+        return _of_one(c, dims, kind, values[0])
+    one, other = values[:2]
+    facts = _facts(c, one, other)
+    if kind == PAIR:
+        is_diagonal = c.base in ("mul", "__and__") and DIAGONAL in (one.kind, other.kind)
+        is_diagonal |= c.base == "eq" and one.tag == other.tag == ("request",)
+        return c.make(dims, DIAGONAL if is_diagonal else PAIR, (), facts if is_diagonal else ())
+    tag = _tag(c, one, other)
+    if kind == PLACE and not tag and not facts:
+        return c.unknown("computes with numbers of places")
+    return c.make(dims, kind, tag, facts)
+
+
+def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
+    """What the result of arithmetic names."""
+    number = other.tag[1] if other.tag[:1] == ("#",) else None
+    if c.args.get("alpha", 1) != 1:
+        return ()
+    if c.base == "add" and c.bounds(one) and c.bounds(other):
+        return ("bounds", sum_of(c.bounds(one), c.bounds(other)))
+    if one.tag[:1] == ("iota",) and number is not None and c.base in ("mul", "add"):
+        return ("iota", one.tag[1] * number) if c.base == "mul" else ()
+    if c.base == "remainder" and number is not None and PLACE not in (one.kind, other.kind):
+        return ("mod", number)
+    if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
+        c.counts[((c.name, 1),)] = (one.tag[1], None)
+    tag = lemma("sub" if c.base == "rsub" else c.base, one, other)
+    if one.tag[:1] == ("tail+",) and c.counts.get(one.tag[2]) != (one.tag[1], None):
+        return ()
+    if c.base == "minimum" and tag and tag[1] not in c.counts:
+        return ()
+    return tag
+
+
+def _of_one(c: Checker, dims: Sequence[Layout], kind: str, value: Value) -> Value:
+    if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
+        return c.make(dims, value.kind, value.tag, value.facts)
+    if kind != PLACE:
+        return c.make(dims, kind)
+    if c.base != "clamp" or c.args["min"] not in (None, 0):
+        return c.unknown("computes with numbers of places")
+    most = c.args["max"]
+    tag = ("request",) if value.tag[0] == "nth" else value.tag
+    return c.make(dims, kind, tag, {("most", most)} if most is not None else ())
+
+
+def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
+    """What a comparison says where it is true."""
+    number = other.tag[1] if other.tag[:1] == ("#",) else None
+    name = one.tag[0] if one.tag else ""
+    if c.base == "__and__":
+        is_active = other.tag == ("cnt", ((c.active[1:], 1),))
+        lost = set() if is_active or other.kind == PAIR else {"anchors"}
+        return set(one.facts | other.facts) - lost
+    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
+        return {"numbered"}
+    if c.base == "lt" and name == "off" and other.tag[:1] == ("cnt",):
+        return {("below", one.tag[1], other.tag[1])}
+    if number is None:
+        return set()
+    if c.base == "lt" and name == "nth" and number == c.num_reqs:
+        return {"live"}
+    if c.base == "le" and name == "end":
+        return {("fits", one.tag[1])}
+    if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
+        return {"live", "active"} if c.base == "ne" else {"nowhere"}
+    if c.base == "gt" and name == "len" and number == 0:
+        return {"on"}
+    is_null = c.base in ("ne", "eq", "ge") and name in ("slot", "page") and number == 0
+    return {"null"} if is_null else set()
+
+
+def compare(c: Checker) -> Value:
+    """Also: the numbers of rows against the ends, or against one row, of every request."""
+    one, other = c.at("self"), c.at("other")
+    if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
+        is_iota = one.tag == ("iota", 1) or one.tag == ("request",) and one.dims[0] == REQUESTS
+        if is_iota and c.base == "ge" and other.tag[:1] == ("end",):
+            return c.make((other.tag[1], REQUESTS), PAIR, facts={"ended"})
+        if is_iota and c.base == "eq" and other.tag[:1] == ("anchor",):
+            return c.make((other.tag[1], REQUESTS), DIAGONAL, facts={"anchors"})
+    return elementwise(c)
+
+
+def where(c: Checker) -> Value:
+    condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
+    if isinstance(one, Value) and isinstance(other, Value):
+        return _either(c, condition, one, other)
+    value, number = (one, other) if isinstance(one, Value) else (other, one)
+    if not isinstance(value, Value):
+        kind = OWN if condition.kind == PLACE else condition.kind
+        return c.make(condition.dims, kind, facts={"positive"} if min(one, other) > 0 else ())
+    joined = c.join(condition, value)
+    if isinstance(joined, Value):
+        return joined
+    dims, kind, (_, value) = joined
+    known = _kept(c, condition, value, number, isinstance(one, Value))
+    if known is not None:
+        return c.make(dims, kind, value.tag, known)
+    if value.kind == PLACE:
+        return c.unknown("replaces numbers of places")
+    if value.tag[:1] == ("cnt",) and value is not one:
+        c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
+    return c.make(dims, OWN if kind == PLACE else kind)
+
+
+def _kept(
+    c: Checker, condition: Value, value: Value, number: Any, is_first: bool
+) -> set[Any] | None:
+    """What is known of a value of which some elements become a number that names no place; None
+    if nothing is."""
+    name, facts = value.tag[0] if value.tag else "", condition.facts
+    if name == "place" and number == -1:
+        is_masked = {"live", "active"} <= facts if is_first else "nowhere" in facts
+        return {"kept"} if is_masked or "kept" in value.facts else None
+    is_active = condition.tag == ("cnt", ((c.active[1:], 1),))
+    keeps = name in ("slot", "page", "ring") or name == "len" and is_first and is_active
+    keeps |= name == "cnt" and is_first and ("fits", value.tag[1]) in facts
+    return set() if keeps and number == 0 else None
+
+
+def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
+    for fact in other.facts:
+        is_met = fact[0] == "unless" and (
+            fact[1] in condition.facts or fact[1] == c.origin("condition")
+        )
+        other = replace(other, facts=other.facts - {fact}) if is_met else other
+    if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
+        joined = c.join(condition, one)
+        is_own = not isinstance(joined, Value) and joined[1] in (OWN, UPTO)
+        return c.make(condition.dims, UPTO) if is_own else c.unknown("mixes rows", condition, one)
+    joined = c.join(condition, one, other)
+    if isinstance(joined, Value):
+        return joined
+    return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("chooses among places")
+
+
+def fold(c: Checker) -> Any:
+    """What combines the elements of a dimension."""
+    value, axes = c.at("self"), c.args.get("dim")
+    if c.base == "layer_norm":
+        value, axes = c.at("input"), [-1 - axis for axis in range(len(c.args["normalized_shape"]))]
+    elif axes is None or axes == []:
+        axes = [-1] if c.base in ("topk", "sort") else list(range(len(value.dims)))
+    axes = [axis % len(value.dims) for axis in (axes if isinstance(axes, list) else [axes])]
+    is_kept = c.args.get("keepdim") or c.base in tables.KEPT
+    dims = [dim for axis, dim in enumerate(value.dims) if is_kept or axis not in axes]
+    place = _folded_place(c, value, axes, dims)
+    if place is not None:
+        return place
+    if any(value.dims[axis] is not None for axis in axes):
+        return c.unknown("combines rows", value)
+    if value.kind in (PLACE, PAIR, DIAGONAL, ANY):
+        return c.unknown("combines numbers of places", value)
+    is_last = c.base in tables.ROW_BY_ROW and axes == [len(value.dims) - 1]
+    by_torch = c.on_gpu or c.op in c.dispatched and not is_last
+    if by_torch and c.base in tables.SUMS and value.kind != CONST and "float" in c.dtypes[0]:
+        return c.unknown("adds in an order that may depend on the rows")
+    made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
+    return made if len(made) > 1 else c.make(dims, value.kind)
+
+
+def _folded_place(
+    c: Checker, value: Value, axes: list[int], dims: Sequence[Layout]
+) -> Value | None:
+    """The result where it names places, or is a request's own; None for others."""
+    bounds = c.bounds(value)
+    if c.base == "amax" and ("numbered" in value.facts or bounds):
+        return c.make([None] * len(dims), PLACE, ("used", bounds or REQUESTS))
+    if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
+        return c.make(dims, PLACE, ("end", value.tag[1]))
+    if c.base == "sum" and "ended" in value.facts and axes == [1]:
+        return c.make(dims, PLACE, ("nth",))
+    if value.kind == DIAGONAL and c.base in ("sum", "any") and axes == [1]:
+        return c.make(dims, OWN, facts=value.facts & {"anchors"})
+    return None

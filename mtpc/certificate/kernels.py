@@ -1,0 +1,139 @@
+"""The rule of kernels: each argument has the rows, requests, pages or slots that its name says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mtpc.certificate import tables
+from mtpc.certificate.state import Checker
+from mtpc.certificate.values import (
+    ANY,
+    CONST,
+    KINDS,
+    OWN,
+    PLACE,
+    REQUESTS,
+    UPTO,
+    Layout,
+    RefusedError,
+    Value,
+    pool_of,
+)
+
+_REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
+_EMITS = ("accept", "count_tokens", "write_logprobs")
+
+
+def kernel(c: Checker) -> Any:
+    """The results: of the rows' requests alone, if every argument is.
+
+    Raises:
+        RefusedError: it emits something else, or keeps it, or writes to places that it may not.
+    """
+    names, features = tables.KERNELS[c.op]
+    given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
+    lead = 1 if features < 0 else len(given[0].dims) - features
+    dims = given[0].dims[:lead]
+    layouts = [dim for dim in dims if dim is not None]
+    fault = next((v.why for v in given if v.kind == ANY), "")
+    is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
+    if not fault and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
+        fault = c.unknown("gets " + ", ".join(map(str, given))).why
+    layout = layouts[0] if layouts else None
+    for name in c.args.keys() - set(names):
+        value = c.at(name)
+        for one in value if isinstance(value, list) else [value]:
+            wrong = _wrong(c, name, one, layout) if isinstance(one, Value) else ""
+            fault = fault or wrong and c.unknown(f"gets {name} as {one}: {wrong}", one).why
+    kind = max((OWN if v.kind == PLACE else v.kind for v in given), key=KINDS.index)
+    if not fault and kind == UPTO and c.op in tables.WHOLE:
+        fault = c.unknown("reads rows after the last accepted one").why
+    _write(c, fault)
+    if fault:
+        made = [Value(shape, (None,) * len(shape), ANY, why=fault) for shape in c.shapes]
+    else:
+        made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
+        made = [_named(c, number, value) for number, value in enumerate(made)]
+    return made if len(made) > 1 else made[0]
+
+
+def _named(c: Checker, number: int, value: Value) -> Value:
+    """A result with what it names."""
+    if c.op == "choose_slots":
+        pages, rows = c.at("index_cache").shape[:2]
+        return replace(value, kind=PLACE, tag=("page", f"spots {rows} of {pages}"))
+    if c.op != "accept":
+        return value
+    tag = ("cnt", ((f"{c.name}.{number}", 1),))
+    if number == 0:
+        return Value(value.shape, (REQUESTS,), PLACE, ("anchor", c.bounds(c.at("query_start_loc"))))
+    return Value(value.shape, (REQUESTS,), OWN, tag)
+
+
+def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
+    """Why an argument is not the one that a row, or its request, may read; "" if it is."""
+    first = value.dims[0] if value.dims else None
+    if value.kind == CONST or name in _REPORTS and isinstance(c.args[name], str):
+        starts = "query_start_loc"
+        return "not the bounds of its rows" if name == starts and not _starts(c, layout) else ""
+    if name == "query_start_loc":
+        layout = c.at("ids").dims[0] if c.op == "accept" else layout
+        return "" if _starts(c, layout) else "not the bounds of its rows"
+    if name in ("state_slots", "state_indices"):
+        return "" if (value.tag, first) == (("slot",), REQUESTS) else "not slots"
+    if name == "rows":
+        return "" if value.tag == ("used", layout) else "not the rows in use"
+    if name == "block_table":
+        owners = layout if _is_by_row(c) else REQUESTS
+        return "" if value.tag[:1] == ("page",) and first == owners else "not the pages"
+    if name == "seq_lens":
+        is_length = value.tag[:1] == ("len",) and layout in value.tag[1:]
+        is_length |= _is_by_row(c) and (value.kind, first) == (OWN, layout)
+        return "" if is_length else "not lengths"
+    if isinstance(first, str):
+        return _wrong_state(c, name, first)
+    if name == "ids" and c.op == "accept":
+        return "" if value.kind == OWN and isinstance(first, tuple) else "not its rows"
+    is_own = value.kind == OWN and isinstance(first, tuple) and first[0][0] == "1"
+    return "" if is_own else "not its request's"
+
+
+def _wrong_state(c: Checker, name: str, first: str) -> str:
+    """The same for state by slot or page."""
+    place = c.at("slot_mapping") or c.at("block_table")
+    tag = place.tag if isinstance(place, Value) else ()
+    if first == "slots" and not (place is not None and tag[1:2] == ("S",)):
+        return "" if place is None else "not by its slots"
+    is_found = len(tag) > 1 and pool_of(tag[1]) == first
+    if name not in tables.WRITES.get(c.op, ()) or "slot_mapping" not in c.args:
+        return "" if is_found or first == "slots" else "not by its own pages"
+    return "" if is_found and tag[2] == c.at(name).shape[1] else "by another pool's places"
+
+
+def _is_by_row(c: Checker) -> bool:
+    """Whether each row attends by itself, to pages of one row."""
+    starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
+    is_each = isinstance(starts, Value) and isinstance(query, Value) and starts.tag == ("iota", 1)
+    return is_each and starts.shape[0] == query.shape[0] + 1
+
+
+def _starts(c: Checker, layout: Layout) -> bool:
+    return _is_by_row(c) or c.bounds(c.at("query_start_loc")) == layout
+
+
+def _write(c: Checker, fault: str) -> None:
+    """What the kernel writes has its values from now on."""
+    places = c.at("slot_mapping")
+    if isinstance(places, Value) and (places.tag[:1] != ("place",) or "kept" not in places.facts):
+        raise RefusedError(places.why or f"{c.op} ({c.name}) writes to {places}: not masked places")
+    if fault and (c.op in _EMITS or c.op in tables.WRITES):
+        raise RefusedError(fault)
+    for name in tables.WRITES.get(c.op, ()):
+        buffer = c.buffers.get(str(c.args[name])[1:], "")
+        if buffer.startswith("batch."):
+            shape = tuple(c.calls[c.args[name][1:]][3][0])
+            width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
+            tag = ("col", width) if name == "num_accepted" else ()
+            dims = (REQUESTS, *[None] * (len(shape) - 1))
+            c.content[buffer] = Value(shape, dims, OWN, tag)

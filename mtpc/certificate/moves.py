@@ -1,0 +1,320 @@
+"""Rules of what moves elements: places by number, views, joins, state that is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mtpc.certificate import tables
+from mtpc.certificate.state import Checker
+from mtpc.certificate.values import (
+    ANY,
+    CONST,
+    DIAGONAL,
+    KINDS,
+    OWN,
+    PAIR,
+    PLACE,
+    REQUESTS,
+    UPTO,
+    Layout,
+    RefusedError,
+    Value,
+    pool_of,
+    regroup,
+    sum_of,
+)
+
+
+def index(c: Checker) -> Value:
+    """Places of one dimension, or of adjacent ones, by numbers."""
+    table = c.at("weight") if c.base == "embedding" else c.at("self")
+    if c.base == "index":
+        given = c.at("indices")
+        axis = next(at for at, one in enumerate(given) if one is not None)
+        numbers = given[axis:]
+    else:
+        axis = c.args["dim"] if c.base == "index_select" else 0
+        numbers = [c.at("index") if c.base == "index_select" else c.at("indices")]
+    axis %= len(table.dims)
+    joined = c.join(*(_as_own(one) for one in numbers)) if None not in numbers else None
+    if not isinstance(joined, tuple):
+        return joined or c.unknown("takes places of dimensions that are apart")
+    inner, kind, _ = joined
+    stop = axis + len(numbers)
+    others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
+    is_mixed = any(one.kind == PLACE for one in numbers[1:]) or kind == PAIR
+    if is_mixed or others or table.kind in (PAIR, DIAGONAL, ANY):
+        return c.unknown("takes places by numbers of others", table)
+    dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
+    return _taken(c, table, axis, numbers[0], dims, kind)
+
+
+def _as_own(number: Value) -> Value:
+    return replace(number, kind=OWN if number.kind == PLACE else number.kind, tag=())
+
+
+def _taken(
+    c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: str
+) -> Value:
+    """What a number takes of a dimension of a table."""
+    target, bounds = table.dims[axis], c.bounds(table)
+    name = number.tag[0] if number.tag else ""
+    size = c.num_reqs if name == "request" else table.shape[axis]
+    if any(f[0] == "most" and isinstance(size, int) and f[1] < size - 1 for f in number.facts):
+        return c.unknown("takes places that were moved")
+    if bounds and name in ("used", "request", "next") and target is None:
+        tag = {"used": "used", "request": "start", "next": "end"}[name]
+        return c.make(dims, PLACE, (tag, bounds))
+    if target is None:
+        is_known = number.kind in (CONST, OWN, UPTO)
+        kind = max(kind, table.kind, key=KINDS.index)
+        return c.make(dims, kind) if is_known else c.unknown("takes by numbers of places")
+    if isinstance(target, str) and target != "prompt":
+        is_own = name == "slot" if target == "slots" else name == "page"
+        is_own &= target == "slots" or name == "page" and pool_of(number.tag[1]) == target
+        return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
+    unless = _row(c, number, target)
+    if unless is False:
+        return c.unknown("takes rows that may be another request's", number)
+    if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
+        return c.unknown("takes rows after the last accepted one")
+    kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
+    facts = {("unless", unless)} if unless else set()
+    if name == "request":
+        return c.make(dims, kind, table.tag, table.facts | facts)
+    tag = {"row": ("some", *table.tag[1:]), "some": table.tag}.get(*table.tag[:1] or ("",), ())
+    return c.make(dims, kind if tag or kind != PLACE else ANY, tag, facts)
+
+
+def _row(c: Checker, number: Value, layout: Layout) -> Any:
+    """None if a number is a row of its own request; unless what it may not be; or False."""
+    name, *params = number.tag or ("",)
+    if layout == "prompt":
+        if name != "into":
+            return False
+        counted, unless = c.counts.get(params[1], (None, ""))
+        return unless if counted == params[0] and _packs(c, counted, unless) else False
+    if name in ("row", "some", "anchor") and params[0] == layout:
+        return None
+    if name == "request" and layout == REQUESTS:
+        return None
+    is_fixed = len(layout) == 1 and layout[0][0] == "1"
+    if name == "start+" and params[0] == layout and is_fixed and params[1] <= layout[0][1]:
+        return None
+    if name == "fresh" and sum_of(layout, params[1]) == params[0]:
+        return ("below", *params)
+    return False
+
+
+def _packs(c: Checker, count: Layout, decodes: str) -> bool:
+    """Whether a value counts the rows of prompts that the host has packed: `num_input` where a
+    request is on, has tokens left, and does not decode."""
+
+    def line(given: Any, op: str) -> Mapping[str, Any]:
+        found = c.calls.get(str(given).removeprefix("%"), ("", "", {}))
+        return found[2] if found[1].startswith(op) else {}
+
+    counts = line(count[0][0], "aten::where.ScalarOther")
+    held = line(line(counts.get("self"), "aten::clamp").get("self"), "get").get("name")
+    both, known = line(counts.get("condition"), "aten::__and__"), line(decodes, "aten::__and__")
+    negated = line(both.get("other"), "aten::bitwise_not").get("self")
+    flag = line(line(known.get("other"), "aten::ne.Scalar").get("self"), "get").get("name")
+    found = (held, flag, negated, both.get("self"))
+    return found == ("batch.num_input", "batch.is_decoding", f"%{decodes}", known.get("self"))
+
+
+def slice_(c: Checker) -> Value:
+    value, start = c.at("self"), c.args["start"] or 0
+    axis = c.args["dim"] % len(value.dims)
+    buffer = c.buffers.get(c.args["self"][1:])
+    held = c.content.get(buffer or "")
+    if held is not None and (axis, start) == (0, 0) and held.shape == c.shapes[0]:
+        return held
+    if value.dims[axis] is None:
+        bounds = c.bounds(value)
+        if bounds and value.shape[axis] == c.num_reqs + 1 and c.shapes[0][axis] == c.num_reqs:
+            dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
+            tag = ("request",) if (start, bounds) == (0, REQUESTS) else ("start", bounds)
+            return c.make(dims, PLACE, ("end", bounds) if start == 1 else tag)
+        lost = bounds or value.tag[:1] == ("iota",) and start != 0
+        return c.make(value.dims, value.kind, () if lost else value.tag, value.facts)
+    if c.shapes[0] == value.shape:
+        return value
+    part = {0: "first row", 1: "next rows"}.get(start, "") if value.kind in (OWN, UPTO) else ""
+    unknown: Value = c.unknown("takes rows by number", value)
+    return replace(unknown, facts=frozenset({(part, c.args["self"], value.dims)}))
+
+
+def cat(c: Checker) -> Value:
+    """cat, stack."""
+    parts = c.at("tensors")
+    axis, is_cat = (c.args["dim"] or 0) % len(c.shapes[0]), c.base == "cat"
+    facts = [next(iter(part.facts), ("",)) for part in parts]
+    if [fact[0] for fact in facts] == ["next rows", "first row"] and axis == 0:
+        (_, one, dims), (_, other, _) = facts
+        made: Value = c.unknown("moves rows up")
+        return (
+            replace(made, dims=dims, facts=frozenset({("next", dims[0])})) if one == other else made
+        )
+    if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
+        is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
+        return c.make([None], PLACE, ("bounds", parts[1].tag[1])) if is_zero else c.unknown("joins")
+    parts = [part for part in parts if 0 not in part.shape] or parts
+    if is_cat and any(part.dims[axis] is not None for part in parts):
+        return c.unknown("joins rows", *parts)
+    joined = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
+    if isinstance(joined, Value):
+        return joined
+    dims, kind, _ = joined
+    if kind == PLACE:
+        return c.unknown("joins numbers of places")
+    return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind)
+
+
+def _thin(value: Value, axis: int) -> Value:
+    """A part of a join, as one element along the dimension that grows."""
+    shape = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
+    return replace(value, shape=shape)
+
+
+def view(c: Checker) -> Any:
+    value, rank = c.at("self"), len(c.at("self").dims)
+    dims = list(value.dims)
+    axis = (c.args.get("dim") or 0) if isinstance(c.args.get("dim"), int | None) else 0
+    if c.base in ("transpose", "t"):
+        i, j = (c.args["dim0"], c.args["dim1"]) if c.base == "transpose" else (0, 1)
+        dims[i], dims[j] = dims[j], dims[i]
+    elif c.base == "permute":
+        dims = [dims[at] for at in c.args["dims"]]
+    elif c.base == "unsqueeze":
+        dims.insert(axis % (rank + 1), None)
+    elif c.base == "select":
+        if dims.pop(axis % rank) is not None and value.shape[axis % rank] != 1:
+            return c.unknown("takes one row for all", value)
+    elif c.base in ("split", "split_with_sizes", "chunk", "repeat_interleave"):
+        if dims[axis % rank] is not None:
+            return c.unknown("divides rows", value)
+    elif c.base == "expand":
+        dims = [None] * (len(c.shapes[0]) - rank) + dims
+    else:
+        found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0])
+        if found is None:
+            return c.unknown("mixes rows with other dimensions", value)
+        dims = found
+    tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
+    if value.kind == ANY or value.kind == PLACE and not tag:
+        return c.unknown("moves numbers of places", value)
+    if len(c.shapes) > 1:
+        return [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
+    return c.make(dims, value.kind, tag, value.facts)
+
+
+def _spots(c: Checker, value: Value) -> list[Layout] | None:
+    """The dimensions of pages that are seen as pages of one row; None for other views."""
+    is_pages = str(value.dims[0]).startswith("pages") and len(value.shape) > 1
+    if not is_pages or c.shapes[0][0] != f"{value.shape[1]}*{value.shape[0]}":
+        return None
+    return [f"pages spots {value.shape[1]} of {value.shape[0]}", *[None] * (len(c.shapes[0]) - 1)]
+
+
+def constant(c: Checker) -> Value:
+    if c.base != "arange":
+        facts = {"uniform", "zeros"} if "zeros" in c.base else {"uniform"}
+        return c.make([None] * len(c.shapes[0]), CONST, (), facts)
+    start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
+    known = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
+    return c.make([None], CONST, ("col", start + 1) if (end, step) == (-1, -1) else known)
+
+
+def gather(c: Checker) -> Value:
+    """gather, scatter_: along a dimension that is no row."""
+    given = [v for v in map(c.at, ("self", "index", "src")) if isinstance(v, Value)]
+    if any(v.dims[c.args["dim"]] is not None for v in given):
+        return c.unknown("moves rows by number", *given)
+    joined = c.join(*(replace(v, shape=given[0].shape) for v in given))
+    if isinstance(joined, Value):
+        return joined
+    return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("moves numbers of places")
+
+
+def getitem(c: Checker) -> Any:
+    return c.at("self")[c.args["index"]]
+
+
+def get(c: Checker) -> Value:
+    """State that the step holds, or a weight."""
+    name, shape = str(c.args["name"]), c.shapes[0]
+    room, _, own = name.partition(".")
+    rest = (None,) * (len(shape) - 1)
+    if room in ("state", "kv", "batch", "cross"):
+        c.buffers[c.name] = name
+    if room in ("state", "kv"):
+        first = "slots" if str(shape[0]) == "S" else f"pages {shape[0]}"
+        tag = ("page", "N") if own == "block_table" else ()
+        return Value(shape, (first, *rest), PLACE if tag else OWN, tag)
+    if room not in ("batch", "cross"):
+        return Value(shape, (None,) * len(shape))
+    if own == "state_indices":
+        return c.make((REQUESTS,), PLACE, ("slot",))
+    if own in ("num_input", "is_decoding", "next_prompt_id"):
+        return c.make((REQUESTS,), OWN)
+    if own == "prompt_ids":
+        return c.make(("prompt",), OWN)
+    if own in ("token_mask", "draft_mask"):
+        return c.make(((("1", shape[0] // c.num_reqs),), *rest), OWN)
+    unknown: Value = c.unknown("is what another step left")
+    return unknown
+
+
+def copy(c: Checker) -> Value:
+    """copy_: into a buffer of the batch, whose first rows it fills; or into a temporary."""
+    buffer, source = c.buffers.get(c.args["self"][1:]), c.at("src")
+    if buffer is None:
+        joined = c.join(c.at("self"), source)
+        if isinstance(joined, Value):
+            return joined
+        return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("copies numbers of places")
+    if not buffer.startswith("batch.") or source.shape != c.shapes[0]:
+        raise RefusedError(f"{c.op} ({c.name}) writes {buffer}")
+    c.content[buffer] = source
+    for other, root in c.memory.items():
+        if c.buffers.get(root) == buffer and other not in c.buffers:
+            c.values[other] = c.unknown("has overwritten it")
+    return source
+
+
+def put(c: Checker) -> Value:
+    """index_copy_: rows of requests to their slots; or columns of a temporary by numbers."""
+    target, numbers, source = c.at("self"), c.at("index"), c.at("source")
+    buffer = c.buffers.get(c.args["self"][1:])
+    if buffer is None:
+        if numbers.kind != CONST or target.dims[c.args["dim"]] is not None:
+            return c.unknown("puts rows by numbers")
+        joined = c.join(target, replace(source, shape=c.shapes[0]))
+        return joined if isinstance(joined, Value) else c.make(*joined[:2])
+    if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
+        raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
+    if source.kind not in (OWN, CONST) or source.dims[0] != REQUESTS or any(source.dims[1:]):
+        raise RefusedError(source.why or f"{c.op} ({c.name}) writes {source} to {buffer}")
+    return Value(target.shape, target.dims, OWN)
+
+
+def share(c: Checker, source: str) -> None:
+    """The line's result is in the memory of another."""
+    if c.base == "slice" and source in c.buffers:
+        c.buffers[c.name] = c.buffers[source]
+    else:
+        c.memory[c.name] = c.memory.get(source, source)
+
+
+def store(c: Checker, name: str, value: Value) -> None:
+    """A temporary takes a value: nothing that shares its memory is better from now on."""
+    if name in c.buffers:
+        return
+    root = c.memory[c.name] = c.memory.get(name, name)
+    for other, held in c.values.items():
+        if c.memory.get(other, other) == root and isinstance(held, Value):
+            kind = max(held.kind, value.kind, key=KINDS.index)
+            c.values[other] = Value(held.shape, held.dims, kind, why=value.why or held.why)

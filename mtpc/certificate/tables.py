@@ -1,0 +1,89 @@
+"""What the checker believes of operators. Nothing here is read from mtpc or from a listing."""
+
+from __future__ import annotations
+
+import re
+
+EXACT = frozenset(
+    "add sub rsub mul div neg abs sqrt square reciprocal relu clamp minimum maximum where eq ne lt "
+    "le gt ge __and__ __or__ bitwise_and bitwise_or bitwise_not logical_not logical_and logical_or "
+    "floor_divide remainder isfinite to _to_copy type_as masked_fill clone contiguous".split()
+)
+"""Elementwise operators whose bits are the same wherever an element stands in a tensor."""
+INTERPRETED = frozenset("exp cos sin rsqrt sigmoid silu gelu".split())
+"""So in the tape's interpreter. PyTorch computes what fills no vector in another way."""
+THREADS = INTERPRETED | frozenset("tanh softplus log log1p pow erf".split())
+"""So on GPUs, where every element has a thread of its own."""
+ROW_BY_ROW = frozenset({"softmax", "layer_norm"})
+"""PyTorch's CPU kernels take one row after the other, along the last dimension."""
+SUMS = ROW_BY_ROW | {"sum", "mean", "cumsum"}
+FOLDS = SUMS | frozenset("amax amin any all max argmax topk sort".split())
+KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
+"""Folds whose results have the dimension that they fold."""
+VIEWS = frozenset(
+    "view reshape flatten unflatten unsqueeze squeeze transpose permute t select slice expand chunk "
+    "split split_with_sizes alias detach _unsafe_view repeat_interleave".split()
+)
+CONSTANTS = frozenset(
+    "arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full".split()
+)
+_ROWS = """
+rms_norm: x; add_rms_norm: x added; silu_and_mul: gate_up; packed_linear: x; row_sum: x; topk: x
+packed_linear_max: x; packed_gated_linear: x; float32_linear: x; grouped_linear: x; row_max: x
+grouped_linear_max: x; grouped_gated_linear: x; linear_chain: x residual; all_reduce: part
+packed_experts: x expert_ids expert_weights; experts: x expert_ids expert_weights; group_topk: x
+grouped_experts: x expert_ids expert_weights; relu2_experts: x expert_ids expert_weights
+batch_invariant_linear: x; draft_entry: left right; vocab_max: logits; clear_idle_rows: x
+sum_ranks: part; vocab_embedding: ids / 0; rotate: x cos sin / -1; packed_head_linear: x / -1
+write_cache: rows slot_mapping / -1; rotate_and_write: q k v cos sin slot_mapping / -1
+paged_attention: q / -1; latent_attention: q / -1; expanded_latent_attention: q / -1
+choose_slots: query weights / -1; gated_delta_rule: rows / -1; mamba2_scan: rows / -1
+sample: logits ids positions token_mask / -1; accept: chosen finite / -1; sinkhorn: logits / -1
+count_tokens: ids / -1; write_logprobs: ids / -1
+"""
+KERNELS = {
+    name: (tuple(rows.split()), int(features or 1))
+    for name, rows, features in re.findall(r"(\w+): ([\w ]+?)(?: / (-?\d))?(?:;|\n)", _ROWS)
+}
+"""Kernels that keep the order of a row's sums -> their arguments with rows, and how many last
+dimensions belong to one row (-1: all but the first). A test holds it against their declarations."""
+WRITES = {
+    "write_cache": ("cache", "scales"),
+    "rotate_and_write": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "gated_delta_rule": ("recurrent", "history", "standing"),
+    "mamba2_scan": ("recurrent", "history", "standing"),
+    "count_tokens": ("output_counts",),
+    "accept": ("out_token_ids", "num_accepted", "num_emitted", "stop_reason"),
+    "write_logprobs": ("logprobs", "top_ids", "top_logprobs"),
+}
+WHOLE = frozenset("accept count_tokens write_logprobs gated_delta_rule mamba2_scan".split())
+"""Kernels in which a row may read later rows of its request."""
+LEMMAS = tuple(
+    re.findall(
+        r"(\w+) (\S+) (\S+) = (\S+)",
+        """
+sub end:L start:L = cnt:L            sub end:L cnt:L = start:L        sub end:L cnt:C = tail:L:C
+add tail:L:C row:C = tail+:L:C       sub tail+:L:C start:C = some:L    add own row:L = own+:L
+sub own+:L start:L = own             sub row:L start:L = off:L        add start:P off:L = into:P:L
+sub row:M end:E = fresh:M:E          add anchor:L end:M = anchor:L+M  add start:L col:n = start+:L:n
+sub end:L 1 = last:L                 minimum start+:L:n last:L = some:L
+sub anchor:L col:n = back:L          maximum back:L start:L = anchor:L
+add cnt:L cnt:M = len:L:M            add request 1 = next             sub slot 1 = slot-
+mul slot- n = ring-:n                add ring-:n 1 = ring:n           add ring:n mod:n = page:n
+mul page:X n = page*:X:n             add page*:X:n mod:n = place:X:n  mul slot n = page*:S:n
+""",
+    )
+)
+"""What integers name, by operator: operator, left, right = result.
+
+`start`, `end`: where the rows of a request begin and end in a layout, and `cnt`: their number;
+`row`: the row that holds the number; `some`: one of the request's; `anchor`: the last accepted one, or one before it; `off`: a number below `cnt`;
+`col:n`, `mod:n`: below n; `tail:L:C`: where the last C rows of L begin; `into:P:L`: a row of P if L
+has no more; `fresh:M:E`: a row of M less E, unless it is one of E; `last`: the last row; `len`: a
+length with that many rows; `ring:n`: the first of n pages of a slot; `place`: of a row in pages.
+"""
+PLACES = frozenset(
+    "bounds start end tail tail+ row some own+ into fresh anchor start+ last back request next nth slot "
+    "slot- ring- ring page page* place used".split()
+)
+"""Tags of integers that depend on company, and may only be used as the rules say."""

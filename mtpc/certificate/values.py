@@ -1,0 +1,159 @@
+"""What the checker knows of a value, and how dimensions and integers follow from others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mtpc.certificate.tables import LEMMAS
+
+KINDS = CONST, OWN, UPTO, PLACE, DIAGONAL, PAIR, ANY = (
+    "const", "own", "upto", "place", "diagonal", "pair", "any",
+)  # fmt: skip
+"""const: the same in any company. own: a request's alone, the one that the row belongs to. upto: so
+in its rows up to the last accepted one. place: a number that names a place. diagonal, pair: of two
+requests; the first is 0 where they are not one. any: nothing is known."""
+Layout = Any
+"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": of state.
+A tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),)
+as many as the value x says."""
+REQUESTS: Layout = (("1", 1),)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a tensor.
+
+    Attributes:
+        shape: sizes; text where they are open.
+        dims: a `Layout` for each dimension.
+        kind: one of `KINDS`.
+        tag: what an integer names, and of what: see `tables.LEMMAS`.
+        facts: what is known where a boolean is true; conditions under which a value is known.
+        why: the operator that made it `any`.
+    """
+
+    shape: tuple[Any, ...]
+    dims: tuple[Layout, ...]
+    kind: str = CONST
+    tag: tuple[Any, ...] = ()
+    facts: frozenset[Any] = frozenset()
+    why: str = ""
+
+    def __str__(self) -> str:
+        dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
+        return f"{self.kind}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
+
+
+class RefusedError(Exception):
+    """The listing proves nothing; the message names the operator, and its line."""
+
+
+def text_of(layout: Any) -> str:
+    if not isinstance(layout, tuple):
+        return str(layout)
+    return "+".join(str(n) if name == "1" else f"{n}*{name}" for name, n in layout)
+
+
+def sum_of(one: Layout, other: Layout) -> Layout:
+    return tuple(sorted((Counter(dict(one)) + Counter(dict(other))).items()))
+
+
+def pool_of(name: Any) -> str:
+    """The first dimension of the state whose places a tag names."""
+    rings = f"pages {name}*S - {name - 1}" if isinstance(name, int) else f"pages {name}"
+    return "slots" if name == "S" else rings
+
+
+def lemma(op: str, one: Value, other: Value) -> tuple[Any, ...]:
+    """The tag of a sum, a product or a minimum, by the first lemma that fits; () if none does."""
+    for name, left, right, result in LEMMAS:
+        if name != op:
+            continue
+        for tag in _tags(one):
+            for second in _tags(other):
+                bound: dict[str, Any] = {}
+                if _binds(left, tag, bound) and _binds(right, second, bound):
+                    head, *params = result.split(":")
+                    sums = [tuple(p.split("+")) for p in params]
+                    made = [sum_of(bound[p[0]], bound[p[1]]) if len(p) > 1 else bound.get(p[0], p[0])
+                            for p in sums]  # fmt: skip
+                    return (head, *made)
+    return ()
+
+
+def _tags(value: Value) -> list[tuple[Any, ...]]:
+    """What a lemma may take a value for."""
+    if value.tag == ("request",):
+        return [value.tag, ("row", REQUESTS), ("start", REQUESTS)]
+    is_plain = value.kind in (OWN, CONST) and value.tag[:1] != ("#",)
+    return [value.tag] * bool(value.tag) + [("own",)] * is_plain
+
+
+def _binds(pattern: str, tag: tuple[Any, ...], bound: dict[str, Any]) -> bool:
+    """Whether a tag fits a pattern; binds the pattern's letters."""
+    name, *params = pattern.split(":")
+    if tag[0] == "#":
+        return name == "n" and bound.setdefault("n", tag[1]) == tag[1] or name == str(tag[1])
+    if name != tag[0] or len(params) != len(tag) - 1:
+        return False
+    return all(
+        bound.setdefault(p, value) == value for p, value in zip(params, tag[1:], strict=True)
+    )
+
+
+def regroup(dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any]) -> list[Layout] | None:
+    """The dimensions of a reshaped tensor; None where rows are mixed with others."""
+    made: list[Layout] = [None] * len(new)
+    for before, after in _groups(dims, old, new):
+        marked = [axis for axis in before if dims[axis] is not None]
+        if not marked:
+            continue
+        layout = dims[before[0]]
+        inner = [new[axis] for axis in after[1:]]
+        if marked != before[:1] or not after:
+            return None
+        if len(before) == 1 and all(size == 1 for size in inner):
+            made[after[0]] = layout
+            continue
+        if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
+            return None
+        count = layout[0][1] * prod(old[axis] for axis in before[1:])
+        requests = prod(old[axis] for axis in before) // count
+        if count % prod(inner) or new[after[0]] != requests * count // prod(inner):
+            return None
+        made[after[0]] = (("1", count // prod(inner)),)
+    return made
+
+
+def _groups(
+    dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any]
+) -> list[tuple[list[int], list[int]]]:
+    """Dimensions that become others: smallest groups with the same number of elements."""
+    groups, i, j = [], 0, 0
+    while i < len(old) and j < len(new):
+        if new[j] == 1 and old[i] != 1:
+            j += 1
+            continue
+        if old[i] == 1 and new[j] != 1 and dims[i] is None:
+            i += 1
+            continue
+        before, after = [i], [j]
+        i, j = i + 1, j + 1
+        while _size(old, before) != _size(new, after):
+            if i < len(old) and (j >= len(new) or _size(old, before) < _size(new, after)):
+                before, i = [*before, i], i + 1
+            elif j < len(new):
+                after, j = [*after, j], j + 1
+            else:
+                return [(list(range(len(old))), [])]
+        groups.append((before, after))
+    return groups
+
+
+def _size(sizes: Sequence[Any], axes: Sequence[int]) -> Any:
+    chosen = [sizes[axis] for axis in axes]
+    return chosen[0] if len(chosen) == 1 else prod(n if isinstance(n, int) else 0 for n in chosen)
