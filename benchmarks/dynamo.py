@@ -30,7 +30,7 @@ from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sam
 from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
 from mtpc.integrations.dynamo import backend
 from mtpc.models.families.mimo import MIMO
-from mtpc.models.hf import CACHE
+from mtpc.models.seams import CACHE
 
 ENGINES: dict[str, dict[str, Any] | None] = {
     "eager": None,

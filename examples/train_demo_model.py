@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache, Glm4MoeConfig, PreTrainedTokenizerFast
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
-from mtpc.models.hf import CACHE
+from mtpc.models.seams import CACHE
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = Path(__file__).parents[1] / "mtpc/demo/chat_template.jinja"

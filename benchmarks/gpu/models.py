@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.harness.models import INITIALIZER_RANGE, make_successor_model, split_off_mtp_layer
 from mtpc.models import FAMILIES
-from mtpc.models.hf import share_model, stand_in
+from mtpc.models.seams import share_model, stand_in
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import build_mtp_layer
 

@@ -23,7 +23,8 @@ from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
-from mtpc.models.hf import StepContext, run_mtp_layer
+from mtpc.models.hf import run_mtp_layer
+from mtpc.models.seams import StepContext
 from mtpc.plan import make_plan
 from mtpc.program.lowering import Lowering
 from mtpc.program.program import CapturedStep

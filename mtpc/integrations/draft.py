@@ -23,17 +23,9 @@ from mtpc.integrations.draft_config import draft_config
 from mtpc.integrations.layer_sites import HostLayers, Marks, mark_layers
 from mtpc.integrations.layer_weights import Hosted, LayerWeights
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import (
-    MTPLayer,
-    TextRotary,
-    model_class,
-    register_seams,
-    rotary_of,
-    run_mtp_layer,
-    stand_in,
-    use_seams,
-)
+from mtpc.models.hf import MTPLayer, TextRotary, model_class, rotary_of, run_mtp_layer
 from mtpc.models.mtp_layers import allocate, build_mtp_layer, dtypes_of, stored_name
+from mtpc.models.seams import register_seams, stand_in, use_seams
 from mtpc.passes.canonicalise import drop_identities
 
 

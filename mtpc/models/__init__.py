@@ -3,7 +3,6 @@
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.families.deepseek_v4 import DEEPSEEK_V4
 from mtpc.models.families.deepseek_v32 import DEEPSEEK_V32
-from mtpc.models.families.dense import LLAMA, QWEN2, QWEN3
 from mtpc.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from mtpc.models.families.exaone_moe import EXAONE_MOE
 from mtpc.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -43,10 +42,10 @@ FAMILIES: tuple[ModelFamily, ...] = (
     LONGCAT_FLASH,
     GEMMA4,
     GEMMA4_UNIFIED,
-    LLAMA,
-    QWEN2,
-    QWEN3,
 )
-"""The family table. A new model is one file in this package and one row here."""
+"""Families that need words for their MTP layers, modules or names, which transformers lacks.
+
+One file in `families/` and one row here each; `mtpc.models.derived` has all others.
+"""
 
 __all__ = ["FAMILIES", "ModelFamily"]

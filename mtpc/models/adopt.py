@@ -120,7 +120,7 @@ def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) 
     """
     weight = model.get_input_embeddings().weight
     own = next(name for name, parameter in model.named_parameters() if parameter is weight)
-    names = [own, *(s + own.removeprefix(o) for o, s in family.stored_prefixes.items())]
+    names = [own, *(s + own.removeprefix(o) for o, s in family.stored_prefixes)]
     stored = next((name for name in names if name in checkpoint.tensors), None)
     alike = 0.0 if stored is None else similarity(weight.detach(), checkpoint.tensor(stored))
     if not alike >= ALIKE:

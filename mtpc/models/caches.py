@@ -80,7 +80,11 @@ def paged_spec(name: str, page: tuple[Any, ...], dtype: torch.dtype, meaning: st
 
 def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pool of a layer with multi-head latent attention: [N, P, kv_lora_rank + rope]."""
-    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return paged_spec_of_latent(layer, dtype, config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def paged_spec_of_latent(layer: int, dtype: torch.dtype, width: int) -> tuple[BufferSpec, ...]:
+    """Page pool of latents with their rotated keys behind them, [N, P, width]."""
     return (paged_spec(f"kv.{layer}.latent", (P, width), dtype, f"latents by page{_BY_LAYER}"),)
 
 

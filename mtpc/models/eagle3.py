@@ -28,18 +28,18 @@ from mtpc.layout import BufferSpec
 from mtpc.models.caches import CachePool, paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import (
-    CACHE,
     DraftVocabulary,
     HFTarget,
     MTPLayer,
-    StepContext,
     StepParts,
     TextRotary,
+    decoder_layers,
     embedding_of,
-    use_seams,
+    norm_after,
 )
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
+from mtpc.models.seams import CACHE, StepContext, use_seams
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 ARCHITECTURES = (
@@ -235,13 +235,16 @@ class CapturingTarget(HFTarget):
         super().__init__(decoder, pool, wiring)
         self.layer_ids, self.captured = layer_ids, list[Tensor]()
         stepped: Any = self.decoder
-        layers = list(stepped.layers)
+        own = decoder_layers(stepped)
+        layers = list(own)
         for index in layer_ids:
             if index < len(layers):
                 layers[index] = self._watched(layers[index])
             else:
-                stepped._modules["norm"] = self._watched(stepped.norm)
-        stepped._modules["layers"] = nn.ModuleList(layers)
+                name = norm_after(stepped, own)
+                stepped._modules[name] = self._watched(stepped._modules[name])
+        name = next(name for name, child in stepped.named_children() if child is own)
+        stepped._modules[name] = nn.ModuleList(layers)
 
     def _watched(self, module: nn.Module) -> nn.Module:
         """A module that shares all of this one, and notes what it is given."""

@@ -72,6 +72,10 @@ class MTPWiring(WiringRules):
         return {joint: name for joint, name in names.items() if name}
 
 
+NO_LAYERS = MTPWiring(embedding_norm="", hidden_norm="", projection="", final_norm="")
+"""The wiring of families without MTP layers."""
+
+
 @dataclass(frozen=True)
 class VisionParts:
     """Where a family's vision tower is, in transformers and in checkpoints.
@@ -140,8 +144,8 @@ class ModelFamily:
         stored_names: pairs (part of a name in checkpoints, in transformers' modules) for decoder
             layers and MTP blocks, replaced in order. If several pairs name one module part,
             saving writes the first, and loading reads all.
-        stored_prefixes: name prefix in the target -> prefix that checkpoints may have instead (a
-            text model inside a multimodal one, or the reverse).
+        stored_prefixes: pairs (name prefix in the target, prefix that checkpoints may have instead:
+            of a text model inside a multimodal one, or the reverse).
         expert_names: gate, up and down projection of an expert that is stored by itself; the gate
             is "" where experts have none.
         stacked_gate_up: names, within a decoder layer, of two tensors [E, I, H]: the gate and the
@@ -180,7 +184,7 @@ class ModelFamily:
     vision: VisionParts | None = None
     rotary_type: Callable[[Any, int], str | None] = lambda config, index: None
     stored_names: tuple[tuple[str, str], ...] = ()
-    stored_prefixes: Mapping[str, str] = field(default_factory=dict)
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked_gate_up: tuple[str, str] | None = None
     class_name: str = ""
@@ -197,8 +201,9 @@ class ModelFamily:
     def inner_names(self) -> dict[str, str]:
         """Patterns of stored names inside a multimodal model -> what they become in the text model:
         `key_mapping` of transformers, which does so by itself for some models only."""
-        inside = {own: s for own, s in self.stored_prefixes.items() if s.startswith(own)}
-        return {f"^{re.escape(stored)}": own for own, stored in inside.items()}
+        inside = [(own, stored) for own, stored in self.stored_prefixes if stored.endswith(own)]
+        inside += [(own, s) for own, s in self.stored_prefixes if s.startswith(own)]
+        return {f"^{re.escape(stored)}": own for own, stored in inside}
 
     def wired(self, rules: Rules) -> ModelFamily:
         """This family with other rules for its MTP layers.

@@ -24,9 +24,10 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.caches import CachePool
 from mtpc.models.families.gemma4 import kv_layer
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import MTPLayer, StepContext, StepParts, TextRotary, use_seams
+from mtpc.models.hf import MTPLayer, StepParts, TextRotary
 from mtpc.models.read_config import describing
 from mtpc.models.refused_config import said
+from mtpc.models.seams import StepContext, use_seams
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 TARGETS = {

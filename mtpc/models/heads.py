@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 if TYPE_CHECKING:
     from mtpc.models.family import MTPWiring
@@ -23,26 +24,42 @@ class NormedHead(nn.Module):
         return self.head(self.norm(features))
 
 
-class CappedHead(nn.Module):
-    """Features [T, H] -> logits [T, V] between -cap and cap, rounded where transformers rounds."""
+class OwnHead(nn.Module):
+    """Features [..., H] -> logits [..., V], by the forward of a causal LM around its decoder.
 
-    def __init__(self, head: nn.Module, cap: float):
+    It scales, caps or norms them as the class does.
+
+    Args:
+        model: transformers' model; it does not change.
+        decoder: name of the child that is its decoder.
+    """
+
+    def __init__(self, model: nn.Module, decoder: str):
         super().__init__()
-        self.head, self.cap = head, cap
+        self.model = copy.copy(model)
+        self.model._modules = {**model._modules, decoder: _Given()}
 
     def forward(self, features: Tensor) -> Tensor:
-        return torch.tanh(self.head(features) / self.cap) * self.cap
+        is_flat = features.dim() == 2
+        rows = features[None] if is_flat else features
+        logits: Tensor = self.model(inputs_embeds=rows, use_cache=False).logits
+        return logits[0] if is_flat else logits
+
+
+class _Given(nn.Module):
+    """In place of a decoder: gives what it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def target_head(model: Any, wiring: MTPWiring) -> nn.Module:
     """What makes logits of the target's features."""
-    head = model.get_output_embeddings()
-    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    if cap is not None:
-        head = CappedHead(head, cap)
-    if wiring.first_features == "before":
-        return NormedHead(model.get_decoder().norm, head)
-    return head
+    decoder = model.get_decoder()
+    name = next((name for name, child in model.named_children() if child is decoder), None)
+    # A multimodal model has the decoder deeper inside, and its own forward places images.
+    head = model.get_output_embeddings() if name is None else OwnHead(model, name)
+    return NormedHead(decoder.norm, head) if wiring.first_features == "before" else head
 
 
 def head_of(model: Any, layer: MTPLayer) -> nn.Module:

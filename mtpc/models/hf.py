@@ -1,115 +1,21 @@
-"""Running transformers' own modules in a step.
-
-Three interfaces of transformers redirect its modules to mtpc; here they are called seams. Attention
-goes through `AttentionInterface` and experts through `ExpertsInterface`, both under the name
-"mtpc". The KV cache goes through the protocol `cache.update(a, b, layer_idx)`. The user's model
-does not change: mtpc copies its module tree and shares its tensors.
-"""
+"""Running transformers' own modules in a step, on the seams of `mtpc.models.seams`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.moe import ExpertsInterface
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.caches import CachePool, LayerCache
-from mtpc.models.family import Canonical, ModelFamily, MTPWiring
+from mtpc.models.caches import CachePool
+from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.heads import draft_head, final_norm_of, target_head
-from mtpc.ops.experts import experts, relu2_experts
-from mtpc.step.records import Metadata
-
-SEAM_NAME = "mtpc"
-_ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""transformers' names for activations of experts with gates -> whether `mtpc::experts` has GELU."""
-
-CACHE = next(
-    field.name
-    for field in fields(CausalLMOutputWithPast)
-    if field.name in ("cache", "past_key_values")
-)
-"""transformers' name for the KV cache as an argument and as an output: "cache" since 5.24, and
-"past_key_values" before."""
-
-
-@dataclass(frozen=True)
-class StepContext(Metadata):
-    """Metadata of one forward and the caches of its layers, in place of transformers' cache.
-
-    `layers` holds a `LayerCache`, or state of another kind, by layer index.
-    """
-
-    layers: dict[int, Any]
-
-    @classmethod
-    def of(cls, metadata: tuple[Tensor, ...], layers: dict[int, Any]) -> StepContext:
-        """From the fields of `Metadata`, in its order."""
-        return cls(**vars(Metadata(*metadata)), layers=layers)
-
-    def update(
-        self, first: Tensor, second: Tensor, layer_idx: int, **_: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values to its cache: the cache protocol of transformers."""
-        self.layers[layer_idx].write(first, second, self)
-        return first, second
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    mtpc_context: StepContext | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; it reads keys and values from the caches."""
-    if mtpc_context is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass keyword arguments to its attention function; "
-            "expected `mtpc_context` among them; add a canonical module to its family"
-        )
-    scale = module.head_dim**-0.5 if scaling is None else scaling
-    cache: LayerCache = mtpc_context.layers[module.layer_idx]
-    return cache.attend(module, query, scale, mtpc_context, **options), None
-
-
-def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """The experts function that transformers calls."""
-    if not getattr(module, "has_gate", True):
-        return _experts_without_gate(module, x, expert_ids, expert_weights)
-    name = getattr(module.config, "hidden_activation", None) or module.config.hidden_act
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"the experts have the activation {name!r}; expected one of {', '.join(_ACTIVATIONS)}, "
-            "which mtpc::experts computes"
-        )
-    weights = (module.gate_up_proj, module.down_proj, expert_ids, expert_weights)
-    limit = getattr(module, "limit", None)
-    # Modules with a limit clamp the gate in `_apply_gate`, as `limit_input` asks for.
-    bounds = (float(limit or 0), limit is not None)
-    return experts(x, *weights, *bounds, _ACTIVATIONS[name])
-
-
-def _experts_without_gate(
-    module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor
-) -> Tensor:
-    if module.config.mlp_hidden_act != "relu2":
-        raise UnsupportedModelError(
-            f"the experts have the activation {module.config.mlp_hidden_act!r} and no gate; "
-            "expected 'relu2', as mtpc::relu2_experts computes it"
-        )
-    return relu2_experts(x, module.up_proj, module.down_proj, expert_ids, expert_weights)
+from mtpc.models.seams import CACHE, StepContext
 
 
 def model_class(family: ModelFamily) -> Any:
@@ -117,43 +23,6 @@ def model_class(family: ModelFamily) -> Any:
     if family.own_class is not None:
         return family.own_class()
     return getattr(transformers, family.hf_class)
-
-
-def register_seams() -> None:
-    """Register "mtpc" in transformers' interfaces; existing entries do not change."""
-    AttentionInterface.register(SEAM_NAME, _attention)
-    ExpertsInterface.register(SEAM_NAME, _experts)
-
-
-def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
-    """Copy the module tree, share every tensor, select the "mtpc" seams, and set eval mode.
-
-    Args:
-        model: transformers' model; it does not change.
-        canonical: class name -> what makes the module that replaces one of that class.
-    """
-    register_seams()
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = copy.deepcopy(model, {id(t): t for t in tensors})
-    use_seams(shared.config)
-    stand_in(shared, canonical)
-    return shared.eval()
-
-
-def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
-    """Replace modules below `root` by their canonical modules, in place."""
-    for name, module in list(root.named_modules()):
-        make = canonical.get(type(module).__name__)
-        if make is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(root.get_submodule(parent), leaf, make(module))
-
-
-def use_seams(config: Any) -> None:
-    """Select mtpc's attention and experts in a config, which must be a private copy."""
-    for part in (config, config.get_text_config(decoder=True)):
-        part._attn_implementation = SEAM_NAME
-        part._experts_implementation = SEAM_NAME
 
 
 class HFTarget(nn.Module):
@@ -202,6 +71,28 @@ def stepped_decoder(decoder: Any, wiring: MTPWiring) -> nn.Module:
     stepped = copy.copy(decoder)
     stepped._modules = {**decoder._modules, **others}
     return stepped
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """A decoder's layers: `layers`, or its first list of modules, as GPT-2's `h`."""
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    named = getattr(decoder, "layers", None)
+    return named if isinstance(named, nn.ModuleList) else lists[0]
+
+
+def norm_after(decoder: nn.Module, layers: nn.ModuleList) -> str:
+    """The name of the norm that a decoder has after its layers.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    names = [name for name, child in decoder.named_children() if "norm" in name or "ln_f" in name]
+    if not names:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has no norm after its {len(layers)} layers; expected one: "
+            "name layers whose outputs enter another one"
+        )
+    return "norm" if "norm" in names else names[-1]
 
 
 def rotary_of(decoder: Any) -> Any:

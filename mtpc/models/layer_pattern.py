@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mtpc.layout.layers import LayerPattern
+from mtpc.models.hf import decoder_layers
 from mtpc.models.load import LoadedModel
 from mtpc.weights.grouped_recipes import GroupSpec
 
@@ -31,7 +32,7 @@ def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
     some of them is handed out."""
     if loaded.captures_layers:
         return None
-    layers = loaded.target.get_decoder().layers
+    layers = decoder_layers(loaded.target.get_decoder())
     kinds = [_kind(loaded, index, spec_of) for index in range(len(layers))]
     total, best = len(kinds), None
     for period in range(1, total // 3):
@@ -62,14 +63,14 @@ def with_first_layers(loaded: LoadedModel, count: int) -> LoadedModel:
 
 def layers_prefix(loaded: LoadedModel) -> str:
     """The prefix of decoder layers' weight names, up to the number, such as "model.layers."."""
-    layers = loaded.target.get_decoder().layers
+    layers = decoder_layers(loaded.target.get_decoder())
     name = next(name for name, module in loaded.target.named_modules() if module is layers)
     return f"{name}."
 
 
 def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
     """Everything that determines a layer's trace, except its number."""
-    config, layer = loaded.config, loaded.target.get_decoder().layers[index]
+    config, layer = loaded.config, decoder_layers(loaded.target.get_decoder())[index]
     lists = {
         name: value[index]
         for name, value in vars(config).items()

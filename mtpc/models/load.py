@@ -20,6 +20,7 @@ from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
+from mtpc.models.derived import derive
 from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
@@ -30,13 +31,13 @@ from mtpc.models.hf import (
     TextRotary,
     model_class,
     rotary_of,
-    share_model,
 )
 from mtpc.models.image_inputs import image_inputs
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.models.rotary import max_positions, with_fixed_angles
+from mtpc.models.seams import share_model
 from mtpc.plan import Plan
 from mtpc.step.model import Chaining
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
@@ -318,11 +319,15 @@ def find_family(architectures: list[str]) -> ModelFamily:
     for family in FAMILIES:
         if set(architectures) & set(family.architectures):
             return family
+    derived = derive(architectures)
+    if derived is not None:
+        return derived
     known = [name for family in FAMILIES for name in family.architectures]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
-        f"architectures {architectures} are not supported{hint}; expected one of {', '.join(known)}"
+        f"architectures {architectures} are not supported{hint}; expected a decoder-only causal LM "
+        f"of transformers {transformers.__version__}, or one of {', '.join(known)}"
     )
 
 

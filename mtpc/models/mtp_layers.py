@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.family import ModelFamily, find_norm_class
 from mtpc.models.header_weights import HeaderWeights
-from mtpc.models.hf import MTPLayer, stand_in
+from mtpc.models.hf import MTPLayer
+from mtpc.models.seams import stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 from mtpc.weights.recipes import Join, make, names

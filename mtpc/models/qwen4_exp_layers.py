@@ -22,8 +22,9 @@ from mtpc.errors import OptionError
 from mtpc.layout import NO_SLOT
 from mtpc.models.caches import PagedKV
 from mtpc.models.families.deepseek_v32 import rotate_halves
-from mtpc.models.hf import CACHE, StepContext, TextRotary
+from mtpc.models.hf import TextRotary
 from mtpc.models.recurrent import RecurrentState
+from mtpc.models.seams import CACHE, StepContext
 from mtpc.models.slot_rings import Rows, SlotRing
 from mtpc.ops.choose_slots import choose_slots
 from mtpc.ops.ragged import request_of

@@ -140,7 +140,7 @@ def _stored_names(name: str, loaded: LoadedModel) -> Iterator[str]:
         return
     moved = [
         stored + name.removeprefix(own)
-        for own, stored in family.stored_prefixes.items()
+        for own, stored in family.stored_prefixes
         if name.startswith(own)
     ]
     for place in (name, *moved):

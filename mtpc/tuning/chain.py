@@ -20,17 +20,11 @@ from transformers.integrations.moe import ExpertsInterface
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.heads import draft_head, final_norm_of, target_head
-from mtpc.models.hf import (
-    TextRotary,
-    embedding_of,
-    rotary_of,
-    run_mtp_layer,
-    share_model,
-    stepped_decoder,
-)
+from mtpc.models.hf import TextRotary, embedding_of, rotary_of, run_mtp_layer, stepped_decoder
 from mtpc.models.load import LoadedModel, family_of, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.place import place
+from mtpc.models.seams import share_model
 from mtpc.store.machine import cpu_flags
 from mtpc.tuning.experts import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import mtpc
 from mtpc.errors import OptionError, UnsupportedModelError
-from mtpc.models.hf import CACHE
+from mtpc.models.seams import CACHE
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 

@@ -10,7 +10,8 @@ import torch
 from helpers.released import PAGES
 from helpers.tiny import family_of, num_layers, text_config
 from helpers.uncached import logits_of, target_features
-from mtpc.models.hf import CACHE, model_class
+from mtpc.models.hf import model_class
+from mtpc.models.seams import CACHE
 
 MIN_MARGIN = 1e-6
 """The least top-1 margin of a logit row in a test. It is far above float64 rounding, so that

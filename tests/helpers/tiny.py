@@ -12,11 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers import assistant, eagle, longcat, qwen4
 from helpers.families import ASSISTED, DRAFTED
 from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer, model_class
+from mtpc.models.load import find_family
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
 from mtpc.models.save import save_checkpoint as write
 
@@ -280,7 +282,9 @@ OWN = {"step3p5": ("head",), "step3p7": ("head",)}
 
 def family_of(name: str):  # type: ignore[no-untyped-def]
     """The family of a model's name, which may end in "@" and a variant."""
-    return next(f for f in FAMILIES if f.name == name.partition("@")[0])
+    name = name.partition("@")[0]
+    known = {family.name: family.architectures[0] for family in FAMILIES}
+    return find_family([known.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]])
 
 
 def text_config(target: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, StaticCache
 
 from mtpc.integrations.dynamo import Backend, Report, backend
-from mtpc.models.hf import CACHE
+from mtpc.models.seams import CACHE
 
 TOLERANCE, BY_INDUCTOR = 2**-6, 2**-5
 """Of the largest value, whose last bit in bfloat16 is 2^-8 to 2^-7 of it. Kernels round where the

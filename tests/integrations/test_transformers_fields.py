@@ -15,7 +15,7 @@ from transformers.generation import GenerationConfig
 import mtpc
 from mtpc.errors import RequestError
 from mtpc.integrations.transformers.inputs import check_model_arguments
-from mtpc.models.hf import CACHE
+from mtpc.models.seams import CACHE
 
 PAGE = ROOT / "docs" / "embedding-transformers.md"
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])

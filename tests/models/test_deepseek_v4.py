@@ -20,9 +20,10 @@ from mtpc.layout.buffers import K_MAX, M, P, S
 from mtpc.layout.slot_state import slot_state
 from mtpc.models.caches import CachePool
 from mtpc.models.families.deepseek_v4 import STORED_PREFIXES, StreamDraft, StreamTarget, cache_specs
-from mtpc.models.hf import TextRotary, share_model, stand_in, use_seams
+from mtpc.models.hf import TextRotary
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
+from mtpc.models.seams import share_model, stand_in, use_seams
 from mtpc.models.weight_recipes import weight_recipes
 
 PAGE = 4
@@ -115,7 +116,7 @@ def test_released_names(tmp_path: Path) -> None:
 
 def released_name(name: str) -> str:
     """What transformers' `save_pretrained` leaves of its own in a target's names, put right."""
-    for own, stored in STORED_PREFIXES.items():
+    for own, stored in STORED_PREFIXES:
         if name.startswith(own):
             name = stored + name.removeprefix(own)
     return name.replace("attn.norm.", "attn.kv_norm.")

@@ -29,7 +29,7 @@ from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import SCRATCH_SLOT, Layout
 from mtpc.layout.buffers import K_MAX, S
-from mtpc.models.hf import StepContext, share_model
+from mtpc.models.seams import StepContext, share_model
 
 load_kernels()
 OPS = {"reference": torch.ops.mtpc, "kernel": torch.ops.mtpc_cpu}

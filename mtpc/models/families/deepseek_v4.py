@@ -25,7 +25,8 @@ from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import head_of
-from mtpc.models.hf import HFDraft, MTPLayer, StepContext, StepParts
+from mtpc.models.hf import HFDraft, MTPLayer, StepParts
+from mtpc.models.seams import StepContext
 from mtpc.models.slot_rings import SlotRing, WindowMasks
 from mtpc.ops.sinkhorn import sinkhorn
 
@@ -64,13 +65,13 @@ STORED_NAMES = (
     ("hc_ffn_", "ffn_hc."),
 )
 """Parts of names in a decoder block: in released checkpoints, and in transformers' modules."""
-STORED_PREFIXES = {
-    "model.layers.": "layers.",
-    "model.embed_tokens.": "embed.",
-    "lm_head.": "head.",
-    "model.norm.": "norm.",
-    "model.hc_head.hc_": "hc_head_",
-}
+STORED_PREFIXES = (
+    ("model.layers.", "layers."),
+    ("model.embed_tokens.", "embed."),
+    ("lm_head.", "head."),
+    ("model.norm.", "norm."),
+    ("model.hc_head.hc_", "hc_head_"),
+)
 """Name prefixes of the target: in transformers' model, and in released checkpoints."""
 _MAIN = "main"
 """transformers' name for the rotary embedding of layers without compressed entries."""

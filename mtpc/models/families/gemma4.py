@@ -21,7 +21,7 @@ import torch
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_pool_specs, ring_kv_specs
-from mtpc.models.families.dense import without_layers
+from mtpc.models.family import NO_LAYERS, ModelFamily
 
 _SLIDING = "sliding_attention"
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -78,14 +78,16 @@ def _reads_shared(attention: Any) -> Any:
     return attention
 
 
-GEMMA4 = replace(
-    without_layers("gemma4", "Gemma4"),
+GEMMA4 = ModelFamily(
+    name="gemma4",
+    wiring=NO_LAYERS,
+    num_mtp_layers=lambda config: 0,
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     hf_config_class="Gemma4TextConfig",
     cache_specs=_cache_specs,
     canonical={"Gemma4TextAttention": _reads_shared},
     config_entries=partial(_config_entries, _REFUSED),
-    stored_prefixes={"model.": "model.language_model."},
+    stored_prefixes=(("model.", "model.language_model."),),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
 GEMMA4_UNIFIED = replace(

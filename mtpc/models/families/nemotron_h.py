@@ -140,6 +140,6 @@ NEMOTRON_H = ModelFamily(
     cache_kinds=(RecurrentState,),
     canonical={"NemotronHMamba2Mixer": Mamba2},
     as_decoded=_without_floor,
-    stored_prefixes={"model.": "backbone."},
+    stored_prefixes=(("model.", "backbone."),),
     expert_names=("", "up_proj", "down_proj"),
 )

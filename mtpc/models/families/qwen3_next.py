@@ -129,7 +129,7 @@ QWEN3_5 = replace(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     hf_config_class="Qwen3_5TextConfig",
     canonical={"Qwen3_5GatedDeltaNet": SEPARATE},
-    stored_prefixes={"model.": "model.language_model."},
+    stored_prefixes=(("model.", "model.language_model."),),
     position_grids=3,
     vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
 )

@@ -27,7 +27,7 @@ from mtpc.models.caches import CachePool, paged_kv_specs, paged_spec, slot_spec
 from mtpc.models.families.qwen3_next import SEPARATE, gated_delta_specs, num_mtp_layers
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import NormedHead, head_of
-from mtpc.models.hf import CACHE, HFDraft, MTPLayer, StepContext, StepParts, TextRotary
+from mtpc.models.hf import HFDraft, MTPLayer, StepParts, TextRotary
 from mtpc.models.qwen4_exp_layers import (
     BlockAttention,
     BlockRotary,
@@ -35,6 +35,7 @@ from mtpc.models.qwen4_exp_layers import (
     LinearState,
     NGramLayer,
 )
+from mtpc.models.seams import CACHE, StepContext
 
 _GRIDS = 3
 
@@ -136,7 +137,7 @@ QWEN4_EXP = ModelFamily(
         ),
     ),
     position_grids=_GRIDS,
-    stored_prefixes={"model.": "model.language_model."},
+    stored_prefixes=(("model.", "model.language_model."),),
     computed={
         "attn_output_gate": True,
         "mtp_use_dedicated_embeddings": False,

@@ -32,7 +32,7 @@ def step3p5_class() -> type[nn.Module]:
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.step3p7 import modeling_step3p7 as hf
 
-    from mtpc.models.hf import CACHE
+    from mtpc.models.seams import CACHE
 
     class Step3p5ForCausalLM(hf.Step3p7PreTrainedModel, GenerationMixin):
         """`Step3p7TextModel` with a head that is not tied to the embedding."""
@@ -64,6 +64,6 @@ STEP3P5 = replace(
     architectures=(CLASS_NAME,),
     hf_config_class="Step3p7TextConfig",
     own_class=step3p5_class,
-    stored_prefixes={},
+    stored_prefixes=(),
     vision=None,
 )

@@ -124,7 +124,7 @@ STEP3P7 = ModelFamily(
         ("share_expert.", "mlp.shared_experts."),
     ),
     stacked_gate_up=("moe.gate_proj.weight", "moe.up_proj.weight"),
-    stored_prefixes={"model.language_model.": "model."},
+    stored_prefixes=(("model.language_model.", "model."),),
     vision=VisionParts(
         "Step3p7Model",
         "Step3p7Config",

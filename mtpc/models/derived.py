@@ -1,0 +1,114 @@
+"""A family by derivation: any decoder-only causal LM of transformers, by its class and its config.
+
+Names, shapes and what a step runs are the class's own. What its layers keep is observed
+(`mtpc.models.observe`). Only what interfaces cannot say has a file in `mtpc.models.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_pool_specs, paged_spec_of_latent, ring_kv_specs
+from mtpc.models.family import NO_LAYERS, ModelFamily
+from mtpc.models.observe import LayerState, observe
+from mtpc.models.read_config import TEXT
+from mtpc.models.rotary import max_positions
+
+_ENCODERS = ({"is_encoder_decoder"}, {"is_decoder", "add_cross_attention"})
+"""Entries that the configs of encoders have, and of decoders that attend to one."""
+
+_INSIDE = (
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+"""Prefixes of names in a language model, and in the multimodal checkpoint that holds it."""
+
+
+class ObservedCaches:
+    """State buffers of a class's layers: `ModelFamily.cache_specs`.
+
+    Args:
+        kind: transformers' class of the causal LM.
+    """
+
+    def __init__(self, kind: Any):
+        self.kind = kind
+        self._known: list[tuple[Any, Mapping[int, LayerState]]] = []
+
+    def __call__(self, config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        """The buffers of a layer; none for one that keeps nothing.
+
+        Raises:
+            UnsupportedModelError: a step cannot run the class; the message says why.
+        """
+        state = self._layers(config).get(layer)
+        if state is None:
+            return ()
+        if not state.heads:
+            return paged_spec_of_latent(layer, dtype, sum(state.widths))
+        longest = max_positions(config)
+        if state.window and not (longest and state.window >= longest):
+            return ring_kv_specs(layer, dtype, state.window, state.heads, state.widths)
+        return paged_pool_specs(layer, dtype, state.heads, state.widths)
+
+    def _layers(self, config: Any) -> Mapping[int, LayerState]:
+        """What the layers keep; a config is observed once."""
+        for known, layers in self._known:
+            if known is config:
+                return layers
+        self._known.append((config, observe(self.kind, config)))
+        return self._known[-1][1]
+
+
+def derive(architectures: Iterable[str]) -> ModelFamily | None:
+    """The family of transformers' class of one of these names; None if it has no such causal LM.
+
+    A multimodal class stands for its language model.
+
+    Raises:
+        UnsupportedModelError: the class is an encoder, or attends to one.
+    """
+    found = ((name, _language_model(name)) for name in architectures)
+    return next((_family(name, *each) for name, each in found if each is not None), None)
+
+
+def _language_model(name: str) -> tuple[Any, Any] | None:
+    """A class of transformers, or that of the language model inside; and its config's class."""
+    config = getattr(getattr(transformers, name, None), "config_class", None)
+    if config is None:
+        return None
+    inner = (getattr(config, "sub_configs", None) or {}).get(TEXT)
+    if inner is not None:
+        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(inner.model_type)
+        return None if text is None else (getattr(transformers, text), inner)
+    is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return (getattr(transformers, name), config) if is_known else None
+
+
+def _family(name: str, kind: Any, config: Any) -> ModelFamily:
+    base = transformers.PreTrainedConfig.__mro__
+    own = [vars(each) for each in config.__mro__ if each not in base]
+    known = {name for entries in own for name in (*entries, *entries.get("__annotations__", ()))}
+    if any(entries <= known for entries in _ENCODERS):
+        raise UnsupportedModelError(
+            f"transformers' {kind.__name__} has an encoder's layers, or attends to an encoder; "
+            "expected a decoder-only causal LM"
+        )
+    return ModelFamily(
+        name=config.model_type,
+        architectures=(name,),
+        class_name=kind.__name__,
+        hf_config_class=config.__name__,
+        wiring=NO_LAYERS,
+        num_mtp_layers=lambda config: 0,
+        cache_specs=ObservedCaches(kind),
+        stored_prefixes=() if name == kind.__name__ else _INSIDE,
+    )

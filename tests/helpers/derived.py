@@ -1,0 +1,241 @@
+"""Every causal LM class of transformers: a tiny model, and whether mtpc computes what it computes.
+
+`python tests/helpers/derived.py` writes the table of docs/models.md from all classes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mtpc
+from helpers import tiny
+from helpers.oracles import FLOAT32_INSIDE, MIN_MARGIN, MIN_MARGIN_FLOAT32
+from helpers.places import ROOT
+from mtpc.errors import UnsupportedModelError
+from mtpc.models import FAMILIES
+
+CLASSES = {name: kind for kind, name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+"""Name of a class -> a model type of it; the first, where several types have one."""
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "model_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
+    **dict.fromkeys(("n_group", "topk_group", "bos_token_id"), 1),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "sliding_window": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "per_layer_config": None,
+}
+"""Fields of configs -> their values in tiny models."""
+_LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+"""Of latent attention: all heads have keys of their own, of which 8 values rotate."""
+_WINDOWED = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "axk1", "youtu", "minicpm3", "sarvam_mla"), _LATENT),
+    **dict.fromkeys(("qwen2", "qwen3"), _WINDOWED),
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"head_dim": 16, "num_heads": 8},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "modernbert-decoder": {"local_attention": 16},
+    "phi4_multimodal": {"sliding_window": None},
+    "phimoe": {"sliding_window": 256},
+    "smollm3": {"no_rope_layers": [1, 0], "layer_types": None},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Model type -> what its tiny config has otherwise."""
+OPTIONS: dict[str, Any] = dict(
+    backend="eager",
+    dtype="float64",
+    max_len=64,
+    page_size=8,
+    prefill_chunk=16,
+    sampling=False,
+    batch_buckets=(2,),
+)
+PROMPTS = ([5, 9, 77], [*range(30, 51)], [7 * i % 90 + 3 for i in range(37)])
+"""Of less than a window, of more than a chunk, and of several windows and chunks."""
+NEW = 8
+"""Tokens that each prompt is continued by."""
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A config of two layers for a model type, of two kinds where the class has several."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    return kind(**{**_tiny(kind().to_dict()), **OWN.get(model_type, {}), **changes})
+
+
+def _tiny(usual: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a config that are other than usual; also those of the configs within it."""
+    sizes = {name: value for name, value in SIZES.items() if name in usual}
+    types = usual.get("layer_types") or ()
+    if len(types) > 2:
+        sizes["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
+    for name, inner in usual.items():
+        if name.endswith("_config") and isinstance(inner, dict):
+            sizes[name] = {**inner, **_tiny(inner)}
+    return sizes
+
+
+def tiny_model(name: str, **changes: Any) -> Any:
+    """A random float64 model of a class, with norms and biases that matter.
+
+    Args:
+        name: of the class.
+        **changes: entries that its config has otherwise.
+
+    Raises:
+        Exception: transformers builds no tiny model of this class; of any kind.
+    """
+    torch.manual_seed(0)
+    known = next((f for f in FAMILIES if f.name in tiny.CONFIGS and f.hf_class == name), None)
+    if known is not None:
+        return tiny.build_target(known.name).double()
+    kind, config = getattr(transformers, name), tiny_config(CLASSES[name], **changes)
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if tiny.is_norm(parameter_name):
+                tiny.spread(parameter)
+            elif parameter.dim() == 1 or parameter_name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(std=0.15)
+    return model.double()
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: list[int], least: float) -> list[int]:
+    """The greedy continuation by the model's own forward, uncached; asserts its margins."""
+    ids = list(prompt)
+    for _ in range(NEW):
+        top = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        assert top.values[0] - top.values[1] > least, "the margin is too small to prove anything"
+        ids.append(int(top.indices[0]))
+    return ids[len(prompt) :]
+
+
+EQUAL = "equal to transformers"
+
+
+def outcome(name: str, directory: Path) -> str:
+    """What mtpc does with a class: `EQUAL`, "refused: why", or "no tiny model: why".
+
+    Raises:
+        Exception: mtpc fails otherwise.
+        AssertionError: the texts differ.
+    """
+    try:
+        model = tiny_model(name)
+    except Exception as error:
+        return f"no tiny model: {type(error).__name__}"
+    model.save_pretrained(directory)
+    try:
+        spec = mtpc.compile(directory, spec_tokens=0, **OPTIONS)
+    except UnsupportedModelError as error:
+        return f"refused: {_reason(str(error), name)}"
+    inexact = any(f.hf_class == name and f.name in FLOAT32_INSIDE for f in FAMILIES)
+    least = MIN_MARGIN_FLOAT32 if inexact else MIN_MARGIN
+    model.config._experts_implementation = "eager"
+    wanted = [continued(model, prompt, least) for prompt in PROMPTS]
+    assert spec.generate([*PROMPTS], NEW, ignore_eos=True) == wanted
+    assert len({token for text in wanted for token in text}) > 3, "the texts say too little"
+    return EQUAL
+
+
+def _reason(message: str, name: str) -> str:
+    """What a message says of a class, without the path, and the parts that name the class."""
+    said = re.sub(r"^.*?config\.json: ", "", message)
+    said = said.removeprefix(f"mtpc cannot step transformers' {name}: ")
+    said = said.removeprefix(f"transformers' {name} ")
+    return re.sub(r"\b[A-Z]\w+Attention\w*", "its attention", said)
+
+
+BEGIN = "<!-- made by tests/helpers/derived.py -->\n"
+END = "<!-- end of what was made -->"
+PAGE = ROOT / "docs" / "models.md"
+
+
+def table(outcomes: dict[str, str]) -> str:
+    """The outcomes as rows of a table: an outcome, and the classes that have it."""
+    found: dict[str, list[str]] = {}
+    for name, said in sorted(outcomes.items()):
+        found.setdefault(said, []).append(f"`{name}`")
+    rows = sorted(found.items(), key=lambda row: (row[0] != EQUAL, -len(row[1]), row[0]))
+    lines = (f"| {said} | {len(names)} | {', '.join(names)} |\n" for said, names in rows)
+    return "| outcome | number | classes |\n|---|---|---|\n" + "".join(lines)
+
+
+def written() -> dict[str, str]:
+    """The outcomes in the page, by class."""
+    part = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    rows = (line.strip("| \n").split(" | ") for line in part.splitlines()[2:])
+    return {name.strip("`"): said for said, _, names in rows for name in names.split(", ")}
+
+
+def main(names: Iterable[str]) -> None:
+    """Write the table of the page; of some classes, with the others as they were."""
+    outcomes = written()
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                outcomes[name] = outcome(name, Path(directory))
+            except Exception as error:
+                outcomes[name] = f"FAILED {type(error).__name__}: {error}"[:300].replace("|", "/")
+        print(f"{name}: {outcomes[name]}", flush=True)
+        before, rest = PAGE.read_text().split(BEGIN)
+        after = rest.split(END, 1)[1]
+        PAGE.write_text(f"{before}{BEGIN}{table(outcomes)}{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CLASSES)
