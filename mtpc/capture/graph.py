@@ -139,7 +139,7 @@ class WeightTable:
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight in groups: as its checkpoint stores it, or rounded here."""
-        if self._groups.specs.get(name) == spec:
+        if spec.is_of(self._groups.specs.get(name)):
             return self._groups.read(name)
         return quantised_rows(self._tensor(name), spec)
 

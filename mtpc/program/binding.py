@@ -359,7 +359,7 @@ class WeightSource:
 
     def _grouped(self, name: str, spec: GroupSpec) -> GroupedRows:
         """A weight as codes of this form: as it is stored, or else rounded."""
-        if self._checkpoint.specs.get(name) == spec:
+        if spec.is_of(self._checkpoint.specs.get(name)):
             return self._looked_at(name, self._checkpoint.grouped(name))
         plain = self._read(name, self._dtypes[name])
         return self._looked_at(name, quantised_rows(plain, spec))
@@ -370,9 +370,8 @@ class WeightSource:
 
         def read(start: int, stop: int) -> GroupedWeight:
             part = rows.read(start, stop)
-            is_float = part.codes.is_floating_point()
-            numbers = (part.scales, part.codes) if is_float else (part.scales,)
-            self._finite[some] = self._finite.get(some, True) and all(map(is_finite, numbers))
+            is_sound = all(map(is_finite, part.numbers))
+            self._finite[some] = self._finite.get(some, True) and is_sound
             return part
 
         def take(runs: Runs, dim: int) -> GroupedRows:
