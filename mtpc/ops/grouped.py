@@ -31,10 +31,11 @@ def grouped_linear(
 ) -> Tensor:
     """x W^T + bias. W has a scale for each group of adjacent inputs of a feature.
 
-    The codes' dtype and the shapes say what kind of codes they are and how large a group is:
-    codes [_, K / 8, 32, 4] are int4, uint8 codes [_, K / 4, 32, 4] int8.
+    Dtypes and shapes say what kind of codes they are and how large a group is: uint8 codes
+    [_, K / 8, 32, 4] are int4, and e2m1 if scales are uint8; int8 ones are iq4; uint8 codes
+    [_, K b / 32, 32, 4] are integers of b bits. Scales int16 are words of super-blocks.
 
-    With int4 and int8 codes, x is rounded to int8: each row has one scale for each group of W, the
+    With codes that stand for integers, x is rounded to int8: each row has one scale for each group of W, the
     largest magnitude of these inputs divided by 127. A group's sum of products is an exact integer.
     It becomes a float32, is multiplied by the product of both scales, and is added in float32 to
     the sum of the groups before it, first group first. With minima, the sum of the group's rounded
@@ -50,9 +51,10 @@ def grouped_linear(
 
     Args:
         x: floating point [..., K].
-        codes: uint8 or float8_e4m3fn [ceil(N / 32), K / 8 or K / 4, 32, 4], as
+        codes: uint8, int8 or float8_e4m3fn [ceil(N / 32), K b / 32, 32, 4] of b bits, as
             `unpack_codes` reads them.
-        scales: float16, bfloat16 or float32 [ceil(N / 32), K / group, 32], of `pack_scales`.
+        scales: float16, bfloat16, float32 or uint8 [ceil(N / 32), K / group, 32], or int16
+            [ceil(N / 32), words, 32], of `pack_scales`.
         zeros: uint8 of the same shape, or None: 8 for int4 and 128 for int8. Of the scales' dtype
             they are minima. None for float8.
         features: N.
@@ -68,7 +70,7 @@ def grouped_linear(
     form = form_of(x.shape[-1], codes, scales, zeros)
     plain = unpack_codes(codes, form.kind, features)
     points = None if zeros is None else unpack_scales(zeros, features)
-    weight = GroupedWeight(form, plain, unpack_scales(scales, features), points)
+    weight = GroupedWeight(form, plain, unpack_scales(scales, features), points).widened()
     grouped = x.float().unflatten(-1, (-1, form.group))
     sums = _float_sums if form.kind == "float8" else _integer_sums
     out = sums(grouped, weight)

@@ -1,9 +1,13 @@
-"""Grouped weights: codes of 4 or 8 bits with a scale for each group of inputs; their packed order.
+"""Grouped weights: codes of 4 to 8 bits with a scale for each group of inputs; their packed order.
 
 A weight [N, K] has codes [N, K]. Each row of codes is cut into groups of adjacent inputs, and each
 group has a scale and, where the form has them, a zero point. The value of a code is
 (code - zero) * scale. A form may have minima instead, floats: code * scale - minimum. A float8 code
-is a number itself: code * scale.
+is a number itself: code * scale. Codes of the kinds iq4 and e2m1 are places in a table of integers
+(`VALUES`): value * scale.
+
+Scales are floats, or exponents uint8 e: 2^(e - 128). In super-blocks of 256 inputs, as llama.cpp's
+K types have them, they are small integers times a float16; see `GroupForm.super_block`.
 
 The packed order is that of `mtpc.weights.packing`: tiles of 32 output features, in which 32 bits of
 each feature lie side by side. For int4 these hold eight inputs: byte j has input j in its low four
@@ -24,14 +28,27 @@ from torch import Tensor
 
 from mtpc.weights.packing import TILE, allocate, count_tiles, fill_tiles, unpack
 
-Kind = Literal["int4", "int8", "float8"]
+Kind = Literal["int4", "int5", "int6", "int8", "iq4", "e2m1", "float8"]
 Runs: TypeAlias = Sequence[tuple[int, int]]
 """Slices [start, stop) along a dimension, ascending."""
 
-PACKED_INPUTS: dict[Kind, int] = {"int4": 8, "int8": 4, "float8": 4}
-"""Inputs of one feature in 32 bits: K and the group are multiples of it."""
-_BITS: dict[Kind, int] = {"int4": 4, "int8": 8}
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+BITS: dict[Kind, int] = {
+    "int4": 4, "int5": 5, "int6": 6, "int8": 8, "iq4": 4, "e2m1": 4, "float8": 8,
+}  # fmt: skip
+"""Bits of a code."""
+PACKED_INPUTS: dict[Kind, int] = {
+    "int4": 8, "int5": 32, "int6": 16, "int8": 4, "iq4": 8, "e2m1": 8, "float8": 4,
+}  # fmt: skip
+"""Inputs of one feature in a whole number of 32 bits: K and the group are multiples of it."""
+VALUES: dict[Kind, tuple[int, ...]] = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+"""What codes that are places in a table stand for; floats of 4 bits (E2M1) doubled."""
+SUPER = 256
+"""Inputs of a super-block."""
+_BYTE_ZERO = 128
+_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -45,18 +62,37 @@ class GroupForm:
             and int8 is `default_zero`. A float8 weight has none.
         has_mins: whether each group has a minimum, which is subtracted from its values. The zero
             point is 0 then.
+        super_block: whether scales and minima are those of super-blocks, in 16-bit words: a float16
+            for the scales; another for minima, if there are any, and then 6 bits for each scale and
+            each minimum, as in Q4_K; without minima 8 bits for each scale of 16 inputs, as in Q6_K,
+            or 6 for each of 32, as in IQ4_XS.
     """
 
     kind: Kind
     group: int
     has_zeros: bool = False
     has_mins: bool = False
+    super_block: bool = False
 
     @property
     def default_zero(self) -> int:
-        """2^(bits - 1); 0 for float8, and with minima."""
-        is_signed = self.kind in _BITS and not self.has_mins
-        return 1 << (_BITS[self.kind] - 1) if is_signed else 0
+        """2^(bits - 1); 0 for codes that are no integers, and with minima."""
+        is_signed = self.kind.startswith("int") and not self.has_mins
+        return 1 << (BITS[self.kind] - 1) if is_signed else 0
+
+    @property
+    def words(self) -> int:
+        """16-bit words of a super-block's scales and minima."""
+        return 8 if self.has_mins else 9 if self.group == SUPER // 16 else 4
+
+    def count_scales(self, inputs: int) -> int:
+        """Elements of the scales of a row of so many inputs."""
+        return inputs // SUPER * self.words if self.super_block else inputs // self.group
+
+    def widened(self) -> GroupForm:
+        """The form of the same values with codes of 4 or 8 bits, and a float for each scale."""
+        kind: Kind = self.kind if self.kind in ("int4", "float8") else "int8"
+        return replace(self, kind=kind, super_block=False)
 
     @property
     def is_packable(self) -> bool:
@@ -66,13 +102,19 @@ class GroupForm:
     def cut(self, runs: Runs) -> GroupForm:
         """The form of slices along the inputs.
 
-        A group of which a slice has a part becomes several smaller ones with its scale.
+        A group of which a slice has a part becomes several smaller ones with its scale. If this
+        cuts super-blocks, or codes that share a word, the form is the widened one's.
         """
-        return replace(self, group=gcd(self.group, *(edge for run in runs for edge in run)))
+        edges = [edge for run in runs for edge in run]
+        form = replace(self, group=gcd(self.group, *edges))
+        fits = form.is_packable and not (self.super_block and gcd(SUPER, *edges) < SUPER)
+        return form if fits or self == self.widened() else self.widened().cut(runs)
 
     def misfit(self, inputs: int) -> str | None:
         """Why a weight of so many inputs cannot have this form; None if it can."""
         step = PACKED_INPUTS[self.kind]
+        if self.super_block and (inputs % SUPER or self.group not in (16, 32) or self.has_zeros):
+            return f"super-blocks of {SUPER} do not divide {inputs} inputs into groups of 16 or 32"
         if (self.has_zeros or self.has_mins) and self.kind == "float8":
             return "float8 weights have no zero points and no minima"
         if self.has_zeros and self.has_mins:
@@ -90,10 +132,11 @@ class GroupedWeight:
 
     Attributes:
         form: how to read the codes.
-        codes: uint8 [..., N, K], 0..15 for int4; float8_e4m3fn [..., N, K] for float8.
-        scales: float16, bfloat16 or float32 [..., N, K / group].
-        zeros: uint8 [..., N, K / group], of the codes' range; minima, if the form has them, of
-            the scales' dtype; None if it has neither.
+        codes: uint8 [..., N, K], each less than 2^bits; float8_e4m3fn [..., N, K] for float8.
+        scales: float16, bfloat16, float32 or uint8 [..., N, K / group]; the words of super-blocks,
+            int16 [..., N, K / 256 * words].
+        zeros: uint8 [..., N, K / group], of the codes' range; minima, if the form has them outside
+            of super-blocks, of the scales' dtype; None if it has neither.
     """
 
     form: GroupForm
@@ -108,11 +151,12 @@ class GroupedWeight:
         if why is not None:
             raise ValueError(f"a weight {list(self.codes.shape)} of {self.form}: {why}")
         codes = torch.float8_e4m3fn if self.form.kind == "float8" else torch.uint8
+        scales = (torch.int16,) if self.form.super_block else _SCALES
         shape = torch.Size((*rows, inputs // self.form.group))
         zeros = self.scales.dtype if self.form.has_mins else torch.uint8
         for name, tensor, dtypes, wanted in (
             ("codes", self.codes, (codes,), self.codes.shape),
-            ("scales", self.scales, _SCALES, shape),
+            ("scales", self.scales, scales, (*rows, self.form.count_scales(inputs))),
             ("zeros", self.zeros, (zeros,), shape),
         ):
             if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != wanted):
@@ -120,58 +164,121 @@ class GroupedWeight:
                     f"{name} of {self.form}: expected {' or '.join(map(str, dtypes))} "
                     f"{list(wanted)}, found {tensor.dtype} {list(tensor.shape)}"
                 )
-        has_any = self.form.has_zeros or self.form.has_mins
+        has_any = self.form.has_zeros or (self.form.has_mins and not self.form.super_block)
         if (self.zeros is not None) != has_any:
             raise ValueError(f"{self.form}: zeros are {'missing' if has_any else 'given'}")
 
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Floating-point tensors that are finite if the weight is."""
+        if not self.form.super_block:
+            return [t for t in (self.scales, self.codes) if t.is_floating_point()]
+        blocks = self.scales.unflatten(-1, (-1, self.form.words))
+        return [blocks[..., : 1 + self.form.has_mins].contiguous().view(torch.float16)]
+
+    def widened(self) -> GroupedWeight:
+        """The same values with codes of 4 or 8 bits, and a float for each scale."""
+        form, codes, scales, zeros = self.form.widened(), self.codes, self.scales, self.zeros
+        if self.form.kind in VALUES:
+            table = torch.tensor(VALUES[self.form.kind]) + _BYTE_ZERO
+            codes = table.to(torch.uint8)[codes.int()]
+        elif form.kind != self.form.kind:
+            codes = codes + (form.default_zero - self.form.default_zero)
+        if self.form.super_block:
+            scales, zeros = _expand(scales.unflatten(-1, (-1, self.form.words)), self.form)
+        elif scales.dtype == torch.uint8:
+            scales = power_of_two(scales, 128).bfloat16()
+        return GroupedWeight(form, codes, scales, zeros)
+
     def dequantise(self) -> Tensor:
         """The weight in float32 [..., N, K]."""
-        codes = self.codes.unflatten(-1, (-1, self.form.group))
-        zeros = None if self.zeros is None else self.zeros[..., None]
-        return values_of(self.form, codes, self.scales[..., None], zeros).flatten(-2)
+        wide = self.widened()
+        codes = wide.codes.unflatten(-1, (-1, wide.form.group))
+        zeros = None if wide.zeros is None else wide.zeros[..., None]
+        return values_of(wide.form, codes, wide.scales[..., None], zeros).flatten(-2)
+
+
+def _expand(words: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
+    """Scales and minima of super-blocks, float32 [..., K / group], of int16 [..., B, words]."""
+    step = words[..., :1].contiguous().view(torch.float16).float()
+    small = words[..., 1 + form.has_mins :].contiguous().view(torch.uint8)
+    if not form.has_mins and form.group == SUPER // 16:
+        return (step * small.view(torch.int8)).flatten(-2), None
+    if not form.has_mins:
+        pairs = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+        low = torch.stack((small[..., 2:] & 15, small[..., 2:] >> 4), -1).flatten(-2)
+        high = (small[..., :2, None] >> pairs & 3).flatten(-2) << 4
+        return (step * ((low | high).float() - 32)).flatten(-2), None
+    low, high, rest = small.split(4, -1)
+    scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
+    mins = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
+    least = words[..., 1:2].contiguous().view(torch.float16).float()
+    return (step * scales).flatten(-2), (least * mins).flatten(-2)
+
+
+def power_of_two(exponents: Tensor, bias: int) -> Tensor:
+    """2^(e - bias) of exponents uint8, in float32; 255 is NaN."""
+    values = torch.exp2(exponents.double() - bias).float()
+    return torch.where(exponents == 255, torch.nan, values)
 
 
 def values_of(form: GroupForm, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """The values of codes in float32; scales and zeros have a place for each, or are broadcast."""
+    """The values of codes of a widened form in float32; scales and zeros have a place for each, or
+    are broadcast."""
     codes, scales = codes.float(), scales.float()
     points = form.default_zero if zeros is None else zeros.float()
     return codes * scales - points if form.has_mins else (codes - points) * scales
 
 
 def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
-    """The bytes of codes [..., N, K], before they are put into tiles: [..., N, K / 2] for int4."""
+    """The bytes of codes [..., N, K], before they are put into tiles: [..., N, K * bits / 8]."""
     raw = codes.view(torch.uint8)
-    if kind != "int4":
+    if BITS[kind] == 8:
         return raw
     # Eight codes at once: the last four move beside the first four.
     eight = raw.contiguous().clone() if raw.storage_offset() % 8 else raw.contiguous()
-    words = eight.view(torch.int64)
-    return (words | words >> 28).to(torch.int32).view(torch.uint8)
+    if BITS[kind] == 4:
+        pairs = eight.view(torch.int64)
+        return (pairs | pairs >> 28).to(torch.int32).view(torch.uint8)
+    pairs = (eight & 15).view(torch.int64)
+    low = (pairs | pairs >> 28).to(torch.int32).unflatten(-1, (-1, PACKED_INPUTS[kind] // 8))
+    quads = (eight >> 4).view(torch.int32).unflatten(-1, (-1, PACKED_INPUTS[kind] // 4))
+    above = BITS[kind] - 4
+    rest = quads[..., 0].clone()
+    for quad in range(1, quads.shape[-1]):
+        rest |= quads[..., quad] << above * quad
+    return torch.cat((low, rest[..., None]), -1).flatten(-2).view(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:
     """Codes [..., features, K] from their tiles.
 
     Args:
-        packed: [..., ceil(N / 32), K / 8, 32, 4] for int4, else [..., ceil(N / 32), K / 4, 32, 4].
+        packed: [..., ceil(N / 32), K * bits / 32, 32, 4].
         kind: of the codes.
         features: N.
     """
     raw = unpack(packed.view(torch.uint8), features)
-    if kind == "int4":
-        bytes_ = raw.unflatten(-1, (-1, 4))
-        raw = torch.stack((bytes_ & 15, bytes_ >> 4), -2).flatten(-3)
-    return raw.view(packed.dtype)
+    if BITS[kind] == 8:
+        return raw.view(packed.dtype)
+    quads, above = PACKED_INPUTS[kind] // 4, BITS[kind] - 4
+    words = raw.unflatten(-1, (-1, quads // 2 + (above > 0), 4))
+    low = words[..., : quads // 2, :]
+    codes = torch.stack((low & 15, low >> 4), -2).flatten(-3, -2)
+    if above:
+        places = above * torch.arange(quads, dtype=torch.uint8)[:, None]
+        codes = codes | (words[..., -1:, :] >> places & (1 << above) - 1) << 4
+    return codes.flatten(-3)
 
 
 def pack_scales(scales: Tensor) -> Tensor:
     """Scales, or zero points, in the order in which kernels read them.
 
     Args:
-        scales: [..., N, K / group].
+        scales: [..., N, K / group], or words of super-blocks.
 
     Returns:
-        [..., ceil(N / 32), K / group, 32]. Features that fill the last tile are zero.
+        [..., ceil(N / 32), K / group, 32], or as many words. Features that fill the last tile are zero.
     """
     *stack, features, groups = scales.shape
     packed = allocate((*stack, count_tiles(features), groups, TILE), scales.dtype)
@@ -190,15 +297,26 @@ def form_of(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
     Raises:
         ValueError: they have none.
     """
-    steps, groups = codes.shape[-3], scales.shape[-2]
-    is_float = codes.dtype == torch.float8_e4m3fn
-    kinds: tuple[Kind, ...] = ("float8",) if is_float else ("int4", "int8")
-    found = [kind for kind in kinds if steps * PACKED_INPUTS[kind] == inputs > 0]
+    steps, count = codes.shape[-3], scales.shape[-2]
+    kinds: tuple[Kind, ...] = (
+        ("float8",) if codes.dtype == torch.float8_e4m3fn
+        else ("iq4",) if codes.dtype == torch.int8
+        else ("e2m1",) if scales.dtype == torch.uint8
+        else ("int4", "int5", "int6", "int8")
+    )  # fmt: skip
     has_mins = zeros is not None and zeros.dtype.is_floating_point
     has = (zeros is not None and not has_mins, has_mins)
-    form = GroupForm(found[0], inputs // groups, *has) if found and groups else None
-    if form is None or form.group * groups != inputs or form.misfit(inputs) is not None:
-        raise ValueError(
-            f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {inputs} inputs"
-        )
-    return form
+    forms = [
+        GroupForm(kind, inputs // max(count, 1), *has)
+        for kind in kinds
+        if steps * 32 == inputs * BITS[kind] > 0
+    ]
+    if scales.dtype == torch.int16:
+        of_all = [(32, False, True, True), (16, False, False, True), (32, False, False, True)]
+        forms = [GroupForm(form.kind, *of) for form in forms for of in of_all]
+    for form in forms:
+        if form.misfit(inputs) is None and form.count_scales(inputs) == count:
+            return form
+    raise ValueError(
+        f"codes {list(codes.shape)} and scales {list(scales.shape)} do not fit {inputs} inputs"
+    )

@@ -15,12 +15,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Runs, pack_scales, raw_codes
+from mtpc.weights.grouped import (
+    BITS,
+    SUPER,
+    GroupedWeight,
+    GroupForm,
+    Kind,
+    Runs,
+    pack_scales,
+    raw_codes,
+)
 from mtpc.weights.packing import TILE, Fill, allocate, allocate_packed, count_tiles, fill_packed
 
 _AT_ONCE = 1 << 20
 """Weights that are packed at once, so that temporaries stay in the processor's caches."""
 
+_DTYPES: Mapping[Kind, torch.dtype] = {"float8": torch.float8_e4m3fn, "iq4": torch.int8}
+"""Dtypes of packed codes that are not uint8; kernels tell them by these."""
 Piece = Literal["codes", "scales", "zeros"]
 
 
@@ -42,22 +53,36 @@ class GroupSpec:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The tensors of a weight."""
-        has_zeros = self.form.has_zeros or self.form.has_mins
+        has_zeros = self.form.has_zeros or (self.form.has_mins and not self.form.super_block)
         return ("codes", "scales", "zeros") if has_zeros else ("codes", "scales")
 
     def cut(self, runs: Runs) -> GroupSpec:
         """The spec of slices along the inputs; see `GroupForm.cut`."""
-        return replace(self, form=self.form.cut(runs))
+        form = self.form.cut(runs)
+        as_stored = (form.kind, form.super_block) == (self.form.kind, self.form.super_block)
+        return replace(self if as_stored else self.widened(), form=form)
+
+    def widened(self) -> GroupSpec:
+        """The spec of `GroupedWeight.widened`."""
+        scales = {"int16": "float32", "uint8": "bfloat16"}.get(self.scales, self.scales)
+        return replace(self, form=self.form.widened(), scales=scales)
+
+    def is_of(self, stored: GroupSpec | None) -> bool:
+        """Whether this is the spec of a weight as it is stored, or the widened one."""
+        return stored is not None and self in (stored, stored.widened())
 
     def nbytes(self, count: int) -> int:
         """Bytes of so many weights, without those that fill last tiles."""
-        form, groups = self.form, count // self.form.group
-        codes = count // 2 if form.kind == "int4" else count
-        size = getattr(torch, self.scales).itemsize
-        return codes + groups * (size * (1 + form.has_mins) + form.has_zeros)
+        form, size = self.form, getattr(torch, self.scales).itemsize
+        codes, scales = count * BITS[form.kind] // 8, size * form.count_scales(count)
+        if form.has_zeros:
+            return codes + scales + count // form.group
+        return codes + scales * (len(self.pieces) - 1)
 
     def __str__(self) -> str:
         zeros = ", zeros" if self.form.has_zeros else ", minima" if self.form.has_mins else ""
+        if self.form.super_block:
+            return f"{self.form.kind} by {self.form.group}{zeros}, scales of super-blocks"
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"
 
 
@@ -90,12 +115,13 @@ def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tenso
     *stack, features, inputs = shape
     form = spec.form
     if piece == "codes":
-        width = inputs // 2 if form.kind == "int4" else inputs
+        width = inputs * BITS[form.kind] // 8
         codes = allocate_packed((*stack, features, width), torch.uint8)
-        return codes.view(torch.float8_e4m3fn) if form.kind == "float8" else codes
+        return codes.view(_DTYPES.get(form.kind, torch.uint8))
     is_byte = piece == "zeros" and form.has_zeros
     dtype = torch.uint8 if is_byte else getattr(torch, spec.scales)
-    return allocate((*stack, count_tiles(features), inputs // form.group, TILE), dtype)
+    count = inputs // form.group if piece == "zeros" else form.count_scales(inputs)
+    return allocate((*stack, count_tiles(features), count, TILE), dtype)
 
 
 def pack_rows(rows: GroupedRows, spec: GroupSpec, fill: Fill = fill_packed) -> PackedWeight:
@@ -112,6 +138,7 @@ def pack_rows(rows: GroupedRows, spec: GroupSpec, fill: Fill = fill_packed) -> P
     for start in range(0, rows.shape[0], step):
         stop = min(start + step, rows.shape[0])
         part = rows.read(start, stop)
+        part = part if part.form == spec.form else part.widened()
         tiles = slice(start // unit, -(-stop // unit))
         codes = raw_codes(part.codes, spec.form.kind).contiguous()
         fill(codes, packed["codes"][tiles].view(torch.uint8))
@@ -160,8 +187,14 @@ def _take_within(weight: GroupedRows, runs: Runs, dim: int) -> GroupedRows:
         if dim != -1:
             return _map([part], lambda tensors: slices(tensors[0]))
         form = part.form.cut(runs)
+        if (form.kind, form.super_block) != (part.form.kind, part.form.super_block):
+            part = part.widened()
 
         def of_groups(tensor: Tensor) -> Tensor:
+            if form.super_block:
+                blocks = tensor.unflatten(-1, (-1, form.words))
+                taken = [blocks[..., a // SUPER : b // SUPER, :] for a, b in runs]
+                return _cat(taken, -2).flatten(-2)
             return slices(tensor.repeat_interleave(part.form.group // form.group, -1), form.group)
 
         zeros = None if part.zeros is None else of_groups(part.zeros)

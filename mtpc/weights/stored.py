@@ -264,7 +264,7 @@ class _Files:
     def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
         """A weight as codes of this form: as it is stored, or else rounded."""
         (name,) = names(part)
-        if self.checkpoint.specs.get(name) == spec:
+        if spec.is_of(self.checkpoint.specs.get(name)):
             return self._looked_at(name, self.checkpoint.grouped(name))
         return self._looked_at(name, quantised_rows(self.read(part), spec))
 
@@ -274,9 +274,8 @@ class _Files:
 
         def read(start: int, stop: int) -> GroupedWeight:
             part = rows.read(start, stop)
-            is_float = part.codes.is_floating_point()
-            numbers = (part.scales, part.codes) if is_float else (part.scales,)
-            self.finite[some] = self.finite.get(some, True) and all(map(is_finite, numbers))
+            is_sound = all(map(is_finite, part.numbers))
+            self.finite[some] = self.finite.get(some, True) and is_sound
             return part
 
         def take(runs: Runs, dim: int) -> GroupedRows:

@@ -116,8 +116,8 @@ class GroupProducts {
   static constexpr int kRegs = kBlock<kRows>;
   using Sums = Groups[kRows][kRegs];
 
-  GroupProducts(const GroupedRows& x, int64_t row, const char* codes)
-      : x_(reinterpret_cast<const Group*>(x.row(row))),
+  GroupProducts(const GroupedRows& x, int64_t row, int64_t group, const char* codes)
+      : x_(reinterpret_cast<const Group*>(x.row(row, group))),
         stride_(x.stride() / static_cast<int64_t>(sizeof(Group))),
         codes_(codes) {}
 
@@ -215,16 +215,22 @@ class TileProduct {
 
  public:
   TileProduct(const GroupedRows& x, int64_t row, const GroupedWeight& tile)
-      : products_(x, row, tile.codes),
+      : products_(x, row, tile.first, tile.codes),
         scales_(tile),
-        x_steps_(x.steps(0) + row),
-        x_offsets_(x.offsets(0) + row),
+        x_steps_(x.steps(tile.first) + row),
+        x_offsets_(x.offsets(tile.first) + row),
         x_rows_(x.rows()),
+        goes_on_(tile.first > 0),
         groups_(tile.form.groups()),
         steps_(tile.form.steps() / groups_) {}
 
-  __attribute__((always_inline)) void operator()(GroupedSums& out) const {
+  __attribute__((always_inline)) void operator()(GroupedSums out) const {
     Totals totals[kBlocks]{};
+    if (goes_on_) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int b = 0; b < kBlocks; ++b) std::memcpy(totals[b][r], out[r] + feature(b), kBytes);
+      }
+    }
     using Few = std::integral_constant<int64_t, kFewSteps>;
     if (std::is_same_v<Codes, Int4Codes> && steps_ == Few::value) {
       add_groups(Few{}, totals);
@@ -321,12 +327,14 @@ class TileProduct {
   TileScales scales_;
   const float* x_steps_;
   const int32_t* x_offsets_;
-  int64_t x_rows_, groups_, steps_;
+  int64_t x_rows_;
+  bool goes_on_;
+  int64_t groups_, steps_;
 };
 
 template <class Codes, int kRows>
 void multiply_codes(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
-                    GroupedSums& out) {
+                    GroupedSums out) {
   TileProduct<Codes, kRows>(x, row, tile)(out);
 }
 
@@ -342,7 +350,7 @@ inline Groups find_nan(Groups codes) { return (codes & 0x7f7f7f7f) + 0x01010101;
 /// The same, of codes that are float8 and rows that are floats.
 template <int kRows>
 void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& tile,
-                     GroupedSums& out) {
+                     GroupedSums out) {
   constexpr int kRegs = kFloatBlock<kRows>;
   using Ahead = LineAhead<kRows>;
   const TileScales scales(tile);

@@ -12,7 +12,17 @@
 
 namespace mtpc {
 
+/// How products take codes.
 enum class CodeKind { kInt4, kInt8, kFloat8 };
+
+/// How weights store them; the last two are places in tables.
+enum class StoredCodes { kInt4, kInt5, kInt6, kInt8, kIq4, kE2m1, kFloat8 };
+
+/// Inputs of a super-block, whose scales are small integers times a float16.
+inline constexpr int64_t kSuper = 256;
+
+/// The zero point of bytes that tables give.
+inline constexpr int kByteZero = 128;
 
 /// Whether bytes are multiplied as integers of 16 bits, because AVX2 has no instruction that adds
 /// products of bytes exactly. Four int8 of a row are then two pairs of int16: the even ones, and the
@@ -48,25 +58,77 @@ struct GroupedWeight {
   GroupForm form;
   int64_t tiles;
   const char* codes;
+  StoredCodes stored;
+  int64_t bits;  // of a code
   const char* scales;
-  ScalarType scale_type;
-  const char* zeros;  // may be null
-  bool has_mins;      // whether these are minima, of the scales' type
+  ScalarType scale_type;  // Short: words of super-blocks; Byte: exponents
+  int64_t scale_rows;     // of 32 elements, of a tile
+  const char* zeros;      // may be null
+  bool has_mins;          // whether these, or super-blocks, are minima: of the scales' type
+  int64_t first = 0;      // the group of rows at which the codes begin
 
-  int64_t scale_bytes() const { return scale_type == ScalarType::Float ? 4 : 2; }
+  /// Whether codes and scales must be made bytes and floats for products; see unpack.h.
+  bool is_packed() const {
+    const bool fits = stored == StoredCodes::kInt4 || bits == 8;
+    return !fits || scale_type == ScalarType::Short || scale_type == ScalarType::Byte;
+  }
+
+  int64_t scale_bytes() const {
+    return scale_type == ScalarType::Float ? 4 : scale_type == ScalarType::Byte ? 1 : 2;
+  }
 
   int64_t zero_bytes() const { return has_mins ? scale_bytes() : 1; }
 
   /// Bytes of a tile's codes.
-  int64_t tile_bytes() const { return form.steps() * kGroupBytes; }
+  int64_t tile_bytes() const { return form.inputs * bits * kFeatures / 8; }
 
   /// The tile's own, as a weight of one tile; or of `count`.
   GroupedWeight from(int64_t tile, int64_t count = 1) const {
-    const int64_t scales_before = tile * form.groups() * kFeatures;
-    return {form, count, codes + tile * tile_bytes(), scales + scales_before * scale_bytes(),
-            scale_type, zeros ? zeros + scales_before * zero_bytes() : nullptr, has_mins};
+    GroupedWeight some = *this;
+    some.tiles = count;
+    some.codes += tile * tile_bytes();
+    some.scales += tile * scale_rows * kFeatures * scale_bytes();
+    if (zeros) some.zeros += tile * form.groups() * kFeatures * zero_bytes();
+    return some;
   }
 };
+
+/// What a weight's dtypes and sizes say of its codes; false if they say nothing.
+inline bool read_codes(ScalarType codes, int64_t steps, int64_t inputs, GroupedWeight& weight) {
+  if (steps == 0 || 32 * steps % inputs != 0) return false;
+  weight.bits = 32 * steps / inputs;
+  const bool is_byte = codes == ScalarType::Byte;
+  const auto is = [&](bool fits, StoredCodes stored, CodeKind kind, int32_t zero) {
+    if (fits) weight.stored = stored, weight.form.kind = kind, weight.form.zero = zero;
+    return fits;
+  };
+  if (weight.bits == 4 && is_byte && weight.scale_type == ScalarType::Byte) {
+    return is(true, StoredCodes::kE2m1, CodeKind::kInt8, kByteZero);
+  }
+  return is(weight.bits == 4 && is_byte, StoredCodes::kInt4, CodeKind::kInt4, 8) ||
+      is(weight.bits == 5 && is_byte, StoredCodes::kInt5, CodeKind::kInt8, 16) ||
+      is(weight.bits == 6 && is_byte, StoredCodes::kInt6, CodeKind::kInt8, 32) ||
+      is(weight.bits == 8 && is_byte, StoredCodes::kInt8, CodeKind::kInt8, 128) ||
+      is(weight.bits == 4 && codes == ScalarType::Char, StoredCodes::kIq4, CodeKind::kInt8,
+         kByteZero) ||
+      is(weight.bits == 8 && codes == ScalarType::Float8_e4m3fn, StoredCodes::kFloat8,
+         CodeKind::kFloat8, 1);
+}
+
+/// The same of its scales: how many inputs share one, and whether super-blocks have minima.
+inline bool read_scales(int64_t inputs, GroupedWeight& weight) {
+  const int64_t rows = weight.scale_rows;
+  if (weight.scale_type != ScalarType::Short) {
+    if (rows == 0 || inputs % rows != 0) return false;
+    weight.form.group = inputs / rows;
+    return true;
+  }
+  if (inputs % kSuper != 0 || rows % (inputs / kSuper) != 0) return false;
+  const int64_t words = rows / (inputs / kSuper);
+  weight.form.group = words == 9 ? kSuper / 16 : kSuper / 8;
+  weight.has_mins = words == 8;
+  return words == 4 || words == 8 || words == 9;
+}
 
 /// Reads a weight of so many features, checked against its shapes; `stack` is how many of them lie
 /// one behind another in a dimension before the tiles, or 0 where there is no such dimension.
@@ -74,38 +136,47 @@ inline GroupedWeight grouped_weight(
     const char* name, const Tensor& codes, const Tensor& scales,
     const std::optional<Tensor>& zeros, int64_t stack, int64_t features, int64_t inputs) {
   const int64_t lead = stack > 0 ? 1 : 0, tiles = count_tiles(features);
-  const bool is_float = codes.scalar_type() == ScalarType::Float8_e4m3fn;
   const ScalarType type = scales.scalar_type();
   const auto is_of_tiles = [&](const Tensor& t, int64_t dims) {
     return t.dim() == lead + dims && t.is_contiguous() && (!lead || t.size(0) == stack) &&
         t.size(lead) == tiles && t.size(lead + 2) == kFeatures;
   };
-  bool fits = (is_float || codes.scalar_type() == ScalarType::Byte) && is_of_tiles(codes, 4) &&
-      codes.size(lead + 3) == 4 && is_of_tiles(scales, 3) &&
-      (type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float);
-  const int64_t steps = fits ? codes.size(lead + 1) : 0, groups = fits ? scales.size(lead + 1) : 0;
-  fits = fits && steps > 0 && groups > 0 && inputs % groups == 0 &&
-      (inputs == 4 * steps || (inputs == 8 * steps && !is_float)) &&
-      inputs / groups % (inputs / steps) == 0;
+  GroupedWeight weight{};
+  weight.tiles = tiles * std::max<int64_t>(stack, 1);
+  weight.scale_type = type;
+  weight.form.inputs = inputs;
+  bool fits = inputs > 0 && is_of_tiles(codes, 4) && codes.size(lead + 3) == 4 &&
+      is_of_tiles(scales, 3) &&
+      (type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float ||
+       type == ScalarType::Byte || type == ScalarType::Short);
+  if (fits) {
+    weight.scale_rows = scales.size(lead + 1);
+    fits = read_codes(codes.scalar_type(), codes.size(lead + 1), inputs, weight) &&
+        read_scales(inputs, weight);
+  }
+  const bool is_packed = fits && weight.is_packed();
+  if (fits) {
+    const int64_t unit = weight.bits == 5 ? 32 : weight.bits == 6 ? 16 : weight.bits == 4 ? 8 : 4;
+    fits = weight.form.group % unit == 0 && (!is_packed || kSuper % weight.form.group == 0);
+  }
   if (fits && zeros) {
-    fits = !is_float && (zeros->scalar_type() == ScalarType::Byte || zeros->scalar_type() == type) &&
-        is_of_tiles(*zeros, 3) && zeros->size(lead + 1) == groups;
+    fits = weight.stored != StoredCodes::kFloat8 && type != ScalarType::Short &&
+        (zeros->scalar_type() == ScalarType::Byte ? !is_packed : zeros->scalar_type() == type) &&
+        is_of_tiles(*zeros, 3) && zeros->size(lead + 1) == weight.form.groups();
   }
   STD_TORCH_CHECK(
       fits, "mtpc_cpu: ", name, ": codes and scales of ", features, " features do not fit ", inputs,
-      " inputs: expected codes [..., ceil(N / 32), K / 8 or K / 4, 32, 4], scales and zeros [..., "
+      " inputs: expected codes [..., ceil(N / 32), K * bits / 32, 32, 4], scales and zeros [..., "
       "ceil(N / 32), K / group, 32]");
-  const CodeKind kind = is_float ? CodeKind::kFloat8
-      : inputs == 8 * steps      ? CodeKind::kInt4
-                                 : CodeKind::kInt8;
-  const int32_t zero = zeros || is_float ? 1 : kind == CodeKind::kInt4 ? 8 : 128;
-  return {{kind, inputs, inputs / groups, zero},
-          tiles * std::max<int64_t>(stack, 1),
-          static_cast<const char*>(codes.const_data_ptr()),
-          static_cast<const char*>(scales.const_data_ptr()),
-          type,
-          zeros ? static_cast<const char*>(zeros->const_data_ptr()) : nullptr,
-          zeros && zeros->scalar_type() == type};
+  weight.codes = static_cast<const char*>(codes.const_data_ptr());
+  weight.scales = static_cast<const char*>(scales.const_data_ptr());
+  if (zeros) {
+    weight.zeros = static_cast<const char*>(zeros->const_data_ptr());
+    weight.has_mins = zeros->scalar_type() == type;
+  }
+  if (zeros || weight.has_mins) weight.form.zero = 1;
+  if (is_packed) weight.form.kind = CodeKind::kInt8;
+  return weight;
 }
 
 /// Rows for products with weights of one form: rounded to int8, each group of inputs with a step of
@@ -126,8 +197,10 @@ class GroupedRows {
     offsets_.reserve(rows * form.groups());
   }
 
-  /// The bytes of row r: of int8, of pairs of int16, or of floats.
-  const char* row(int64_t r) const { return bytes_.get() + r * stride_; }
+  /// The bytes of row r from a group on: of int8, of pairs of int16, or of floats.
+  const char* row(int64_t r, int64_t group = 0) const {
+    return bytes_.get() + r * stride_ + group * form_.group * form_.input_bytes();
+  }
 
   /// The value of an integer 1 in each row's group; those of all rows lie side by side.
   const float* steps(int64_t group) const { return steps_.get() + group * rows_; }

@@ -23,20 +23,21 @@ template <bool kInt4, bool kSigned, bool kBoth, int kQuads>
 class RegisterProduct {
  public:
   RegisterProduct(const GroupedRows& x, int64_t row, int64_t rows, const GroupedWeight& tile)
-      : x_(x.row(row)),
+      : x_(x.row(row, tile.first)),
         stride_(x.stride()),
         rows_(rows),
+        goes_on_(tile.first > 0),
         codes_(tile.codes),
         scales_(tile),
-        x_steps_(x.steps(0) + row),
-        x_offsets_(x.offsets(0) + row),
+        x_steps_(x.steps(tile.first) + row),
+        x_offsets_(x.offsets(tile.first) + row),
         x_rows_(x.rows()),
         groups_(tile.form.groups()),
         steps_(tile.form.inputs / (kQuad * kQuads)) {}
 
   /// The registers are configured for these rows and quads.
   void operator()(float (*totals)[kFeatures]) {
-    std::memset(totals, 0, rows_ * sizeof(*totals));
+    if (!goes_on_) std::memset(totals, 0, rows_ * sizeof(*totals));
     for (int64_t step = 0; step < kFew; ++step) prepare(step);
     const bool is_short = groups_ == steps_;
     const int64_t span = is_short ? kFew : 1;
@@ -249,6 +250,7 @@ class RegisterProduct {
 
   const char* x_;
   int64_t stride_, rows_;
+  bool goes_on_;
   const char* codes_;
   TileScales scales_;
   const float* x_steps_;

@@ -1,12 +1,13 @@
 """Weights of GGUF files: blocks of codes with their scales between them.
 
-Kernels read the codes of every type. `attn_k_b` and `attn_v_b` are the two parts
+Kernels read the codes of every type of 4 bits and more. `attn_k_b` and `attn_v_b` are the two parts
 that llama.cpp makes of `kv_b_proj`, which latent attention takes apart again; it is read as values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors
-from mtpc.weights.gguf.blocks import Block, Parts
+from mtpc.weights.gguf.blocks import Block
 from mtpc.weights.gguf.file import GgufTensor, Heads
-from mtpc.weights.grouped import GroupForm, values_of
+from mtpc.weights.grouped import BITS, GroupedWeight
+from mtpc.weights.grouped_recipes import GroupSpec
 
 LEAVES: tuple[str, ...] = ()
 _K_B, _V_B = ".k_b_proj.weight", ".v_b_proj.weight"
@@ -46,38 +48,45 @@ def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
     if len(stored.shape) != 2 or block.kind is None:
         raise CheckpointError(f"{name} is {stored}; expected a quantised matrix [N, K]")
     columns = stored.change.columns
-    group = block.group if columns is None else gcd(block.group, columns.width)
+    if columns is None:
+        form, scales = block.form, block.scales
+    else:  # Groups are cut into those that move as one.
+        wide = GroupSpec(block.form, block.scales).widened()
+        form = replace(wide.form, group=gcd(block.group, columns.width))
+        scales = wide.scales
     return QuantisedWeight(
         name,
         (stored.shape[0], stored.shape[1]),
-        block.name,
-        block.kind,
-        Grid(1, group),
+        f"{block.name}, rounded to {BITS[form.kind]} bits" if block.is_rounded else block.name,
+        form.kind,
+        Grid(1, form.group),
         False,
         {"codes": name},
         partial(_decode, block=block, columns=columns),
-        block.scales,
-        has_mins=block.has_mins,
+        scales,
+        has_mins=form.has_mins,
+        super_block=form.super_block,
         rows={"codes": (0, 1)},
     )
 
 
 def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) -> Decoded:
-    says = _parts_of(parts["codes"], block)
-    grids = [says.scales, *([] if says.mins is None else [says.mins])]
-    codes, flat = says.codes.flatten(-2), [grid.flatten(-2) for grid in grids]
-    if columns is not None:
-        # Groups of the file are cut into those that move as one.
-        group, order = gcd(block.group, columns.width), columns.order()
-        flat = [grid.repeat_interleave(block.group // group, -1) for grid in flat]
-        codes, flat = codes[:, order], [grid[:, order[::group] // group] for grid in flat]
-    return Decoded(codes, *flat)
+    weight = _weight_of(parts["codes"], block)
+    if columns is None:
+        return Decoded(weight.codes, weight.scales, weight.zeros)
+    wide = weight.widened()
+    group, order = gcd(block.group, columns.width), columns.order()
+    grids = [wide.scales, *([] if wide.zeros is None else [wide.zeros])]
+    flat = [grid.repeat_interleave(block.group // group, -1) for grid in grids]
+    return Decoded(wide.codes[:, order], *(grid[:, order[::group] // group] for grid in flat))
 
 
-def _parts_of(raw: Tensor, block: Block) -> Parts:
-    """What the blocks of rows uint8 [N, bytes] say."""
+def _weight_of(raw: Tensor, block: Block) -> GroupedWeight:
+    """The weight of rows of blocks, uint8 [..., bytes]."""
     assert block.decode is not None
-    return block.decode(raw.unflatten(-1, (-1, block.nbytes)))
+    says = block.decode(raw.unflatten(-1, (-1, block.nbytes)))
+    mins = None if says.mins is None else says.mins.flatten(-2)
+    return GroupedWeight(block.form, says.codes.flatten(-2), says.scales.flatten(-2), mins)
 
 
 def _as_values(
@@ -144,8 +153,4 @@ def _plain(raw: Tensor, stored: GgufTensor) -> Tensor:
     block = stored.block
     if block.kind is None:
         return raw.float()
-    says = _parts_of(raw, block)
-    form = GroupForm(block.kind, block.group, has_mins=block.has_mins)
-    codes = says.codes.unflatten(-1, (-1, block.group))
-    mins = None if says.mins is None else says.mins[..., None]
-    return values_of(form, codes, says.scales[..., None], mins).reshape(stored.shape)
+    return _weight_of(raw, block).dequantise().reshape(stored.shape)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors, find_part
-from mtpc.weights.gguf.blocks import E2M1, power_of_two
 
 LEAVES: tuple[str, ...] = ()
 GROUP = 32
@@ -51,17 +50,14 @@ def weight_of(name: str, shape: tuple[int, ...], parts: Mapping[str, str]) -> Qu
     """
     grid, rows = Grid(1, GROUP), dict.fromkeys(("codes", "scales"), (0, 1))
     return QuantisedWeight(
-        name, shape, "MXFP4", "int8", grid, False, parts, decode, "bfloat16", rows=rows
+        name, shape, "MXFP4", "e2m1", grid, False, parts, decode, "uint8", rows=rows
     )
 
 
 def decode(parts: Mapping[str, Tensor]) -> Decoded:
-    """Codes of two inputs a byte, and exponents, as codes of 8 bits: exactly."""
+    """Codes of two inputs a byte, and exponents."""
     codes = parts["codes"].view(torch.uint8)
     pairs = torch.stack((codes & 15, codes >> 4), -1)
+    # Values of codes are doubled, so that they are whole; exponents of scales allow for that.
     exponents = parts["scales"].view(torch.uint8)
-    # Values of codes are doubled, so that they are whole: the exponents are one lower for that.
-    values = torch.tensor([value + 128 for value in E2M1], dtype=torch.uint8)
-    shape = (*exponents.shape[:-1], exponents.shape[-1] * GROUP)
-    scales = power_of_two(exponents, 128).bfloat16()
-    return Decoded(values[pairs.int()].reshape(shape), scales)
+    return Decoded(pairs.reshape(*exponents.shape[:-1], exponents.shape[-1] * GROUP), exponents)

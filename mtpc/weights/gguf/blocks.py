@@ -1,8 +1,8 @@
 """ggml's types: how the bytes of a block of adjacent inputs are decoded.
 
-A value is (code - zero) * scale, minus a minimum if the type has one. All types give codes of 4 or
-8 bits with a scale for each group of inputs, so that kernels can read them as codes. Codes of 5 and
-6 bits, and floating-point codes of 4 bits, are exact in 8 bits.
+A value is (code - zero) * scale, minus a minimum if the type has one. Types of 4 to 8 bits give the
+codes and scales that the file has, so that kernels read as many bits. The gguf package reads those
+of 1 to 3 bits; their values are rounded again, to codes of 8 bits.
 
 Source: ggml/src/ggml-common.h and ggml-quants.c. All functions take uint8 [..., B, nbytes].
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import Kind
-
-_K = 256
-"""Inputs of a block of the types that end in K."""
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Values of floating-point codes of 4 bits, doubled."""
+from mtpc.weights.grouped import SUPER, GroupForm, Kind
+from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.quantise import quantise
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,8 @@ class Parts:
 
     Attributes:
         codes: uint8 [..., B, inputs].
-        scales: float16, bfloat16 or float32 [..., B, G]; G groups of adjacent inputs in a block.
+        scales: float16 or uint8 [..., B, G], G groups of adjacent inputs in a block; or the words
+            of super-blocks, int16 [..., B, words].
         mins: of the scales' dtype [..., B, G], subtracted from the values; the zero point of codes
             is then 0. None if there are none.
     """
@@ -49,9 +48,10 @@ class Block:
         nbytes: bytes of a block.
         kind: of the codes; None for plain numbers.
         group: inputs that share a scale.
-        scales: torch's name of the dtype of the scales.
+        scales: torch's name of the dtype of the scales; "int16" for those of super-blocks.
         has_mins: whether groups have a minimum.
         decode: bytes of blocks -> their codes and scales; None for plain numbers.
+        is_rounded: whether codes are not those of the file, but their values rounded again.
     """
 
     name: str
@@ -62,6 +62,14 @@ class Block:
     scales: str = "float16"
     has_mins: bool = False
     decode: Callable[[Tensor], Parts] | None = None
+    is_rounded: bool = False
+
+    @property
+    def form(self) -> GroupForm:
+        """The form of a weight of these codes."""
+        assert self.kind is not None
+        is_super = self.scales == "int16"
+        return GroupForm(self.kind, self.group, has_mins=self.has_mins, super_block=is_super)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -90,7 +98,7 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 def _q5_0(blocks: Tensor) -> Parts:
     codes = _nibbles(blocks[..., 6:]) | _fifth(blocks[..., 2:6])
-    return Parts(codes + (128 - 16), _half(blocks, 0))
+    return Parts(codes, _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
@@ -102,17 +110,9 @@ def _q8_0(blocks: Tensor) -> Parts:
     return Parts(blocks[..., 2:] ^ 128, _half(blocks, 0))
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of 6 bits, uint8 [..., B, 8] each, of 12 bytes."""
-    low, high, rest = packed.split(4, -1)
-    scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
-    return scales, torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
-
-
-def _k_parts(blocks: Tensor, codes: Tensor) -> Parts:
-    scales, mins = _k_scales(blocks[..., 4:16])
-    step, least = _half(blocks, 0).float(), _half(blocks, 2).float()
-    return Parts(codes, step * scales, least * mins)
+def _words(blocks: Tensor, *runs: tuple[int, int]) -> Tensor:
+    """These bytes of each block as the words of a super-block, int16 [..., B, words]."""
+    return torch.cat([blocks[..., start:stop] for start, stop in runs], -1).view(torch.int16)
 
 
 def _pairs(blocks: Tensor, width: int) -> Tensor:
@@ -121,34 +121,51 @@ def _pairs(blocks: Tensor, width: int) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    return _k_parts(blocks, _pairs(blocks[..., 16:], 32))
+    return Parts(_pairs(blocks[..., 16:], 32), _words(blocks, (0, 16)))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((blocks[..., None, 16:48] >> places & 1) << 4).flatten(-2)
-    return _k_parts(blocks, _pairs(blocks[..., 48:], 32) | fifth)
+    return Parts(_pairs(blocks[..., 48:], 32) | fifth, _words(blocks, (0, 16)))
 
 
 def _q6_k(blocks: Tensor) -> Parts:
     low = _pairs(blocks[..., :128], 64)
     places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places & 3
-    codes = (low | high.flatten(-3) << 4) + (128 - 32)
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Parts(codes, _half(blocks, 208).float() * scales)
+    return Parts(low | high.flatten(-3) << 4, _words(blocks, (208, 210), (192, 208)))
+
+
+def _iq4_nl(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    return Parts(_pairs(blocks[..., 8:], 16), _words(blocks, (0, 8)))
 
 
 def _mxfp4(blocks: Tensor) -> Parts:
-    values = torch.tensor([value + 128 for value in E2M1], dtype=torch.uint8)
-    codes = values[_nibbles(blocks[..., 1:]).int()]
-    return Parts(codes, power_of_two(blocks[..., :1], 128).bfloat16())
+    return Parts(_nibbles(blocks[..., 1:]), blocks[..., :1])
 
 
-def power_of_two(exponents: Tensor, bias: int) -> Tensor:
-    """2^(e - bias) of exponents uint8, in float32; 255 is NaN."""
-    values = torch.exp2(exponents.double() - bias).float()
-    return torch.where(exponents == 255, torch.nan, values)
+_ROUNDED = GroupSpec(GroupForm("int8", 32), "float16", by_largest=True)
+
+
+def _rounded(blocks: Tensor, name: str) -> Parts:
+    """Codes of 8 bits for what the gguf package makes of a type."""
+    from gguf import GGMLQuantizationType, quants
+
+    rows = blocks.flatten(-2).contiguous().numpy()
+    values = torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType[name]))
+    weight = quantise(values, _ROUNDED)
+    count = blocks.shape[-2]
+    return Parts(*(part.unflatten(-1, (count, -1)) for part in (weight.codes, weight.scales)))
+
+
+def _few_bits(name: str, nbytes: int) -> Block:
+    decode = partial(_rounded, name=name)
+    return Block(name, SUPER, nbytes, "int8", decode=decode, is_rounded=True)
 
 
 BLOCKS: dict[int, Block] = {
@@ -157,12 +174,25 @@ BLOCKS: dict[int, Block] = {
     30: Block("BF16", 1, 2),
     2: Block("Q4_0", 32, 18, "int4", decode=_q4_0),
     3: Block("Q4_1", 32, 20, "int4", has_mins=True, decode=_q4_1),
-    6: Block("Q5_0", 32, 22, "int8", decode=_q5_0),
-    7: Block("Q5_1", 32, 24, "int8", has_mins=True, decode=_q5_1),
+    6: Block("Q5_0", 32, 22, "int5", decode=_q5_0),
+    7: Block("Q5_1", 32, 24, "int5", has_mins=True, decode=_q5_1),
     8: Block("Q8_0", 32, 34, "int8", decode=_q8_0),
-    12: Block("Q4_K", _K, 144, "int4", 32, "float32", True, _q4_k),
-    13: Block("Q5_K", _K, 176, "int8", 32, "float32", True, _q5_k),
-    14: Block("Q6_K", _K, 210, "int8", 16, "float32", False, _q6_k),
-    39: Block("MXFP4", 32, 17, "int8", 32, "bfloat16", False, _mxfp4),
+    12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k),
+    13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k),
+    14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k),
+    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl),
+    23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs),
+    39: Block("MXFP4", 32, 17, "e2m1", 32, "uint8", False, _mxfp4),
+    10: _few_bits("Q2_K", 84),
+    11: _few_bits("Q3_K", 110),
+    16: _few_bits("IQ2_XXS", 66),
+    17: _few_bits("IQ2_XS", 74),
+    18: _few_bits("IQ3_XXS", 98),
+    19: _few_bits("IQ1_S", 50),
+    21: _few_bits("IQ3_S", 110),
+    22: _few_bits("IQ2_S", 82),
+    29: _few_bits("IQ1_M", 56),
+    34: _few_bits("TQ1_0", 54),
+    35: _few_bits("TQ2_0", 66),
 }
 """ggml's number of a type -> the type."""
