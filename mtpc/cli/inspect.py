@@ -106,7 +106,7 @@ def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | No
     if wanted is None:
         return None
     selected = select_passes(plan, backend.enables)
-    running = [step.name for step in (*selected, *backend.legalise(), CopyLayers)]
+    running = [*(step.name for step in (*selected, *backend.legalise())), CopyLayers.name]
     if wanted not in running:
         if wanted in pass_names():
             raise OptionError(f"pass {wanted!r} is off; add --enable-pass {wanted}")
