@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from mtpc.option_checks import (
     check_draft_vocab,
     check_int,
     check_names,
+    check_scheme,
     check_tiers,
     settle_token_mask,
     unknown_option,
@@ -30,6 +30,8 @@ and every draft costs a full pass of the draft layer."""
 
 AUTO, AUTO_TIERS = "auto", (0, 1, 2, 3)
 """The value of `spec_tokens` with which the engine chooses K, and its default of `spec_tiers`."""
+COPY = "copy"
+"""The value of `draft` with which drafts are copies of a request's own text."""
 DEFAULT_MAX_LEN = 4096
 LEAST_ROWS = 8
 """The least number of rows of a prefill step if kernels skip unused rows. All programs of up to so
@@ -50,8 +52,6 @@ SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of the pass on which the default of `prefill_chunk` depends. It is defined here, because
 this module must not import the passes, which import torch."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
-"""Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
@@ -142,7 +142,8 @@ class CompileOptions:
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
         draft: checkpoint of a drafter that replaces the model's own MTP layers: an EAGLE-3 head,
-            Gemma 4's assistant, or MTP layers of the target's family. See docs/models.md.
+            Gemma 4's assistant, or MTP layers of the target's family. "copy" needs no checkpoint:
+            what follows the end of a text where it occurred earlier. See docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
@@ -191,7 +192,7 @@ class CompileOptions:
     disabled_passes: tuple[str, ...] = ()
     enabled_passes: tuple[str, ...] = ()
     draft_vocab: tuple[int, ...] = ()
-    draft: Path | None = None
+    draft: Path | str | None = None
     wiring: Rules = ()
     cache_dir: Path | None = None
     use_cache: bool = True
@@ -276,8 +277,18 @@ class CompileOptions:
 
     @property
     def drafter(self) -> Path | None:
-        """`draft`, where there are drafts."""
-        return self.draft if self.spec_tokens else None
+        """The checkpoint of `draft`, where there are drafts."""
+        return self.draft if self.spec_tokens and isinstance(self.draft, Path) else None
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts are copies of a request's own text (`mtpc.step.copying`)."""
+        return self.spec_tokens > 0 and self.draft == COPY
+
+    @property
+    def layer_drafts(self) -> int:
+        """The most drafts of MTP layers, or of another drafter with weights."""
+        return 0 if self.copies else self.spec_tokens
 
     @property
     def tiers(self) -> tuple[int, ...]:
@@ -340,7 +351,8 @@ class CompileOptions:
 
     def _check_cache(self) -> None:
         for name in ("cache_dir", "draft", "kv_offload_dir"):
-            object.__setattr__(self, name, check_directory(name, getattr(self, name)))
+            if (name, getattr(self, name)) != ("draft", COPY):
+                object.__setattr__(self, name, check_directory(name, getattr(self, name)))
         pin = self.require_sha256
         if pin is not None and not (isinstance(pin, str) and re.fullmatch("[0-9a-f]{64}", pin)):
             raise OptionError(
@@ -433,20 +445,6 @@ class CompileOptions:
                 raise OptionError(f"{target} was given twice (also as {name}); give it once")
             resolved[target] = value
         return cls(**resolved)
-
-
-def check_scheme(option: str, value: Any) -> None:
-    """Refuse a value that is not in `SCHEMES`.
-
-    Raises:
-        OptionError: the message names the nearest scheme.
-    """
-    if value not in SCHEMES:
-        said = str(value).lower()
-        near = [name for name in SCHEMES if said and name.startswith(said)]
-        near = near or difflib.get_close_matches(said, SCHEMES, n=1, cutoff=0.4)
-        hint = f" (the nearest is {' or '.join(map(repr, near))})" if near else ""
-        raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")
 
 
 def cache_directory() -> Path:

@@ -10,6 +10,9 @@ from typing import Any
 
 from mtpc.errors import MtpcError, OptionError
 
+SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
+"""Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
+
 
 def unknown_option(name: str, known: list[str]) -> str:
     """The message for an unknown option. It suggests the most similar name, or lists all."""
@@ -115,3 +118,17 @@ def settle_token_mask(value: Any, sampling: bool, is_synthetic: bool) -> bool:
     if value and not can:
         raise OptionError("token_mask needs sampling=True and no synthetic acceptance")
     return value
+
+
+def check_scheme(option: str, value: Any) -> None:
+    """Refuse a value that is not in `SCHEMES`.
+
+    Raises:
+        OptionError: the message names the nearest scheme.
+    """
+    if value not in SCHEMES:
+        said = str(value).lower()
+        near = [name for name in SCHEMES if said and name.startswith(said)]
+        near = near or difflib.get_close_matches(said, SCHEMES, n=1, cutoff=0.4)
+        hint = f" (the nearest is {' or '.join(map(repr, near))})" if near else ""
+        raise OptionError(f"{option} is {value!r}{hint}; expected one of {', '.join(SCHEMES)}")

@@ -25,7 +25,8 @@ from mtpc.cli.parsing import (
     threads,
     wiring,
 )
-from mtpc.config import KV_CACHE_DTYPES, SCHEMES, CompileOptions
+from mtpc.config import KV_CACHE_DTYPES, CompileOptions
+from mtpc.option_checks import SCHEMES
 
 VLLM_NAMES = {
     "spec_tokens": "--num-speculative-tokens",
@@ -146,7 +147,7 @@ def add_compile_options(
         ("prefill_rows", int, "R", "requests that may share a prefill step (default: by bucket)"),
         ("backend", str, "NAME", "auto, cpu, cuda, eager or null"),
         ("draft_vocab", draft_vocab, "N|FILE", "draft only the N lowest ids, or the ids in FILE"),
-        ("draft", Path, "DIR", "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers"),
+        ("draft", str, "DIR|copy", "a drafter's checkpoint, or copies of a request's own text"),
         ("wiring", wiring, "RULE=VALUE,..", "rules of the MTP layers; `mtpc check` measures them"),
         ("dtype", str, "NAME", "dtype of the weights (default: the checkpoint's)"),
         ("kv_cache_dtype", str, "NAME", pages),

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mtpc.cli.parsing import add_switches, add_values, positive
-from mtpc.config import SCHEMES
+from mtpc.option_checks import SCHEMES
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:

@@ -77,7 +77,7 @@ def _build(
     tell(f"load {checkpoint}")
     source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)
-    needs_mtp = options.spec_tokens > 0
+    needs_mtp = options.layer_drafts > 0
     loaded = load(source, options.dtype, needs_mtp, options.wiring, headers_only=True)
     first = all_parts(options.tensor_parallel_size)[0]
     compiler = StepCompiler(loaded, options, backend, new_buffer=Layout.reserve, ranks=first)

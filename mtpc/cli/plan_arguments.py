@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtpc.cli.parsing import add_switches, add_values, ids, invalid, positive
-from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
+from mtpc.config import DTYPES, KV_CACHE_DTYPES, CompileOptions
+from mtpc.option_checks import SCHEMES
 
 DEFAULT_LEN = 8192
 DEVICE_NAMES = ("h200", "mi300x")

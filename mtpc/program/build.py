@@ -120,7 +120,7 @@ def build(
         MtpcError: as `mtpc.compile`.
     """
     start = time.perf_counter()
-    source = open_checkpoint(directory, options.draft)
+    source = open_checkpoint(directory, options.drafter)
     directory = source.directory
     options = settle_prefill(replace(options, backend=PACKAGING), source.dtype)
     tell = Teller(listener, start)
@@ -298,13 +298,14 @@ class Builder:
 
     def _model(self, task: Task) -> LoadedModel:
         """The model of a task, with MTP layers or without."""
-        has_mtp, options = task.spec_tokens > 0, self._options
+        options = replace(self._options, spec_tokens=task.spec_tokens)
+        has_mtp = options.layer_drafts > 0
         if has_mtp not in self._models:
             self.tell("load the model", task)
             self._models[has_mtp] = load(
                 *(self._directory, options.dtype, has_mtp, options.wiring),
                 headers_only=True,
-                draft=options.draft,
+                draft=options.drafter,
             )
         return self._models[has_mtp]
 

@@ -49,6 +49,7 @@ from mtpc.layout.buffers import (
     S,
     V,
     batch_specs,
+    copy_specs,
     sampling_specs,
     state_specs,
     synthetic_specs,
@@ -102,7 +103,8 @@ class StepCompiler:
     ):
         self.options = options.for_model(loaded.max_positions)
         loaded = loaded.for_length(self.options.sequence_limit)
-        self.loaded = loaded.with_layers(options.spec_tokens).with_kv_cache(options.kv_cache_dtype)
+        used = loaded.with_layers(options.layer_drafts)
+        self.loaded = used.with_kv_cache(options.kv_cache_dtype)
         self.backend = backend
         self.cache = OwnSteps(self.options) if cache is None else cache
         self._check_draft_vocab()
@@ -175,6 +177,8 @@ class StepCompiler:
         specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
         if options.images:
             specs += image_buffers(self.loaded)
+        if options.copies:
+            specs += copy_specs()
         if options.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if options.sampling:

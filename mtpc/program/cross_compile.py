@@ -76,9 +76,9 @@ def build_kernels(
     kernels: dict[tuple[str, str], Compiled] = {}
     counts: dict[StepKey, int] = {}
     for k in spec_tokens:
-        given = (directory, options.dtype, k > 0, options.wiring)
-        loaded = load(*given, headers_only=True, draft=options.draft)
         chosen = replace(options, spec_tokens=k)
+        given = (directory, options.dtype, chosen.layer_drafts > 0, options.wiring)
+        loaded = load(*given, headers_only=True, draft=chosen.drafter)
         compiler = StepCompiler(loaded, chosen, backend, listener, Layout.reserve)
         compiler.weights.defers = True
         for key in largest_first(compiler.keys):

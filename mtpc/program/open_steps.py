@@ -358,11 +358,11 @@ class _Road(Generic[T]):
         from mtpc.program.part_weights import read_part
 
         options, ranks = self.options, self.ranks
-        given = (self.source, options.dtype, options.spec_tokens > 0, options.wiring)
+        given = (self.source, options.dtype, options.layer_drafts > 0, options.wiring)
         by_parts = ranks is not None and not headers_only and isinstance(self.source, Checkpoint)
         loaded = load(*given, headers_only or by_parts, draft=options.drafter)
         if ranks is not None and by_parts:
-            part = read_part(loaded.with_layers(options.spec_tokens), ranks, backend.device)
+            part = read_part(loaded.with_layers(options.layer_drafts), ranks, backend.device)
             if part is not None:
                 return part
             backend.notes["weights that only transformers can read: all are on every rank"] += 1

@@ -117,6 +117,7 @@ def program_fields(
         "options.quantize": options.quantize or "none",
         "options.tensor_parallel_size": part or str(options.tensor_parallel_size),
         "options.synthetic_acceptance": str(bool(options.synthetic_acceptance_rates)),
+        "options.copies": str(options.copies),
         "options.wiring": rule_text(options.wiring) or "the family's",
         "passes.disabled": " ".join(sorted(set(options.disabled_passes))),
         "passes.enabled": " ".join(sorted(set(options.enabled_passes))),

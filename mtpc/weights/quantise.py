@@ -47,7 +47,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8": Scheme("int8"),
     "fp8": Scheme("float8"),
 }
-"""By the names of `mtpc.config.SCHEMES`."""
+"""By the names of `mtpc.option_checks.SCHEMES`."""
 
 PLAIN = (
     "embed_tokens",  # Rows of it are read, not all of it.

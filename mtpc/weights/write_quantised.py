@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mtpc
-from mtpc.config import check_scheme
 from mtpc.errors import CheckpointError
+from mtpc.option_checks import check_scheme
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
@@ -61,7 +61,7 @@ def quantise_checkpoint(
     Args:
         source: the checkpoint, of plain weights.
         out: the new directory; it must not exist.
-        scheme: one of `mtpc.config.SCHEMES`.
+        scheme: one of `mtpc.option_checks.SCHEMES`.
         head: quantise output heads, too. vLLM reads them since March 2026; SGLang does not.
         keep: patterns of names of modules that stay plain, as "*.self_attn.*".
         tell: called with progress: the stage, and the share of it that is done.
@@ -166,7 +166,7 @@ def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:
     """The entry of config.json that announces weights of a scheme.
 
     Args:
-        scheme: one of `mtpc.config.SCHEMES`.
+        scheme: one of `mtpc.option_checks.SCHEMES`.
         ignored: names of modules with plain weights.
     """
     form, group = SCHEMES[scheme].kind, SCHEMES[scheme].group

@@ -16,11 +16,11 @@ from helpers.theorem import PROMPTS
 import mtpc
 from mtpc.backends import make_backend
 from mtpc.capture.graph import operators
-from mtpc.config import SCHEMES as NAMES
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.option_checks import SCHEMES as NAMES
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
-from mtpc.config import SCHEMES
+from mtpc.option_checks import SCHEMES
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.write_quantised import quantise_checkpoint
 

@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from mtpc.config import check_scheme
 from mtpc.errors import BackendError, OptionError
 from mtpc.integrations.dynamo.graph import Rewritten, rewrite, why_not
 from mtpc.integrations.dynamo.weights import CallWeights, WeightStore
-from mtpc.option_checks import unknown_option
+from mtpc.option_checks import check_scheme, unknown_option
 
 log = logging.getLogger("mtpc")
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
