@@ -7,8 +7,7 @@ Any thread may call `add`, `abort` and `step` at any moment. A request's callbac
 `abort`; a grammar's methods run in the middle of a step and may call neither.
 
 An interrupt (KeyboardInterrupt) may arrive at any moment. `_is_torn` says that one left the queues
-half-changed. The next call then builds them anew from the requests, which are the truth, and
-computes what was running again.
+half-changed. The next call then builds them anew from the requests, and computes what ran again.
 
 With `async_scheduling` the engine launches a step before it reads the previous one. The text is the
 same, because no decision about tokens waits for the host. The host knows lengths one step late, so
@@ -43,7 +42,7 @@ from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy, context_of
 from mtpc.errors import RequestError
-from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, StepKey
+from mtpc.layout import NULL_PAGE, SCRATCH_SLOT, STOP_REASONS, TEXT_IDS, StepKey
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
@@ -395,7 +394,8 @@ class Engine:
                 self.tiers.use(self.program.take())
             num_reqs = self.program.bucket_for(len(turn.requests))
             each = [request.acceptance for request in turn.decoding]
-            tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each)
+            idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
+            tier = self.tiers.choose(num_reqs, context_of(turn.decoding), each, idle)
             key = StepKey.decode(num_reqs, tier)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])

@@ -102,7 +102,7 @@ class TierPolicy:
         self._tokens, self._verified = 1.0, False
         self._waited = self._behind = self._recent = 0.0
         self._trial: int | None = None
-        self._left, self._wins = 0, False
+        self._left, self._wins, self._idle = 0, False, False
 
     def use(self, tiers: Sequence[int]) -> None:
         """Choose among these K from the next step on. What is known of acceptance is kept."""
@@ -132,16 +132,22 @@ class TierPolicy:
             if tuple(sorted(found.seconds)) == self.tiers
         }
 
-    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
+    def choose(
+        self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = (), idle: bool = False
+    ) -> int:
         """K of the next decode step.
 
         Args:
             num_reqs: rows of the step's bucket.
             context: tokens of all its requests.
             each: the counts of what its requests accepted.
+            idle: whether no request has a draft to verify, and a step of any K proposes the most.
         """
         if len(self.tiers) == 1:
             return self.current
+        self._idle = idle
+        if idle:
+            return self.tiers[0]
         place = _place(num_reqs, context)
         cell = self._cells.get(place)
         near = cell or self._nearest(place)
@@ -269,7 +275,7 @@ class TierPolicy:
         for other in self.tiers:
             if other != tier:  # A hopeless K gets little.
                 cell.allowed[other] += share * self._hope(cell.costs, other)
-        if tier != self.current and not self.rests:
+        if tier != self.current and not (self.rests or self._idle):
             lost = seconds - self._tokens / self._rate(cell.costs, self.current)
             self._wins = self._verified and lost < 0
             self._pay(cell, tier, lost)
