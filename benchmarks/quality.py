@@ -22,10 +22,10 @@ import torch
 
 import mtpc
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.config import SCHEMES
 from mtpc.models.hf import model_class
 from mtpc.models.load import find_family
 from mtpc.models.read_config import read_config
+from mtpc.option_checks import SCHEMES
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint

@@ -30,7 +30,7 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
-from mtpc.config import SCHEMES
+from mtpc.option_checks import SCHEMES
 
 COLUMNS = ("K", "batch", "part", "ms", "share")
 LINEARS = tuple(

@@ -32,7 +32,7 @@ def write_codes(directory: Path, shape: Shape, scheme: str | None) -> None:
     Args:
         directory: where to; created if it is not there.
         shape: sizes.
-        scheme: of `mtpc.config.SCHEMES`, in int4; None: all weights are bfloat16.
+        scheme: of `mtpc.option_checks.SCHEMES`, in int4; None: all weights are bfloat16.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _, config, target, own = without_weights("mimo", shape)

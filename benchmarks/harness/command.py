@@ -19,7 +19,7 @@ from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import add_result_files
 from benchmarks.harness.sampling import Tell
 from benchmarks.peers.llama_decoder import BENCH
-from mtpc.config import SCHEMES
+from mtpc.option_checks import SCHEMES
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
