@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,12 +41,14 @@ class Sample:
         tokens_per_step: mean tokens per decode step of one request, the bonus token included.
         drafts: counts of accepted and verified drafts.
         results: the continuation of each prompt.
+        declared: `Drafting.declared`.
     """
 
     rules: Rules
     tokens_per_step: float
     drafts: DraftCounts
     results: Sequence[Prompt]
+    declared: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,20 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
 
         set_threads(args.threads, checkpoint)
-        tell(f"examine the MTP tensors of {options.draft or checkpoint}")
-        if options.draft is None:
+        tell(f"examine the MTP tensors of {options.drafter or checkpoint}")
+        if options.copies:
+            faults = []
+        elif options.drafter is None:
             faults = find_faults(checkpoint, options.dtype)
         else:
-            faults = find_draft_faults(checkpoint, options.draft, options.dtype)
+            faults = find_draft_faults(checkpoint, options.drafter, options.dtype)
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    has_drafter = options.drafter is not None
-    verdict = _judge(samples, args.floor, has_drafter) if samples else Verdict(tuple(faults))
+    has_drafter, verdict = options.drafter is not None, Verdict(tuple(faults))
+    if samples and not options.copies:  # How much is copied is a matter of the text.
+        verdict = _judge(samples, args.floor, has_drafter)
     if args.as_json:
         args.result = _as_json(samples, verdict)
     else:
@@ -110,8 +115,9 @@ def _measure(
     tell(f"load {checkpoint}")
     source = open_checkpoint(checkpoint, options.drafter)
     options = settle_prefill(options, source.dtype)
-    loaded = place(load(source, options.dtype, needs_mtp=True), backend.device)
-    variants = [options.wiring, *_others(loaded.wired(options.wiring), options)]
+    loaded = place(load(source, options.dtype, options.layer_drafts > 0), backend.device)
+    others = () if options.copies else _others(loaded.wired(options.wiring), options)
+    variants = [options.wiring, *others]
     for number, rules in enumerate(variants, start=1):
         tell(f"{number}/{len(variants)} {rule_text(rules) or 'the wiring of the family'}")
         compiler = StepCompiler(loaded.wired(rules), options, backend)
@@ -119,7 +125,8 @@ def _measure(
             compiler.loaded.served(), compiler.options, compiler.compile(), compiler.loaded
         )
         results = model.generate(prompts, new, ignore_eos=True)
-        yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results)
+        declared = compiler.trace_model(compiler.keys[0]).drafting.declared
+        yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results, declared)
 
 
 def _others(loaded: LoadedModel, options: mtpc.CompileOptions) -> Iterator[Rules]:
@@ -172,15 +179,18 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
         for sample in samples
     ]
     faults = [asdict(fault) for fault in verdict.faults]
-    return {"faults": faults, "wirings": rows, "better": verdict.better or None}
+    drafter = samples[0].declared if samples else None
+    verdicts = {"faults": faults, "better": verdict.better or None}
+    return {**verdicts, "drafter": drafter, "wirings": rows}
 
 
 def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
     console = output()
     if samples:
+        print_table("Drafter", ("", ""), samples[0].declared.items())
         rows = [
             (
-                rule_text(sample.rules) or "the family's",
+                rule_text(sample.rules) or ("the family's" if len(samples) > 1 else "none"),
                 f"{sample.tokens_per_step:.2f}",
                 f"{sum(sample.drafts.accepted)} of {sum(sample.drafts.drafted)}",
                 "  ".join(f"{rate:.1%}" for rate in sample.drafts.by_position),
@@ -192,7 +202,7 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
     for fault in verdict.faults:
         text = f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}"
         console.print(text, markup=False, soft_wrap=True)
-    if verdict.faults:
+    if verdict.faults or len(samples) == 1:  # Copies have no wiring.
         return
     name = rule_text(given) or "the family's wiring"
     if verdict.better:

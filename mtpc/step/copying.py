@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-import mtpc.ops.copy_drafts  # noqa: F401  (registers the op)
+from mtpc.ops.copy_drafts import LONGEST, SHORTEST
 from mtpc.step.drafting import Drafting, DraftInputs
 
 if TYPE_CHECKING:
@@ -50,6 +50,16 @@ class Copying(Drafting):
     """
 
     most: int = 0
+
+    @property
+    def declared(self) -> dict[str, str]:
+        return {
+            "reads": "the request's own text",
+            "keeps": "the tokens of the text",
+            "drafts": f"what followed the last {SHORTEST} to {LONGEST} tokens where they occurred "
+            "earlier; none elsewhere",
+            "head": "none",
+        }
 
     def drafts(self, step: Step, inputs: DraftInputs) -> list[Tensor]:
         """The program's largest number of drafts [R], also where the step's own K is less."""
