@@ -17,12 +17,13 @@ from helpers.sampling_oracle import FILTERS
 from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
 
 import mtpc
-from mtpc.errors import CheckpointError, OptionError
+from mtpc.errors import CheckpointError, GraphError, OptionError
 
 ASKED: dict[str, Any] = {
     "draft": "copy", "backend": "cpu", "sampling": True, "batch_buckets": (1, 4),
 }  # fmt: skip
 """What users run, with small pages and few buckets."""
+ONE_BUCKET: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
 EARLIER = [2, 10, 3, 25, 31, 2, 11, 3, 30, 4, 2, 12, 3, 40]
 """How the grammar's records begin."""
 REPEATING = [repeating(length, seed) for seed, length in enumerate((1, 4, 9, 17, 23, 31))]
@@ -115,19 +116,21 @@ def test_a_step_without_copies_verifies_none(
 
 
 def test_what_is_no_drafter_is_refused(checkpoint: Callable[..., Path]) -> None:
-    """`copy` is a name, and any other text a directory."""
+    """`copy` is a name, and any other text a directory; what copies cannot do is said."""
     with pytest.raises(CheckpointError, match="copyy"):
         mtpc.compile(checkpoint("mimo"), draft="copyy", **TINY)
     with pytest.raises(OptionError, match="images is True, and draft is set"):
         mtpc.CompileOptions(draft="copy", images=True)
+    with pytest.raises(GraphError, match="expected form='fused', or no draft"):
+        mtpc.compile_host(checkpoint("mimo"), draft="copy", backend="eager", **ONE_BUCKET)
 
 
 def test_a_plain_model_copies(checkpoint: Callable[..., Path]) -> None:
     """A checkpoint without MTP layers, and a model object, draft without being told K."""
     directory = checkpoint("mimo", "plain")
-    spec = mtpc.compile(directory, draft="copy", backend="eager", batch_buckets=(1,), **TINY)
+    spec = mtpc.compile(directory, draft="copy", backend="eager", **ONE_BUCKET)
     assert spec.options.spec_tokens == 3
-    plain = mtpc.compile(directory, spec_tokens=0, backend="eager", batch_buckets=(1,), **TINY)
+    plain = mtpc.compile(directory, spec_tokens=0, backend="eager", **ONE_BUCKET)
     prompt = REPEATING[4]
     assert spec.generate(prompt, 20, ignore_eos=True) == plain.generate(prompt, 20, ignore_eos=True)
     assert not spec.stats.fallbacks
