@@ -12,6 +12,7 @@ from mtpc.declaration import declared, option
 from mtpc.errors import OptionError
 from mtpc.option_checks import (
     AUTO,
+    COPY,
     Check,
     check_backend,
     check_buckets,
@@ -19,6 +20,7 @@ from mtpc.option_checks import (
     check_digest,
     check_directory,
     check_draft_vocab,
+    check_drafter,
     check_names,
     check_spec_tokens,
     check_switch,
@@ -135,7 +137,8 @@ class CompileOptions:
             tokenizers usually give to the most frequent tokens; () is all. See the pass
             trim-draft-head.
         draft: checkpoint of a drafter that replaces the model's own MTP layers: an EAGLE-3 head,
-            Gemma 4's assistant, or MTP layers of the target's family. See docs/models.md.
+            Gemma 4's assistant, or MTP layers of the target's family. "copy" needs no checkpoint:
+            what follows the end of a text where it occurred earlier. See docs/models.md.
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
@@ -276,8 +279,9 @@ class CompileOptions:
         "N|FILE", key=ids_text,
     )
     draft: str | Path | None = option(
-        None, "decoding", or_none(check_directory),
-        "a drafter's checkpoint: EAGLE-3 head, assistant or MTP layers", "DIR", common=True,
+        None, "decoding", or_none(check_drafter),
+        "a drafter's checkpoint, or copies of a request's own text", "DIR|copy", common=True,
+        key=lambda draft: COPY if draft == COPY else "",
     )
     wiring: Mapping[str, str | bool] | Iterable[tuple[str, str | bool]] = option(
         (), "decoding", lambda _, rules: check_rules(rules),

@@ -20,6 +20,8 @@ Check = Callable[[str, Any], Any]
 AUTO = "auto"
 """The value of `spec_tokens` with which the engine chooses K, and of `backend` with which mtpc
 chooses."""
+COPY = "copy"
+"""The value of `draft` with which drafts are copies of a request's own text."""
 MAX_SPEC_TOKENS = 16
 """The largest number of drafts per step. In published measurements no draft that deep is accepted,
 and every draft costs a full pass of the draft layer."""
@@ -144,6 +146,11 @@ def check_directory(name: str, value: Any) -> Path:
     if not isinstance(value, (str, Path)) or not str(value) or not _is_path(str(value)):
         raise OptionError(f"{name} is {value!r}; expected a directory's path")
     return Path(value)
+
+
+def check_drafter(name: str, value: Any) -> Path | str:
+    """A directory, or `COPY`."""
+    return COPY if value == COPY else check_directory(name, value)
 
 
 def _is_path(text: str) -> bool:

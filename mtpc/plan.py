@@ -14,7 +14,7 @@ from typing import Any
 from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.option_checks import AUTO, check_int
+from mtpc.option_checks import AUTO, COPY, check_int
 from mtpc.wiring import Rules
 
 DEFAULT_MAX_LEN = 4096
@@ -77,7 +77,7 @@ class Plan(CompileOptions):
     Attributes:
         spec_tokens: the largest K.
         spec_tiers: the values of K that the engine chooses from, ascending; () if K is one number.
-        draft: the drafter's checkpoint, if there are drafts.
+        draft: the drafter's checkpoint, or "copy", if there are drafts.
         asked: the options.
         facts: what else it follows from.
         notes: what differs from the options, with the reasons.
@@ -121,6 +121,21 @@ class Plan(CompileOptions):
     def tiers(self) -> tuple[int, ...]:
         """Numbers of drafts that have decode steps, ascending."""
         return self.spec_tiers or (self.spec_tokens,)
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts are copies of a request's own text (`mtpc.step.copying`)."""
+        return self.draft == COPY
+
+    @property
+    def drafter(self) -> str:
+        """The drafter's checkpoint; "" if it has none."""
+        return "" if self.copies else self.draft
+
+    @property
+    def layer_drafts(self) -> int:
+        """The most drafts of MTP layers, or of another drafter with weights."""
+        return 0 if self.copies else self.spec_tokens
 
     @property
     def prefill_shape(self) -> tuple[int, int]:

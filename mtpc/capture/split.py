@@ -23,7 +23,7 @@ from mtpc.capture.graph import StepGraph, dim_of, module_of, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import nominal
 from mtpc.errors import GraphError
-from mtpc.layout import VERIFY, BufferSpec
+from mtpc.layout import TEXT_IDS, VERIFY, BufferSpec
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def split_step(graph: StepGraph) -> SplitStep:
         graph: a decode or prefill step with K >= 1, after the passes; it does not change.
 
     Raises:
-        GraphError: the graph is not flat, or makes no drafts.
+        GraphError: the graph is not flat, makes no drafts, or makes copies.
     """
     if not graph.is_flat:
         raise GraphError(
@@ -61,6 +61,11 @@ def split_step(graph: StepGraph) -> SplitStep:
     if graph.key.spec_tokens == 0:
         raise GraphError(
             f"{graph.key} has spec_tokens=0, so it makes no drafts; expected spec_tokens >= 1"
+        )
+    if TEXT_IDS in graph.layout:
+        raise GraphError(
+            "draft is 'copy', and a step in two parts has no place for copies yet; expected "
+            "form='fused', or no draft: the host has the texts, and may write drafts of its own"
         )
     effects = analyse(graph.graph)
     free = _replicable(graph.graph, effects)

@@ -20,12 +20,13 @@ from torch.export import Dim
 from mtpc.capture.graph import StepGraph, module_of
 from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
-from mtpc.layout.buffers import P
-from mtpc.layout.specs import CHAIN_EMBEDS, SAMPLING_INTS, SYNTHETIC_DRAWS
+from mtpc.layout.buffers import K_MAX, P
+from mtpc.layout.specs import CHAIN_EMBEDS, SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
 from mtpc.step.chaining import KeepLast, MoveUp, TrueChaining, Widen
 from mtpc.step.choose import Choice, Choose, Pick
+from mtpc.step.copying import Copying, CopyText
 from mtpc.step.drafting import Drafting
 from mtpc.step.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
 from mtpc.step.model import StepModel
@@ -87,6 +88,8 @@ def drafting_of(model: StepModel, layout: Layout) -> Drafting:
         model.draft_tokens is not None,
         model.later_draft is not None,
     )
+    if TEXT_IDS in layout:
+        return Copying(*given, layout.value(K_MAX))
     if model.chaining == "position":
         return SinglePosition(*given)
     if len(model.drafts) > 1:
@@ -244,6 +247,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
     pieces.record, pieces.advance = Record(), Advance(SYNTHETIC_DRAWS in layout)
     pieces.dictate = Dictate(key.max_emitted)
+    if TEXT_IDS in layout:
+        pieces.copy_text = CopyText(layout.value(K_MAX))
     window = len(traces.drafts) - 1
     if window > 0:
         pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()

@@ -25,9 +25,21 @@ from mtpc.option_checks import AUTO
 from mtpc.plan import make_plan
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
+OWN = "own"
+"""Names the model's own MTP layers in `--draft`."""
 WARM_UP_TOKENS = 4
 COLUMNS = (
-    *("K", "passes", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text"),
+    *(
+        "K",
+        "drafter",
+        "passes",
+        "ms/step",
+        "tokens/s",
+        "tokens/step",
+        "accepted",
+        "vs first",
+        "same text",
+    ),
     *("replays/step", "host us", "kernels"),
 )
 NOTES = (
@@ -49,16 +61,19 @@ class Variant:
 
     Attributes:
         spec_tokens: drafts per step, or "auto".
+        draft: the option `draft`; "own" is the model's own MTP layers.
         passes: passes to enable in addition to the user's.
         without: passes that only other variants enable.
     """
 
     spec_tokens: int | str
+    draft: str
     passes: tuple[str, ...]
     without: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([f"K={self.spec_tokens}", *self.passes])
+        named = [self.draft] * (self.draft != OWN)
+        return " ".join([f"K={self.spec_tokens}", *named, *self.passes])
 
 
 @dataclass(frozen=True)
@@ -91,14 +106,16 @@ def command(args: argparse.Namespace) -> int:
     given = compile_options(args)
     options = {"batch_buckets": (len(prompts),), **given}
     numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
-    variants = list(_variants(numbers, args.compare or ()))
+    drafters = str(options.pop("draft", OWN)).split(",")
+    variants = list(_variants(numbers, drafters, args.compare or ()))
     check_tokenizer(checkpoint, prompts)
     if args.plot is not None:
         check_plot(args.plot)
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch")
-        if not drafts(checkpoint, given):
-            variants = [variant for variant in variants if variant.spec_tokens == 0]
+        own = {name: value for name, value in given.items() if name != "draft"}
+        if OWN in drafters and not drafts(checkpoint, own):
+            variants = [v for v in variants if v.draft != OWN or v.spec_tokens == 0]
         for variant in variants:
             _check(_options_of(variant, options))
         set_threads(args.threads, checkpoint, args.tensor_parallel_size)
@@ -159,14 +176,17 @@ def _measure(
     return samples, failure
 
 
-def _variants(numbers: Sequence[int | str], compare: Sequence[str]) -> Iterator[Variant]:
+def _variants(
+    numbers: Sequence[int | str], drafters: Sequence[str], compare: Sequence[str]
+) -> Iterator[Variant]:
     if not numbers:
         raise OptionError("--spec-tokens is empty; expected numbers such as 0,1,3")
     for k in numbers:
-        yield Variant(k, (), tuple(compare))
-        if k != 0:
-            for name in compare:
-                yield Variant(k, (name,), tuple(other for other in compare if other != name))
+        for draft in drafters if k != 0 else (OWN,):
+            yield Variant(k, draft, (), tuple(compare))
+            for name in compare if k != 0 else ():
+                others = tuple(other for other in compare if other != name)
+                yield Variant(k, draft, (name,), others)
 
 
 def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +199,7 @@ def _options_of(variant: Variant, options: dict[str, Any]) -> dict[str, Any]:
         **options,
         **_synthetic(variant.spec_tokens, options),
         "spec_tokens": variant.spec_tokens,
+        "draft": None if variant.draft == OWN else variant.draft,
         "enabled_passes": (*(n for n in enabled if n not in variant.without), *variant.passes),
         "disabled_passes": (*(n for n in disabled if n not in variant.passes), *left_out),
     }
@@ -259,6 +280,7 @@ def _row(
     """The measurements of a variant; times are medians of the rounds."""
     return {
         "spec_tokens": variant.spec_tokens,
+        "draft": variant.draft if variant.spec_tokens else None,
         "passes": list(variant.passes),
         "ms_per_step": median(sample.ms_per_step for sample in taken),
         "tokens_per_s": median(sample.tokens_per_s for sample in taken),
@@ -279,7 +301,10 @@ def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
     if len(rows) > 1:
         passes = "".join(f" {name}" for name in best["passes"])
         speed, times = best["tokens_per_s"], f"{best['tokens_per_s'] / base:.2f}x the first row"
-        console.print(f"fastest: K={best['spec_tokens']}{passes}, {speed:.1f} tokens/s, {times}")
+        named = f" {best['draft']}" * (best["draft"] not in (None, OWN))
+        console.print(
+            f"fastest: K={best['spec_tokens']}{named}{passes}, {speed:.1f} tokens/s, {times}"
+        )
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 
@@ -293,6 +318,7 @@ def _cells(row: dict[str, Any], base: float) -> list[str]:
     rate, speed = row["acceptance_rate"], row["tokens_per_s"]
     return [
         str(row["spec_tokens"]),
+        row["draft"] or "-",
         " ".join(row["passes"]) or "-",
         f"{row['ms_per_step']:.2f}",
         f"{speed:.1f}",

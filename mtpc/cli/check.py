@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
+from mtpc.option_checks import COPY
 from mtpc.wiring import Rules, check_rules, choices, rule_text
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ class Sample:
         tokens_per_step: mean tokens per decode step of one request, the bonus token included.
         drafts: counts of accepted and verified drafts.
         results: the continuation of each prompt.
+        declared: `Drafting.declared`.
     """
 
     rules: Rules
     tokens_per_step: float
     drafts: DraftCounts
     results: Sequence[Prompt]
+    declared: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,21 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
 
         set_threads(args.threads, checkpoint)
-        tell(f"examine the MTP tensors of {options.draft or checkpoint}")
-        if options.draft is None:
+        examined = checkpoint if options.draft in (None, COPY) else options.draft
+        tell(f"examine the MTP tensors of {examined}")
+        if options.draft == COPY:
+            faults = []
+        elif options.draft is None:
             faults = find_faults(checkpoint, options.dtype)
         else:
-            faults = find_draft_faults(checkpoint, Path(options.draft), options.dtype)
+            faults = find_draft_faults(checkpoint, Path(str(options.draft)), options.dtype)
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    has_drafter = options.draft is not None
-    verdict = _judge(samples, args.floor, has_drafter) if samples else Verdict(tuple(faults))
+    has_drafter, verdict = options.draft is not None, Verdict(tuple(faults))
+    if samples and options.draft != COPY:  # How much is copied is a matter of the text.
+        verdict = _judge(samples, args.floor, has_drafter)
     if args.as_json:
         args.result = _as_json(samples, verdict)
     else:
@@ -100,7 +107,7 @@ def _measure(
     """Decode the prompts with the given wiring, then with one rule changed at a time."""
     from mtpc.api import SpecModel
     from mtpc.backends import make_backend
-    from mtpc.models.load import load
+    from mtpc.models.load import load_planned
     from mtpc.models.place import place
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store
@@ -110,15 +117,17 @@ def _measure(
     store = kernel_store(plan, None)
     backend = make_backend(plan.backend, tell, store, plan.batch_invariant)
     tell(f"load {checkpoint}")
-    loaded = place(load(source, plan.dtype or None, needs_mtp=True), backend.device)
-    variants = [plan.wiring, *_others(loaded.wired(plan.wiring), plan)]
+    loaded = place(load_planned(source, plan), backend.device)
+    others = () if plan.copies else _others(loaded.wired(plan.wiring), plan)
+    variants = [plan.wiring, *others]
     for number, rules in enumerate(variants, start=1):
         tell(f"{number}/{len(variants)} {rule_text(rules) or 'the wiring of the family'}")
         compiler = StepCompiler(loaded.wired(rules), plan, backend)
         served = compiler.loaded.served()
         model = SpecModel(served, compiler.plan, compiler.compile(), compiler.loaded)
         results = model.generate(prompts, new, ignore_eos=True)
-        yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results)
+        declared = compiler.trace_model(compiler.keys[0]).drafting.declared
+        yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results, declared)
 
 
 def _others(loaded: LoadedModel, plan: Plan) -> Iterator[Rules]:
@@ -171,15 +180,18 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
         for sample in samples
     ]
     faults = [asdict(fault) for fault in verdict.faults]
-    return {"faults": faults, "wirings": rows, "better": verdict.better or None}
+    drafter = samples[0].declared if samples else None
+    verdicts = {"faults": faults, "better": verdict.better or None}
+    return {**verdicts, "drafter": drafter, "wirings": rows}
 
 
 def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
     console = output()
     if samples:
+        print_table("Drafter", ("", ""), samples[0].declared.items())
         rows = [
             (
-                rule_text(sample.rules) or "the family's",
+                rule_text(sample.rules) or ("the family's" if len(samples) > 1 else "none"),
                 f"{sample.tokens_per_step:.2f}",
                 f"{sum(sample.drafts.accepted)} of {sum(sample.drafts.drafted)}",
                 "  ".join(f"{rate:.1%}" for rate in sample.drafts.by_position),
@@ -191,7 +203,7 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
     for fault in verdict.faults:
         text = f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}"
         console.print(text, markup=False, soft_wrap=True)
-    if verdict.faults:
+    if verdict.faults or len(samples) == 1:  # Copies have no wiring.
         return
     name = rule_text(given) or "the family's wiring"
     if verdict.better:

@@ -37,7 +37,7 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
-        graph, layouts, backend = _build(checkpoint, given, args, tell)
+        graph, layouts, backend, drafter = _build(checkpoint, given, args, tell)
     # These modules import torch.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
@@ -48,15 +48,15 @@ def command(args: argparse.Namespace) -> int:
         drawn = draw(graph, f"{position(graph)}, {checkpoint.absolute().name}")
         write_output(args.svg, drawn.encode())
         print(f"drawn to {args.svg}", file=sys.stderr)
-    print_graph(graph, layouts, args.nodes, backend)
+    print_graph(graph, layouts, args.nodes, backend, drafter)
     return 0
 
 
 def _build(
     checkpoint: Path, given: dict[str, Any], args: argparse.Namespace, tell: Tell
-) -> tuple[StepGraph, list[Layout], str]:
-    """The requested graph, its buffers' layout for every bucket of its phase, and whom it is for:
-    the backend, and of several ranks the first."""
+) -> tuple[StepGraph, list[Layout], str, dict[str, str]]:
+    """The requested graph, its buffers' layout for every bucket of its phase, whom it is for (the
+    backend, and of several ranks the first), and what its drafter declares."""
     from mtpc.backends import choose_backend
     from mtpc.layout import Layout, StepKey, step_keys
     from mtpc.models.load import load_planned
@@ -90,7 +90,8 @@ def _build(
     keys = sorted({key, *(k for k in step_keys(plan) if k.phase == args.phase)})
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
-    return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name + of_rank
+    layouts = [Layout(specs, compiler.layout(k).sizes) for k in keys]
+    return graph, layouts, backend.name + of_rank, compiler.trace_model(key).drafting.declared
 
 
 def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from mtpc.capture.graph import StepGraph
@@ -21,7 +21,13 @@ from mtpc.layout import Layout, dtype_name
 from mtpc.layout.buffers import N, P, Q, R, S
 
 
-def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backend: str) -> None:
+def print_graph(
+    graph: StepGraph,
+    layouts: Sequence[Layout],
+    nodes: bool,
+    backend: str,
+    drafter: Mapping[str, str],
+) -> None:
     """Print all tables.
 
     Args:
@@ -29,6 +35,7 @@ def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backen
         layouts: its buffers in each bucket.
         nodes: whether to print every node, too.
         backend: whom it is for: the name of the backend, and of several ranks one.
+        drafter: `Drafting.declared`.
     """
     console = output()
     title = f"{graph.key} {position(graph)}: {graph.num_nodes} nodes, for backend {backend}"
@@ -36,6 +43,7 @@ def print_graph(graph: StepGraph, layouts: Sequence[Layout], nodes: bool, backen
     if nodes:
         console.print(graph.text(), soft_wrap=True)
         console.print()
+    print_table("Drafter", ("", ""), drafter.items())
     columns = ("pass", "rewrites", "seconds", "nodes before", "after")
     passes = [
         (r.name, r.rewrites, f"{r.seconds:.3f}", r.nodes_before, r.nodes_after)

@@ -19,7 +19,7 @@ from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
-from mtpc.layout import StepKey
+from mtpc.layout import NUM_DRAFTS, StepKey
 from mtpc.program.program import Program
 
 
@@ -133,8 +133,11 @@ class PendingStep:
             stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
             drafts.append((verified, right))
             each.append(request.acceptance)
+        proposed = dict.fromkeys(self.emitting, key.spec_tokens)
+        if NUM_DRAFTS in results:  # Copies: a row may have none, also with K > 0.
+            proposed = dict(zip(turn.requests, results[NUM_DRAFTS].tolist(), strict=False))
         for request in self.emitting:
-            request.num_drafts = key.spec_tokens
+            request.num_drafts = proposed[request]
         tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = sum(request.num_tokens for request in turn.decoding)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
-from mtpc.layout import NULL_PAGE, PROMPT_EMBEDS, ROPE_OFFSETS, StepKey
+from mtpc.layout import NULL_PAGE, PROMPT_EMBEDS, ROPE_OFFSETS, TEXT_IDS, StepKey
 from mtpc.program.program import Program
 from mtpc.step.synthetic import draws
 
@@ -30,6 +30,9 @@ def write_state(program: Program, request: Request) -> None:
     write(shared["state.stop_ids"][slot], stops)
     write(shared["state.committed_lens"][slot], request.num_prefilled)
     write(shared["state.remaining_tokens"][slot], request.remaining_tokens)
+    if TEXT_IDS in shared and request.num_prefilled:
+        reused = request.token_ids(0, request.num_prefilled)
+        write(shared[TEXT_IDS][slot, : len(reused)], torch.tensor(reused, dtype=torch.int32))
     if ROPE_OFFSETS in shared:
         offsets, images = shared[ROPE_OFFSETS][slot], request.images
         write(offsets, 0 if images is None else images.offset_rows(len(offsets)))

@@ -25,7 +25,7 @@ from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy, from_json, to_json
-from mtpc.layout import STOP_REASONS, StepKey
+from mtpc.layout import STOP_REASONS, TEXT_IDS, StepKey
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 
@@ -135,7 +135,8 @@ class StepRunner:
             num_reqs = self.program.bucket_for(len(turn.requests))
             each = [request.acceptance for request in turn.decoding]
             context = sum(request.num_tokens for request in turn.decoding)
-            tier = self.tiers.choose(num_reqs, context, each)
+            idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
+            tier = self.tiers.choose(num_reqs, context, each, idle)
             key = StepKey.decode(num_reqs, tier)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])

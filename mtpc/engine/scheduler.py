@@ -74,6 +74,11 @@ class Turn:
         """The requests of the step, in the order of their rows."""
         return self.decoding + self.prompts
 
+    @property
+    def has_no_drafts(self) -> bool:
+        """Whether there is nothing to verify; a grammar may still replace what is no draft."""
+        return not any(request.num_drafts or request.grammar for request in self.decoding)
+
     def without(self, gone: Container[Request]) -> Turn | None:
         """The same step without some requests, all rows written; None if no request is left."""
         decoding = [request for request in self.decoding if request not in gone]

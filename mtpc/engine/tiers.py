@@ -70,7 +70,7 @@ class TierPolicy:
         self.experience = Experience(max(tiers))
         self._tokens, self._verified = 1.0, False
         self._waited = self._behind = self._recent = 0.0
-        self._left, self._wins, self.current = 0, False, min(tiers)
+        self._left, self._wins, self.current, self._idle = 0, False, min(tiers), False
         self.use(tiers)
 
     def use(self, tiers: Sequence[int]) -> None:
@@ -94,11 +94,17 @@ class TierPolicy:
         own = {place: cell.known for place, cell in self._cells.items()}
         return {**self._known, **own}
 
-    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
+    def choose(
+        self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = (), idle: bool = False
+    ) -> int:
         """K of the next decode step: of a bucket's rows, the tokens of all its requests, and the
-        counts of what each accepted."""
+        counts of what each accepted. `idle` says that no request has a draft to verify, and that a
+        step of any K proposes the most."""
         if len(self.tiers) == 1:
             return self.current
+        self._idle = idle
+        if idle:
+            return self.tiers[0]
         place = _place(num_reqs, context)
         cell, near = self._cells.get(place), self._nearest(place)
         self._weigh(each)
@@ -202,7 +208,7 @@ class TierPolicy:
             self._shares[k] += (1 - USUAL) * ((k == tier) - self._shares[k])
             if k != tier:  # A hopeless K gets little.
                 cell.allowed[k] += share * self._hope(cell, k)
-        if tier != self.current and not self.rests:
+        if tier != self.current and not (self.rests or self._idle):
             lost = seconds - self._tokens / self._rate(cell, self.current)
             self._wins = self._verified and lost < 0
             cell.allowed[tier] -= lost

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import sympy
 import torch
 
@@ -215,6 +217,18 @@ def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tup
                    "`chain_ids` that are of images. A prefill step writes it", False),
         ]  # fmt: skip
     return tuple(specs)
+
+
+def copy_specs() -> tuple[BufferSpec, ...]:
+    """What drafts that are copies of a request's own text add."""
+    return (
+        _state("text_ids", (S, M * P), torch.int32, 0,
+               "with copies: the request's tokens by position, up to the last emitted one. Written "
+               "at join: those of the pages that are reused", HOST + PROPOSE),
+        replace(_result("num_drafts", (R,), torch.int32,
+               "result, with copies: number of drafts to verify next, 0 where nothing is copied"),
+               writers=PROPOSE),
+    )  # fmt: skip
 
 
 SYNTHETIC_PERIOD = 4096

@@ -37,6 +37,8 @@ NO_SLOT = -1
 PROMPT_EMBEDS, ROPE_OFFSETS = "state.prompt_embeds", "state.rope_offsets"
 CHAIN_EMBEDS = "state.chain_embeds"
 SAMPLING_INTS, SYNTHETIC_DRAWS = "state.sampling_ints", "state.synthetic_draws"
+TEXT_IDS, NUM_DRAFTS = "state.text_ids", "batch.num_drafts"
+"""Buffers that copies add."""
 IMAGE_STATE = (PROMPT_EMBEDS, ROPE_OFFSETS, CHAIN_EMBEDS)
 """Buffers that images add."""
 MAX_STOP_IDS = 8

@@ -240,8 +240,8 @@ class SteppedModel:
 
 def load_planned(source: Any, plan: Plan, headers_only: bool = False) -> LoadedModel:
     """Load a model as it is planned; see `load`."""
-    given = (source, plan.dtype or None, plan.spec_tokens > 0, plan.wiring)
-    return load(*given, headers_only, plan.draft)
+    given = (source, plan.dtype or None, plan.layer_drafts > 0, plan.wiring)
+    return load(*given, headers_only, plan.drafter)
 
 
 def load(

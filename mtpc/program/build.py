@@ -245,7 +245,7 @@ class Builder:
     def __init__(self, directory: Path, plans: Sequence[Plan], check: Check | None, tell: Tell):
         self._plans = {plan.spec_tokens: plan for plan in plans}
         self._sources = {
-            k: open_checkpoint(directory, plan.draft) for k, plan in self._plans.items()
+            k: open_checkpoint(directory, plan.drafter) for k, plan in self._plans.items()
         }
         self._check, self.tell = check, tell
         self._caches: dict[_Program, StepCache] = {}
@@ -293,7 +293,8 @@ class Builder:
 
     def _model(self, task: Task) -> LoadedModel:
         """The model of a task, with MTP layers or without."""
-        has_mtp, k = task.spec_tokens > 0, task.spec_tokens
+        k = task.spec_tokens
+        has_mtp = self._plans[k].layer_drafts > 0
         if has_mtp not in self._models:
             self.tell("load the model", task)
             given = self._sources[k], self._plans[k]

@@ -46,6 +46,7 @@ from mtpc.layout.buffers import (
     S,
     V,
     batch_specs,
+    copy_specs,
     sampling_specs,
     state_specs,
     synthetic_specs,
@@ -99,7 +100,7 @@ class StepCompiler:
     ):
         self.plan = plan = plan.given(max_positions=loaded.max_positions or 0)
         loaded = loaded.for_length(plan.max_len)
-        self.loaded = loaded.with_layers(plan.spec_tokens).with_kv_cache(plan.kv_cache_dtype)
+        self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(plan.kv_cache_dtype)
         self.backend = backend
         self.cache = OwnSteps(plan) if cache is None else cache
         self._check_draft_vocab()
@@ -170,6 +171,8 @@ class StepCompiler:
         specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
         if plan.images:
             specs += image_buffers(self.loaded)
+        if plan.copies:
+            specs += copy_specs()
         if plan.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if plan.sampling:

@@ -85,7 +85,7 @@ def _model_fields(source: Any, plan: Plan) -> dict[str, str] | None:
         return checkpoint_fields(source)
     if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
         return {}  # It is no transformers model; loading it raises the error.
-    return object_fields(source, checkpoint_of(source, False, plan.draft))
+    return object_fields(source, checkpoint_of(source, False, plan.drafter))
 
 
 def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:

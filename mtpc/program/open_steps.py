@@ -295,7 +295,7 @@ class _Road(Generic[T]):
         by_parts = ranks is not None and not headers_only and isinstance(self.source, Checkpoint)
         loaded = load_planned(self.source, plan, headers_only or by_parts)
         if ranks is not None and by_parts:
-            part = read_part(loaded.with_layers(plan.spec_tokens), ranks, backend.device)
+            part = read_part(loaded.with_layers(plan.layer_drafts), ranks, backend.device)
             if part is not None:
                 return part
             backend.notes["weights that only transformers can read: all are on every rank"] += 1

@@ -10,7 +10,7 @@ from mtpc.backends import backend_facts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import log
-from mtpc.option_checks import AUTO
+from mtpc.option_checks import AUTO, COPY
 from mtpc.plan import Facts, Plan, make_plan
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
@@ -47,7 +47,7 @@ def plan_model(model: Any, asked: CompileOptions, must_draft: bool = False) -> t
 
 
 def _drafter(asked: CompileOptions) -> Path | None:
-    has_drafter = asked.draft is not None and asked.spec_tokens != 0
+    has_drafter = asked.draft not in (None, COPY) and asked.spec_tokens != 0
     return Path(str(asked.draft)) if has_drafter else None
 
 

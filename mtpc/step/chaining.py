@@ -168,6 +168,16 @@ class TrueChaining(Drafting):
     feeds_target: bool = False
     has_images: bool = False
 
+    @property
+    def declared(self) -> dict[str, str]:
+        window, fed = self.num_layers - 1, "the target" if self.feeds_target else "the one before"
+        return {
+            **super().declared,
+            "keeps": f"what each layer keeps of a row; features and tokens of {window} row(s)",
+            "drafts": f"{self.num_layers} layers over all rows, each fed by {fed}; the last again "
+            "over single rows",
+        }
+
     def over_rows(
         self, step: Step, inputs: DraftInputs
     ) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:

@@ -62,6 +62,20 @@ class Drafting:
     has_vocabulary: bool = False
     hands_on: bool = False
 
+    @property
+    def declared(self) -> dict[str, str]:
+        """What the drafter reads and keeps, and how K drafts come about, in words."""
+        if self.num_layers == 0:
+            return {"drafts": "none"}
+        entry = "hidden states of some of the target's layers" if self.has_entry else "its features"
+        vocabulary = "a part of the vocabulary" if self.has_vocabulary else "the whole vocabulary"
+        return {
+            "reads": f"of the target: {entry}; the token after each row",
+            "keeps": "keys and values, or another state, of each row",
+            "drafts": "a pass over all rows, then K - 1 passes over single rows",
+            "head": vocabulary,
+        }
+
     def enter(self, step: Step, results: Any) -> tuple[Tensor, Tensor]:
         """The target's results -> its features [T, ...], and what the first draft is fed."""
         if not self.has_entry:

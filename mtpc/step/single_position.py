@@ -27,6 +27,15 @@ aten = torch.ops.aten
 class SinglePosition(Drafting):
     """K passes at one position, whose metadata is published once."""
 
+    @property
+    def declared(self) -> dict[str, str]:
+        return {
+            **super().declared,
+            "reads": "of the target: its features, keys and values; the last token",
+            "keeps": "nothing",
+            "drafts": "K passes at one position",
+        }
+
     def drafts(self, step: Step, inputs: DraftInputs) -> list[Tensor]:
         """K drafts [R] of each request."""
         if step.key.spec_tokens == 0:

@@ -9,7 +9,7 @@ each with what it computes in closed form.
 
 Values make the variants of a step: `Step.choice` says how tokens are chosen (greedily, `choose`; by
 parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`,
-`single_position`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
+`single_position`, `copying`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
 L' = L + a + 1, and a single-row draft step i >= 1 works on the row at position L' + i - 1.
@@ -51,6 +51,7 @@ class StepPieces(nn.Module):
     draft_tokens: nn.Module
     draft_logits: nn.Module
     chain_metadata: nn.Module
+    copy_text: nn.Module  # Only where drafts are copies.
     pick: nn.Module
     widen: nn.Module  # This piece and the next two: only with several MTP layers.
     move_up: nn.Module
@@ -143,8 +144,7 @@ class Step(nn.Module):
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
         rows = (verdict.ids, metadata.query_start_loc, begun.context_lens, begun.active)
         limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
-        choices = (verdict.chosen.tokens, verdict.chosen.finite)
-        given = AcceptInputs(*reports, *choices, *rows, *limits)
+        given = AcceptInputs(*reports, *verdict.chosen, *rows, *limits)
         results = self.pieces.accept(*given, *prompts)
         self.choice.record(self, verdict, begun)
         return unpack(Accepted, results)

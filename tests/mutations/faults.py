@@ -60,9 +60,12 @@ _EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
 _LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
+_COPIES = "ops/test_copy_drafts.py"
+_COPIED_TEXTS = "engine/test_copies.py"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
 METADATA = "step/metadata.py"
+COPIES = "ops/copy_drafts.py"
 ACCEPT = "ops/accept.py"
 STEP = "step/step.py"
 DRAFTING = "step/drafting.py"
@@ -1116,6 +1119,105 @@ FAULTS = (
         "not prefixes.distance or self._options.async_scheduling:",
         "not prefixes.distance:",
         f"{_LATE_TURN}[qwen3_next]",
+    ),
+    # Copies of a request's own text.
+    Fault(
+        "copies are of another request's text",
+        COPIES,
+        "_continue(text_ids[state_slots], torch.where",
+        "_continue(text_ids[state_slots.roll(1)], torch.where",
+        _COPIES,
+    ),
+    Fault(
+        "rejected tokens become part of the text",
+        COPIES,
+        "is_certain = active[request] & (row <= anchors[request])",
+        "is_certain = active[request] & (row < query_start_loc[request + 1])",
+        _COPIES,
+    ),
+    Fault(
+        "a copy begins one token too early",
+        COPIES,
+        "source = begin + columns %",
+        "source = begin - 1 + columns %",
+        _COPIES,
+    ),
+    Fault(
+        "the last emitted token is not compared",
+        COPIES,
+        "torch.where(active, ends + 1, 0)",
+        "torch.where(active, ends, 0)",
+        _COPIES,
+    ),
+    Fault(
+        "a copy reads on behind the end of its text",
+        COPIES,
+        "columns % (lens - begin).clamp(min=1)",
+        "columns",
+        _COPIES,
+    ),
+    Fault(
+        "the first of equal matches is copied, not the last",
+        COPIES,
+        "best = (matched.long() * width + place)",
+        "best = (matched.long() * width + width - 1 - place)",
+        _COPIES,
+    ),
+    Fault(
+        "two equal tokens are enough",
+        COPIES,
+        "SHORTEST, LONGEST = 3, 32",
+        "SHORTEST, LONGEST = 2, 32",
+        _COPIES,
+    ),
+    Fault(
+        "a request that is off writes its text",
+        COPIES,
+        "torch.cat([is_certain, active])",
+        "torch.cat([is_certain, active | True])",
+        _COPIES,
+    ),
+    Fault(
+        "a resumed request's text lacks what it had emitted",
+        "engine/rows.py",
+        "reused = request.token_ids(0, request.num_prefilled)",
+        "reused = request.prompt_ids[: request.num_prefilled]",
+        f"{_COPIED_TEXTS}::test_reuse_changes_no_text_and_no_draft[mimo]",
+    ),
+    Fault(
+        "a slot's last text stays where pages are reused",
+        "engine/rows.py",
+        "if TEXT_IDS in shared and request.num_prefilled:",
+        "if TEXT_IDS in shared and not request.num_prefilled:",
+        f"{_COPIED_TEXTS}::test_reuse_changes_no_text_and_no_draft[mimo]",
+    ),
+    Fault(
+        "a step without copies counts K drafts",
+        "step/copying.py",
+        "torch.where(matched > 0, self.num_drafts, 0)",
+        "torch.where(matched >= 0, self.num_drafts, 0)",
+        f"{_COPIED_TEXTS}::test_a_step_without_copies_verifies_none",
+    ),
+    Fault(
+        "the token after each row is the row's own",
+        "step/copying.py",
+        "rows = (begun.ids, inputs.ids, inputs.metadata.query_start_loc)",
+        "rows = (begun.ids, begun.ids, inputs.metadata.query_start_loc)",
+        f"{_COPIED_TEXTS}::test_drafts_equal_the_rule[3]",
+    ),
+    Fault(
+        "kernel: a copy begins one token too late",
+        f"{KERNELS}/copy_drafts.cpp",
+        "text[match.begin + i %",
+        "text[match.begin + 1 + i %",
+        _COPIES,
+    ),
+    Fault(
+        "kernel: a rejected token becomes part of the text",
+        f"{KERNELS}/copy_drafts.cpp",
+        "row <= anchor &&",
+        "row < starts(r + 1) &&",
+        _COPIES,
     ),
     # Kernels in C++.
     Fault(

@@ -1,0 +1,137 @@
+"""Copies: drafts are the rule's after every step, and the text is that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.copies import CopyOracle, copied, repeating
+from helpers.families import TINY
+from helpers.oracles import Oracle
+from helpers.records import NEW, STOP, Records, wanted
+from helpers.reuse import Conversations, check_reuse
+from helpers.sampling_oracle import FILTERS
+from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
+
+import mtpc
+from mtpc.errors import CheckpointError, GraphError, OptionError
+
+ASKED: dict[str, Any] = {
+    "draft": "copy", "backend": "cpu", "sampling": True, "batch_buckets": (1, 4),
+}  # fmt: skip
+"""What users run, with small pages and few buckets."""
+ONE_BUCKET: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
+EARLIER = [2, 10, 3, 25, 31, 2, 11, 3, 30, 4, 2, 12, 3, 40]
+"""How the grammar's records begin."""
+REPEATING = [repeating(length, seed) for seed, length in enumerate((1, 4, 9, 17, 23, 31))]
+
+
+@pytest.mark.parametrize("spec_tokens", [1, 3, 7])
+def test_drafts_equal_the_rule(spec_tokens: int, compiled: Callable[..., Any]) -> None:
+    """Row by row after each step: six requests in batches of one and four, prompts in chunks."""
+    spec, rule = compiled("mimo", spec_tokens, **ASKED), CopyOracle()
+    assert check_drafts(spec, rule, REPEATING, 24) > 60
+    assert rule.found > 15
+
+
+@pytest.mark.parametrize(
+    ("family", "spec_tokens"), [("mimo", 1), ("mimo", 3), ("mimo", 7), ("qwen3_next", 3)]
+)
+def test_the_text_is_that_of_plain_decoding(
+    family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Random requests from poisoned memory, of pages alone and of recurrent state."""
+    spec = compiled(family, spec_tokens, **ASKED)
+    check_theorem(spec, oracle(family), max_examples=10)
+    plain = [oracle(family).generate(prompt, 24, stop=False) for prompt in REPEATING]
+    assert spec.generate(REPEATING, 24, ignore_eos=True) == plain
+    assert 0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[..., Any]) -> None:
+    """Turns, forks, evictions, preemption and aborts: the whole text of a request is there."""
+    check_reuse(Conversations(compiled(family, 3, **ASKED)), 4)
+
+
+def test_sampled_text_is_the_same(
+    compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]
+) -> None:
+    """Every parameter, penalties over accepted copies among them."""
+    spec, plain = compiled("mimo", 3, **ASKED), sampling_oracle("mimo")
+    poison(spec)
+    prompts = [REPEATING[2 + i % 4] for i in range(len(FILTERS))]
+    found = spec.generate(prompts, 14, sampling=list(FILTERS.values()))
+    pairs = zip(prompts, FILTERS.values(), strict=True)
+    assert found == [plain.generate(prompt, 14, params) for prompt, params in pairs]
+
+
+def test_text_under_a_grammar(
+    compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]
+) -> None:
+    """The host replaces copies where the grammar leaves one token; such a text is copied, too."""
+    spec, plain = compiled("mimo", 3, **ASKED), sampling_oracle("mimo")
+    poison(spec)
+    forced, drafts = spec.stats.forced_drafts, CopyOracle()
+    params, rows = FILTERS["temperature"], spec.program.shared["state.token_ids"]
+    prompts = [[*PROMPTS[i], *EARLIER] for i in range(3, 8)]
+    ids = [spec.engine.add(prompt, NEW, (STOP,), params, grammar=Records()) for prompt in prompts]
+    texts = dict(zip(ids, map(list, prompts), strict=True))
+    while spec.engine.has_work:
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+        for request in spec.engine.running:
+            if request.is_prefilled:
+                text = texts[request.request_id]
+                assert rows[request.slot].tolist() == [text[-1], *drafts.drafts(text, 3)]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert texts[request_id] == prompt + wanted(plain, prompt, params)
+    assert spec.stats.forced_drafts > forced
+    assert drafts.found > 0
+
+
+def test_a_step_without_copies_verifies_none(
+    compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """With several K: plain steps until a text repeats, and copies from them on at once."""
+    spec = compiled("mimo", "auto", spec_tiers=(0, 3), **ASKED)
+    poison(spec)
+    prompt = PROMPTS[9]
+    text, kinds = list(prompt), []
+    spec.engine.add(prompt, 40)
+    while spec.engine.has_work:
+        before = spec.program.replays.copy()
+        drafts = copied(text, 3)
+        for output in spec.engine.step():
+            text += output.token_ids
+        (key,) = (spec.program.replays - before).keys()
+        if key.phase == "decode":
+            kinds.append((drafts is not None, key.spec_tokens))
+    assert text == prompt + oracle("mimo").generate(prompt, 40, stop=False)
+    assert {k for has_copies, k in kinds if not has_copies} == {0}
+    assert {k for has_copies, k in kinds if has_copies} >= {3}
+
+
+def test_what_is_no_drafter_is_refused(checkpoint: Callable[..., Path]) -> None:
+    """`copy` is a name, and any other text a directory; what copies cannot do is said."""
+    with pytest.raises(CheckpointError, match="copyy"):
+        mtpc.compile(checkpoint("mimo"), draft="copyy", **TINY)
+    with pytest.raises(OptionError, match="images is True, and draft is set"):
+        mtpc.CompileOptions(draft="copy", images=True)
+    with pytest.raises(GraphError, match="expected form='fused', or no draft"):
+        mtpc.compile_host(checkpoint("mimo"), draft="copy", backend="eager", **ONE_BUCKET)
+
+
+def test_a_plain_model_copies(checkpoint: Callable[..., Path]) -> None:
+    """A checkpoint without MTP layers, and a model object, draft without being told K."""
+    directory = checkpoint("mimo", "plain")
+    spec = mtpc.compile(directory, draft="copy", backend="eager", **ONE_BUCKET)
+    assert spec.options.spec_tokens == 3
+    plain = mtpc.compile(directory, spec_tokens=0, backend="eager", **ONE_BUCKET)
+    prompt = REPEATING[4]
+    assert spec.generate(prompt, 20, ignore_eos=True) == plain.generate(prompt, 20, ignore_eos=True)
+    assert not spec.stats.fallbacks
+    assert torch.is_tensor(spec.program.shared["state.text_ids"])
