@@ -1,6 +1,6 @@
 """How mtpc treats each field of transformers' GenerationConfig: honoured, refused or irrelevant.
 
-docs/embedding-transformers.md contains the same table, and a test compares the two.
+docs/embedding-transformers.md has what is honoured, and the names of the others; a test compares.
 """
 
 from __future__ import annotations
