@@ -26,12 +26,12 @@ from mtpc.weights.stored import StoredWeights
 def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
     """Weight name -> recipe over the checkpoint's tensors, which are cast to the weight's dtype.
 
-    Where the model was loaded with its values, each recipe is carried out, and its result equals
-    what transformers loaded bit for bit. Where it was loaded from headers, a recipe of one tensor
-    names the tensor that transformers put there, and a recipe of several gives the weight's shape.
+    Only headers are read, and only a model that was loaded from headers has recipes: another one
+    has its weights. A recipe of one tensor names the tensor that transformers put there, and a
+    recipe of several gives the weight's shape.
     The value None marks a constant that checkpoints do not store: a non-persistent buffer, such as
-    rotary frequencies. A weight without a recipe that works is left out, and programs with such a
-    weight are loaded by transformers.
+    rotary frequencies. A weight without a recipe is left out, and programs with such a weight are
+    loaded by transformers.
     """
     checkpoint = loaded.checkpoint
     if checkpoint is None:
@@ -43,10 +43,7 @@ def weight_recipes(loaded: LoadedModel) -> dict[str, Recipe | None]:
     for name, tensor in loaded.weights().items():
         if name not in persistent:
             found[name] = None
-            continue
-        by_headers = loaded.headers is not None
-        recipe = (_by_headers if by_headers else _by_values)(name, tensor, loaded, checkpoint)
-        if recipe is not None:
+        elif (recipe := _by_headers(name, tensor, loaded, checkpoint)) is not None:
             found[name] = substitute(recipe, partial(_cast, checkpoint, tensor.dtype))
     return found
 
@@ -77,23 +74,12 @@ def stored_weights(loaded: LoadedModel) -> StoredWeights | None:
     return StoredWeights(checkpoint, recipes)
 
 
-def _by_values(
-    name: str, tensor: Tensor, loaded: LoadedModel, checkpoint: Checkpoint
-) -> Recipe | None:
-    """The first recipe by name, if it makes the tensor bit for bit."""
-    recipe = next(_candidates(name, loaded, checkpoint), None)
-    if recipe is None:
-        return None
-    made = make(recipe, checkpoint.tensor)
-    is_same = made.shape == tensor.shape and torch.equal(made.to(tensor.dtype), tensor)
-    return recipe if is_same else None
-
-
 def _by_headers(
     name: str, tensor: Tensor, loaded: LoadedModel, checkpoint: Checkpoint
 ) -> Recipe | None:
     """The stored tensor that loading put there, or the first that joins several to its shape."""
-    assert loaded.headers is not None
+    if loaded.headers is None:
+        return None
     origin = loaded.headers.origin(tensor)
     if origin is not None:
         return origin

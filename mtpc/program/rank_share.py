@@ -130,8 +130,8 @@ def read_part(loaded: LoadedModel, ranks: Ranks, device: str) -> LoadedModel | N
             continue
         same = parts.over_tensors(name)
         if same not in made:
-            is_cut = name in cut
-            made[same] = _placeholder(tensor, device) if is_cut else parts.read(same).to(device)
+            whole = _placeholder(tensor, device) if name in cut else parts.make(same)[same]
+            made[same] = whole.to(device)
         tensor.data = made[same]
     parts.check()
     return replace(loaded, stored=parts)

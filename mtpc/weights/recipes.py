@@ -413,13 +413,9 @@ def cast(tensor: Tensor, part: Recipe) -> Tensor:
     return tensor.to(getattr(torch, part.dtype)) if isinstance(part, Cast) else tensor
 
 
-def packs_all(recipe: Recipe) -> bool:
-    """Whether all values of `parts_read` are packed, so that the packing sees each of them."""
-    return isinstance(recipe, Packed) and _takes_all(recipe.part)
-
-
-def _takes_all(recipe: Recipe) -> bool:
-    return all(map(_takes_all, recipe.parts)) if isinstance(recipe, Join) else is_read(recipe)
+def takes_all(recipe: Recipe) -> bool:
+    """Whether the tensor of a recipe has all values of `parts_read`."""
+    return all(map(takes_all, recipe.parts)) if isinstance(recipe, Join) else is_read(recipe)
 
 
 def to_json(recipe: Recipe) -> Any:
@@ -431,23 +427,21 @@ def to_json(recipe: Recipe) -> Any:
     """
     if isinstance(recipe, str):
         return recipe
+    if isinstance(recipe, Join):
+        return {recipe.op: [to_json(part) for part in recipe.parts]}
+    part = to_json(recipe.part)
     if isinstance(recipe, Packed):
-        return {"pack": to_json(recipe.part)}
+        return {"pack": part}
     if isinstance(recipe, Cast):
-        return {"cast": [recipe.dtype, to_json(recipe.part)]}
+        return {"cast": [recipe.dtype, part]}
     if isinstance(recipe, Rows):
         other = [recipe.dim] if recipe.dim else []
-        return {"rows": [[list(run) for run in recipe.runs], to_json(recipe.part), *other]}
+        return {"rows": [[list(run) for run in recipe.runs], part, *other]}
     if isinstance(recipe, Blocks):
-        taken = [recipe.count, recipe.start, recipe.stop, recipe.transposed]
-        return {"blocks": [taken, to_json(recipe.part)]}
-    if isinstance(recipe, Grouped):
-        form = recipe.spec.form
-        has = [form.has_zeros, form.has_mins]
-        says = [recipe.piece, form.kind, form.group, *has, recipe.spec.scales]
-        says += [True] if recipe.spec.by_largest else []
-        return {"grouped": [says, to_json(recipe.part)]}
-    return {recipe.op: [to_json(part) for part in recipe.parts]}
+        return {"blocks": [[recipe.count, recipe.start, recipe.stop, recipe.transposed], part]}
+    form, by_largest = recipe.spec.form, recipe.spec.by_largest
+    says = [recipe.piece, form.kind, form.group, form.has_zeros, form.has_mins, recipe.spec.scales]
+    return {"grouped": [says + [True] * by_largest, part]}
 
 
 def from_json(value: Any) -> Recipe:

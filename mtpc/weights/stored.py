@@ -31,12 +31,12 @@ from mtpc.weights.recipes import (
     cast,
     make_all,
     names,
-    packs_all,
     parts_read,
     spec_of,
     substitute,
     take,
     take_early,
+    takes_all,
 )
 
 _AHEAD_BYTES = 1 << 29
@@ -93,12 +93,9 @@ class StoredWeights:
                 self._find_copy(name)
         return substitute(substitute(recipe, self._recipes.__getitem__), self._first_copy)
 
-    def read(self, recipe: Recipe) -> Tensor:
-        """The tensor of a recipe over stored tensors, in the host's memory or the mapped files."""
-        return self.make(recipe)[recipe]
-
     def make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
-        """The tensor of a recipe over stored tensors; see `make_all`."""
+        """The tensor of a recipe over stored tensors, in the host's memory or the mapped files; see
+        `make_all`."""
         whole = self._read_in_pieces(recipe)
         if whole is None:
             found = self._make(recipe)
@@ -116,8 +113,10 @@ class StoredWeights:
 
     def _make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
         """Make a weight, and check the values that it reads. What packs all of them sees them."""
+        if isinstance(recipe, Grouped):
+            return make_all(recipe, _Files(self._checkpoint, self._finite, False), self._fill)
         early, finite = take_early(recipe, self._checkpoint.meta_tensor), torch.ones(1).bool()
-        packs = isinstance(recipe, Grouped) or packs_all(early)
+        packs = isinstance(early, Packed) and takes_all(early.part)
         files = _Files(self._checkpoint, self._finite, not packs)
         made = make_all(recipe, files, partial(self._fill, finite=finite))
         if not finite:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny
+from helpers.explained import explained
 from helpers.families import TINY
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
@@ -23,7 +24,6 @@ from mtpc.layout import StepKey
 from mtpc.models.families.step3p7 import ClampedExperts
 from mtpc.models.hf import OrderedRotary
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.program.compiler import StepCompiler
 from mtpc.step.chaining import KeepLast, MoveUp, Widen
 from mtpc.step.records import Widened
@@ -107,7 +107,7 @@ def test_fewer_drafts_use_fewer_layers(family: str, checkpoint: Callable[..., Pa
 def test_every_weight_is_explained(family: str, checkpoint: Callable[..., Path]) -> None:
     """Recipes over stored names, experts included: warm starts need no transformers."""
     loaded = load(checkpoint(family, "random"), None, True)
-    recipes = weight_recipes(loaded)
+    recipes = explained(loaded)
     unused = ("model.vision_model.", "model.multi_modal_projector.")
     missing = [n for n in loaded.weights() if n not in recipes and not n.startswith(unused)]
     assert missing == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.explained import explained
 from helpers.families import TINY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS, check_theorem, poison
@@ -19,7 +20,6 @@ from mtpc.layout.buffers import N, P
 from mtpc.layout.slot_state import slot_state
 from mtpc.models.families.deepseek_v32 import SparseLatentAttention
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 
 FAMILY = "deepseek_v32"
 
@@ -75,7 +75,7 @@ def test_a_prefix_is_used_again(
 def test_every_weight_has_a_recipe(checkpoint: Callable[..., Path]) -> None:
     """A warm start reads all weights, indexers included."""
     loaded = load(checkpoint(FAMILY, "random"), "bfloat16", needs_mtp=True)
-    recipes = weight_recipes(loaded)
+    recipes = explained(loaded)
     assert recipes.keys() == loaded.weights().keys()
     assert all("inv_freq" in name for name, recipe in recipes.items() if recipe is None)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny, uncached
+from helpers.explained import explained
 from helpers.stepped_rows import DRAFTS, SLOTS, SteppedRows, poisoned
 from safetensors.torch import load_file, save_file
 
@@ -24,7 +25,6 @@ from mtpc.models.hf import TextRotary
 from mtpc.models.load import load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.seams import share_model, stand_in, use_seams
-from mtpc.models.weight_recipes import weight_recipes
 
 PAGE = 4
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
@@ -156,13 +156,13 @@ def test_released_entries_and_names(tmp_path: Path) -> None:
     assert loaded.config.qk_rope_head_dim == 8
     rope = loaded.config.rope_parameters
     assert [rope[k]["rope_type"] for k in ("main", "compress")] == ["default", "yarn"]
-    assert weight_recipes(loaded).keys() == loaded.weights().keys()
+    assert explained(loaded).keys() == loaded.weights().keys()
 
 
 def test_every_weight_has_a_recipe_and_its_dtype(tmp_path: Path) -> None:
     """A warm start reads all weights; in bfloat16 both models keep the same ones in float32."""
     loaded = load(tiny.make_checkpoint("deepseek_v4", tmp_path), "bfloat16", needs_mtp=True)
-    recipes = weight_recipes(loaded)
+    recipes = explained(loaded)
     assert recipes.keys() == loaded.weights().keys()
     dtypes = {
         name.removeprefix("model.layers.1."): tensor.dtype

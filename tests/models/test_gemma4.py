@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import assistant, tiny
+from helpers.explained import explained
 from helpers.families import ASSISTED, TINY
 from helpers.theorem import PROMPTS, check_caches, poison
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,6 @@ from mtpc.errors import CheckpointError, MtpcError, UnsupportedModelError
 from mtpc.models.heads import target_head
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "batch_buckets": (1,)}
@@ -67,7 +67,7 @@ def test_released_names(family: str, checkpoint: Callable[..., Path], tmp_path: 
     wanted, found = plain.weights(), nested.weights()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    recipes = weight_recipes(nested)
+    recipes = explained(nested)
     assert recipes.keys() == wanted.keys()
     computed = {name for name, recipe in recipes.items() if recipe is None}
     assert all("inv_freq" in n or "embed_scale" in n for n in computed), computed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.explained import explained
 from helpers.released.mimo_v2 import released_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.families.mimo_v2 import config_entries
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.checkpoint import Checkpoint
 
 CHUNKS = 2
@@ -81,7 +81,7 @@ def test_released_checkpoints(
     assert found.weights().keys() == weights.keys()
     for name, tensor in found.weights().items():
         assert torch.equal(tensor, weights[name]), name
-    assert weight_recipes(found).keys() == weights.keys()
+    assert explained(found).keys() == weights.keys()
 
 
 def test_fused_projections_of_blocks(pair: Callable[..., tuple[Path, Path]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import longcat, qwen4
+from helpers.explained import explained
 from helpers.families import NEAR_FAMILIES, TINY
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
@@ -19,7 +20,6 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 
 NAMED_BY_TRANSFORMERS = (
     "rope_parameters",
@@ -102,7 +102,7 @@ def test_released_entries(family: str, checkpoint: Callable[..., Path], tmp_path
     assert made_of(released) == made_of(usual)
     for mine, theirs in zip(released.mtp_layers, usual.mtp_layers, strict=True):
         assert [type(m) for m in mine.modules()] == [type(m) for m in theirs.modules()]
-    recipes = weight_recipes(released)
+    recipes = explained(released)
     assert recipes.keys() == released.weights().keys()
     assert all("inv_freq" in name for name, recipe in recipes.items() if recipe is None)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny
+from helpers.explained import explained
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem, poison
@@ -23,7 +24,6 @@ from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.families.qwen3_next import GatedDelta
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.checkpoint import Checkpoint
 
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
@@ -136,7 +136,7 @@ def test_every_weight_has_a_recipe(
     if nested:
         directory = nest(directory, tmp_path / "nested")
     loaded = load(directory, None, True)
-    recipes = weight_recipes(loaded)
+    recipes = explained(loaded)
     assert loaded.weights().keys() == recipes.keys()
     constant = {name for name, recipe in recipes.items() if recipe is None}
     assert all("inv_freq" in name for name in constant)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny, uncached
+from helpers.explained import explained
 from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_after_rejection, check_drafts, check_theorem
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,6 @@ import mtpc
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.families.step3p5 import step3p5_class
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 
 FEW: dict[str, Any] = {"batch_buckets": (4,)}
 
@@ -90,7 +90,7 @@ def test_the_released_entries(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert found.config.rope_parameters == wanted.config.rope_parameters
     assert found.config.mtp_layer_types == ["sliding_attention", "full_attention"]
     assert found.weights().keys() == wanted.weights().keys()
-    assert weight_recipes(found).keys() == found.weights().keys()
+    assert explained(found).keys() == found.weights().keys()
 
 
 @pytest.mark.parametrize("name", ["mtp_layer_types", "mtp_mlp_layer_types"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.explained import explained
 from helpers.families import EVERY_FAMILY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.theorem import PROMPTS, check_drafts
@@ -21,7 +22,6 @@ from mtpc.errors import OptionError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, C, M, N, P, S
 from mtpc.models.load import LoadedModel, SteppedModel, load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.step.metadata import flat_metadata, starts_of
 from mtpc.step.records import Metadata
 
@@ -112,7 +112,7 @@ def test_own_embeddings_and_heads_are_used(family: str, owning: Callable[[str], 
     found, logits = Rows(loaded, count).draft(0, ids, fed)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(logits, page.logits(0, wanted), rtol=1e-9, atol=1e-9)
-    assert {"mtp.0.embedding.weight", "mtp.0.head.weight"} <= weight_recipes(loaded).keys()
+    assert {"mtp.0.embedding.weight", "mtp.0.head.weight"} <= explained(loaded).keys()
     for role in OWN:
         other = load(directory, "float64", True, ((role, "target"),))
         assert getattr(other.mtp_layers[0], role) is None

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers.compiled import give_kernels
+from helpers.explained import explained
 from helpers.families import CPU_OPTIONS, TINY
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.load import load
-from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import make
 
@@ -142,7 +142,7 @@ def test_every_weight_has_a_recipe(
     """What a warm start makes of the files is what a cold one loaded."""
     fp8, _ = quantised_pair(checkpoint(family), tmp_path, (24, 40))
     loaded, again = load(fp8, "float32", needs_mtp=True), Checkpoint(fp8)
-    recipes = weight_recipes(loaded)
+    recipes = explained(loaded)
     assert recipes.keys() == loaded.weights().keys()
     made = [(n, make(r, again.tensor)) for n, r in recipes.items() if r is not None]
     assert len(made) > 20
