@@ -227,7 +227,7 @@ LINES = {
     "backends": 14690,
     "capture": 1690,
     "cli": 4800,
-    "engine": 5980,
+    "engine": 5790,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
