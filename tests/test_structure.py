@@ -228,7 +228,7 @@ LINES = {
     "backends": 14700,
     "capture": 1500,
     "cli": 4800,
-    "engine": 5980,
+    "engine": 5790,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,

@@ -59,13 +59,27 @@ def check_request(request: Request, options: Plan, vocab_size: int, num_pages: i
     if not request.prompt_ids:
         raise RequestError("the prompt is empty; expected at least one token")
     _check_ids("prompt id", request.prompt_ids, vocab_size)
-    _check_length(request, options)
+    length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.max_len
+    check_int("max_new_tokens", new, 1, refusal=RequestError)
+    if length + new > limit:
+        raise RequestError(
+            f"prompt of {length} + max_new_tokens {new} = {length + new} tokens; "
+            f"max_len is {limit}: shorten it, or compile with a larger max_len"
+        )
     if request.on_output is not None and not callable(request.on_output):
         raise RequestError(f"on_output is {request.on_output!r}; expected a callable or None")
     check_sampling(request, options, vocab_size)
-    _check_stop_ids(request, vocab_size)
+    _check_ids("stop_ids has", request.stop_ids, vocab_size)
+    _check_ids("stop_token_ids has", request.sampling.stop_token_ids, vocab_size)
+    if len(request.ends) > MAX_STOP_IDS:
+        raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
     check_grammar(request, options)
-    _check_pages(request, options, num_pages)
+    pages = options.blocks_per_request(length + new)
+    if pages > num_pages:
+        raise CapacityError(
+            f"a request of {length + new} tokens needs {pages} pages of {options.page_size} "
+            f"tokens, the pool has {num_pages}: raise num_pages"
+        )
 
 
 def check_images(request: Request, program: Program) -> None:
@@ -86,16 +100,6 @@ def check_images(request: Request, program: Program) -> None:
     images.check(len(request.prompt_ids), program.shared[PROMPT_EMBEDS], grids)
 
 
-def _check_length(request: Request, options: Plan) -> None:
-    length, new, limit = len(request.prompt_ids), request.max_new_tokens, options.max_len
-    check_int("max_new_tokens", new, 1, refusal=RequestError)
-    if length + new > limit:
-        raise RequestError(
-            f"prompt of {length} + max_new_tokens {new} = {length + new} tokens; "
-            f"max_len is {limit}: shorten it, or compile with a larger max_len"
-        )
-
-
 def _is_token(value: object, vocab_size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
@@ -104,20 +108,3 @@ def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
     invalid = [i for i in ids if not _is_token(i, vocab_size)]
     if invalid:
         raise RequestError(f"{what} {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
-
-
-def _check_stop_ids(request: Request, vocab_size: int) -> None:
-    _check_ids("stop_ids has", request.stop_ids, vocab_size)
-    _check_ids("stop_token_ids has", request.sampling.stop_token_ids, vocab_size)
-    if len(request.ends) > MAX_STOP_IDS:
-        raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
-
-
-def _check_pages(request: Request, options: Plan, num_pages: int) -> None:
-    tokens = len(request.prompt_ids) + request.max_new_tokens
-    pages = options.blocks_per_request(tokens)
-    if pages > num_pages:
-        raise CapacityError(
-            f"a request of {tokens} tokens needs {pages} pages of {options.page_size} tokens, "
-            f"the pool has {num_pages}: raise num_pages"
-        )

@@ -26,7 +26,7 @@ from mtpc.engine.stream import Output, assemble, check_served
 from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import MtpcError, RequestError, ServingError
 from mtpc.option_checks import check_int
-from mtpc.sampling_params import SamplingParams, TokenLogprobs
+from mtpc.sampling_params import SamplingParams
 from mtpc.weights.served_model import ServedModel
 
 _LAST_STEP_S = 10.0
@@ -56,33 +56,27 @@ class _Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[_Mailbox], None]):
-        self.loop = loop
-        self._notify, self._lock, self._filled = notify, threading.Lock(), asyncio.Event()
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None
-        self._reason: FinishReason | None = None
+        self.loop, self._notify = loop, notify
+        self._lock, self._filled = threading.Lock(), asyncio.Event()
+        self._outputs: list[StepOutput] = []
         self._error: MtpcError | None = None
-        self._is_notified = False
 
     def put(self, output: StepOutput) -> None:
         """Add an output. The engine calls this."""
         with self._lock:
-            self._token_ids += output.token_ids
-            if output.logprobs is not None:
-                self._logprobs = (self._logprobs or []) + output.logprobs
-            self._reason = output.finish_reason
             self._notify_once()
+            self._outputs.append(output)
 
     def fail(self, error: MtpcError) -> None:
         """Record that there will be no more outputs, and why."""
         with self._lock:
-            self._error = error
             self._notify_once()
+            self._error = error
 
     def _notify_once(self) -> None:
         # At most one notification is pending in the loop, however late the loop runs it.
-        if not self._is_notified and not self.loop.is_closed():
-            self._is_notified = True
+        is_empty = not self._outputs and self._error is None
+        if is_empty and not self.loop.is_closed():
             self._notify(self)
 
     def wake(self) -> None:
@@ -99,12 +93,13 @@ class _Mailbox:
         await self._filled.wait()
         with self._lock:
             self._filled.clear()
-            self._is_notified = False
-            if self._error is not None and self._reason is None:
-                raise self._error
-            token_ids, self._token_ids = self._token_ids, []
-            logprobs, self._logprobs = self._logprobs, None
-            return StepOutput(-1, token_ids, self._reason, logprobs)
+            outputs, self._outputs = self._outputs, []
+        reason = outputs[-1].finish_reason if outputs else None
+        if self._error is not None and reason is None:
+            raise self._error
+        token_ids = [token for output in outputs for token in output.token_ids]
+        logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+        return StepOutput(-1, token_ids, reason, None if outputs[0].logprobs is None else logprobs)
 
 
 def _ended(error: BaseException | None) -> ServingError:

@@ -183,11 +183,6 @@ def _counters(stats: Stats) -> Iterator[Metric]:
 
 
 def _labels(labels: Labels) -> str:
-    if not labels:
-        return ""
-    pairs = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
-    return f"{{{pairs}}}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    pairs = [f'{name}="{str(value).translate(escapes)}"' for name, value in labels.items()]
+    return f"{{{','.join(pairs)}}}" if pairs else ""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from mtpc.engine.offload_files import OffloadDirectory
-from mtpc.engine.prompt_images import Key
 from mtpc.engine.request import Request
 from mtpc.layout.specs import dtype_name
 from mtpc.weights.tensor_file import dtype_code
@@ -113,12 +112,6 @@ class _Form:
         directory.write(self.name(block), (self.header(block), self.data))
 
 
-def _bytes_of(keys: list[Key]) -> bytes:
-    """Keys of tokens as bytes: their ids, with -1 in images, and then the keys of the images."""
-    ids = array("q", (key if isinstance(key, int) else -1 for key in keys))
-    return b"".join([ids.tobytes(), *(key for key in keys if isinstance(key, bytes))])
-
-
 class Offload:
     """Copies between pages, snapshots and files.
 
@@ -171,7 +164,10 @@ class Offload:
             end = (len(known) + 1) * self._page_size
             keys = request.keys(end - self._page_size, end + self._lookahead)
             parent = known[-1] if known else self._root
-            known.append(hashlib.sha256(parent + _bytes_of(keys)).digest())
+            # Their ids, with -1 in images, and then the keys of the images.
+            ids = array("q", (key if isinstance(key, int) else -1 for key in keys))
+            images = (key for key in keys if isinstance(key, bytes))
+            known.append(hashlib.sha256(b"".join([parent, ids.tobytes(), *images])).digest())
         return known[number]
 
     @property

@@ -54,7 +54,13 @@ class OffloadDirectory:
         self.nbytes = self.num_evicted = 0
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._refuse_others()
+            status = path.stat()
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid not in (os.geteuid(), 0) or mode & 0o022:
+                raise OptionError(
+                    f"kv_offload_dir is {path}, which others can write (user {status.st_uid}, mode "
+                    f"{mode:o}) and so change texts; expected a directory of your own: chmod go-w"
+                )
             with self._locked() as handle:
                 self._make_room(handle, 0)
         except OSError as error:
@@ -62,15 +68,6 @@ class OffloadDirectory:
                 f"kv_offload_dir is {path}, which cannot be used: {error}; expected a directory "
                 "that this user may write, on a file system with locks"
             ) from error
-
-    def _refuse_others(self) -> None:
-        status = self.path.stat()
-        mode = stat.S_IMODE(status.st_mode)
-        if status.st_uid not in (os.geteuid(), 0) or mode & 0o022:
-            raise OptionError(
-                f"kv_offload_dir is {self.path}, which others can write (user {status.st_uid}, "
-                f"mode {mode:o}) and so change texts; expected a directory of your own: chmod go-w"
-            )
 
     def touch(self, name: str, used: int | None = None) -> bool:
         """Whether there is a file of this name. It then counts as used.
@@ -106,12 +103,20 @@ class OffloadDirectory:
             OSError: the disk is full, or the directory cannot be written. No part of the file
                 stays.
         """
-        self._reserve(sum(memoryview(part).nbytes for part in parts))
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        with self._locked() as handle:  # The bytes count before they are written.
+            text = os.pread(handle, _DIGITS, 0).decode("latin-1").strip()
+            self.nbytes = int(text) if re.fullmatch("[0-9]+", text) else self.max_bytes
+            if self.nbytes + nbytes > self.max_bytes:
+                self._make_room(handle, nbytes)
+            self._note(handle, self.nbytes + nbytes)
         handle, temporary = tempfile.mkstemp(".tmp", f"{name}.", self.path)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
                 for part in parts:
-                    _write_all(file.fileno(), memoryview(part))
+                    data = memoryview(part)
+                    while data:  # A system call may write fewer bytes.
+                        data = data[os.write(file.fileno(), data) :]
             os.replace(temporary, self.path / name)
         finally:
             with suppress(FileNotFoundError):
@@ -121,15 +126,6 @@ class OffloadDirectory:
         """Remove a file, if that is possible."""
         with suppress(OSError):
             os.unlink(self.path / name)
-
-    def _reserve(self, nbytes: int) -> None:
-        """Count the bytes of a file before it is written."""
-        with self._locked() as handle:
-            text = os.pread(handle, _DIGITS, 0).decode("latin-1").strip()
-            self.nbytes = int(text) if re.fullmatch("[0-9]+", text) else self.max_bytes
-            if self.nbytes + nbytes > self.max_bytes:
-                self._make_room(handle, nbytes)
-            self._note(handle, self.nbytes + nbytes)
 
     def _make_room(self, handle: int, nbytes: int) -> None:
         """Count all files again. Remove the oldest if there is no room for `nbytes` more bytes."""
@@ -193,9 +189,3 @@ def _lock(handle: int) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(_POLL_S)
     return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    """Write all bytes: a system call may write fewer."""
-    while data:
-        data = data[os.write(handle, data) :]

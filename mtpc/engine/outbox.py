@@ -85,8 +85,9 @@ class Outbox:
     def take(self) -> list[StepOutput]:
         """What was told since the last call. After an interrupt it begins with what was told
         before."""
-        told, self._told = self._told, []
-        return [output for _, _, output in told]
+        outputs = [output for _, _, output in self._told]
+        self._told = []
+        return outputs
 
     def restart(self, cause: BaseException) -> None:
         """Build the queue anew from the requests, after a step or an abort that was interrupted.

@@ -108,18 +108,18 @@ class PagePool:
         """
         if count > self.num_free:
             raise CapacityError(f"{count} KV pages asked for, {self.num_free} of {self.count} free")
-        return [self._take_one() for _ in range(count)]
-
-    def _take_one(self) -> int:
-        if self._empty:
-            page = self._empty.pop()
-        else:
-            page = next(iter(self._idle))
-            self.index.keep(page)
-            del self._idle[page]
-            self.index.forget(page)
-        self._users[page] = 1
-        return page
+        taken = []
+        for _ in range(count):
+            if self._empty:
+                page = self._empty.pop()
+            else:
+                page = next(iter(self._idle))
+                self.index.keep(page)
+                del self._idle[page]
+                self.index.forget(page)
+            self._users[page] = 1
+            taken.append(page)
+        return taken
 
     def share(self, pages: list[int]) -> None:
         """Add one user to each page.

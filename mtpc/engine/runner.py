@@ -155,7 +155,8 @@ class StepRunner:
         for request, most in pending.emitting.items():
             request.num_unread -= most
         if self._last_end is not None:
-            stats.count_host_gap(self._last_end.seconds_until(pending.readout.begin))
+            stats.host_gap_s += self._last_end.seconds_until(pending.readout.begin)
+            stats.host_gaps += 1
         self._last_end = pending.readout.end
         stats.replay_s += pending.readout.replay_s
         if turn.phase == "prefill":

@@ -47,11 +47,7 @@ def check_sampling(request: Request, options: Plan, vocab_size: int) -> None:
         raise RequestError(
             f"min_tokens is {params.min_tokens}, above max_new_tokens {request.max_new_tokens}"
         )
-    _check_min_tokens(request, params, vocab_size)
-
-
-def _check_min_tokens(request: Request, params: SamplingParams, vocab_size: int) -> None:
-    """Check that a token other than a stop token is allowed; stops are masked until min_tokens."""
+    # Stops are masked until min_tokens, so another token must be allowed.
     allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
     barred = {*params.banned_ids, *request.ends}
     if params.min_tokens and not any(token_id not in barred for token_id in allowed):
@@ -94,18 +90,15 @@ def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
         write(shared["state.bias_values"][slot], values)
     counts = shared["state.output_counts"][slot]
     if params.has_mask:
-        write(shared["state.allowed_tokens"][slot], _allowed_bits(params, counts.shape[0]))
+        allowed = range(len(counts)) if params.allowed_ids is None else params.allowed_ids
+        bits = pack_bits(set(allowed) - set(params.banned_ids), len(counts))
+        write(shared["state.allowed_tokens"][slot], bits)
     if params.has_penalties:
         write(shared["state.prompt_tokens"][slot], pack_bits(request.prompt_ids, counts.shape[0]))
         fresh = torch.zeros_like(counts, device="cpu")
         for token_id, count in Counter(request.output_ids).items():
             fresh[token_id] = count
         write(counts, fresh)
-
-
-def _allowed_bits(params: SamplingParams, vocab_size: int) -> Tensor:
-    allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
-    return pack_bits(set(allowed) - set(params.banned_ids), vocab_size)
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:

@@ -136,7 +136,8 @@ class Scheduler:
 
     def next_turn(self) -> Turn | None:
         """The next step, or None if nothing runs or a launched step must be read first."""
-        self._admit()
+        while self.waiting and self.slots.num_free and self._place(self.waiting[0]):
+            self.waiting.popleft()
         if self._must_read():
             return None
         can_join = self._can_join()
@@ -193,17 +194,15 @@ class Scheduler:
         chunks = []
         prompts = [r for r in self.running if not r.is_prefilled][:rows]
         for request in prompts:
-            chunks.append(min(room, self._next_cut(request) - request.num_prefilled))
+            # A chunk ends where the prompt leaves a snapshot.
+            past = request.num_prefilled
+            cut = self.prefixes and self.prefixes.next_snapshot(request, past)
+            chunks.append(min(room, (cut or request.num_input) - past))
             room -= chunks[-1]
         if not prompts:
             return None
         sizes = [count for count in chunks if count]
         return Turn(decoding, self._still_placed(), grown, prompts[: len(sizes)], sizes)
-
-    def _next_cut(self, request: Request) -> int:
-        """The length of a prompt at which its chunk must end: its own, or that of a snapshot."""
-        cut = self.prefixes and self.prefixes.next_snapshot(request, request.num_prefilled)
-        return cut or request.num_input
 
     def _can_join(self) -> bool:
         """Whether a prefill step has room for all decoding requests and for enough prompt tokens.
@@ -267,10 +266,6 @@ class Scheduler:
         """The placed requests that have not been preempted since."""
         return [r for r in self._placed if r.slot is not None]
 
-    def _admit(self) -> None:
-        while self.waiting and self.slots.num_free and self._place(self.waiting[0]):
-            self.waiting.popleft()
-
     def _place(self, request: Request) -> bool:
         """Give a request its slot and pages.
 
@@ -279,8 +274,10 @@ class Scheduler:
         """
         found = self.prefixes.match(request) if self.prefixes else Match([], ROOT)
         shared = found.pages
-        if self._awaits(request, len(shared)):
-            return False
+        if self.prefixes:
+            known = len(shared) * self.prefixes.page_size
+            if any(self.prefixes.coming(other, request) > known for other in self.running):
+                return False
         idle = sum(not self.pages.users(page) for page in shared)
         count = self._pages_for(request.num_tokens)
         if count - len(shared) + idle + len(self.running) > self.pages.num_free:
@@ -314,13 +311,6 @@ class Scheduler:
         request.num_indexed, request.last_block = len(more.pages), more.number
         request.num_prefilled = (len(more.pages) + more.num_stored) * prefixes.page_size
         self.reused_tokens += request.num_prefilled
-
-    def _awaits(self, request: Request, num_shared: int) -> bool:
-        """Whether a running prompt will soon let a request share more than `num_shared` pages."""
-        if self.prefixes is None:
-            return False
-        known = num_shared * self.prefixes.page_size
-        return any(self.prefixes.coming(other, request) > known for other in self.running)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

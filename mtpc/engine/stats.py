@@ -216,11 +216,6 @@ class Stats:
             accepted = min(num_accepted, drafted)
             self.joined += DecodeCounts(0, 0.0, 1, num_emitted, accepted, drafted)
 
-    def count_host_gap(self, seconds: float) -> None:
-        """Record a time during which there was work but no replay ran."""
-        self.host_gap_s += seconds
-        self.host_gaps += 1
-
     def decode_counts(self) -> DecodeCounts:
         """The counts of decode steps so far. Shared prefill steps do not count."""
         beside = replace(self.joined, steps=0)

@@ -24,6 +24,7 @@ import mtpc
 from mtpc.engine import engine as engine_module
 from mtpc.engine import runner as runner_module
 from mtpc.engine.engine import Engine
+from mtpc.engine.outbox import Outbox
 from mtpc.engine.request import Request, StepOutput
 from mtpc.errors import ServingError
 
@@ -154,6 +155,8 @@ def test_a_failure_ends_the_step_alone(
 def may_interrupt(frame: FrameType, event: str) -> bool:
     """Whether a signal can be handled here. A function that takes the engine's lock is interrupted
     between its lines, because CPython handles no signal between the lock and its `with` block."""
+    if frame.f_code is Outbox.take.__code__:  # What it returns is the caller's.
+        return False
     takes_lock = "in_turn" in frame.f_code.co_names
     frame.f_trace_opcodes = not takes_lock
     if not takes_lock:
@@ -219,7 +222,8 @@ def check_interrupts(session: Session, count: int) -> Counter[str]:
     session.check_empty()
     failed = texts.failed()
     assert failed <= texts.by_callback, "only a callback that was interrupted loses its request"
-    assert len(failed) <= interrupts.interrupted["_tell"] + 1
+    told = ("_tell", "hand_out", "_note", "_advance", "step")
+    assert len(failed) <= sum(interrupts.interrupted[name] for name in told)
     assert engine.stats.finished["error"] <= len(failed)
     assert len(texts.told) > count / 20
     return interrupts.interrupted
