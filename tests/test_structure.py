@@ -15,7 +15,7 @@ from helpers.places import ROOT, TESTS
 
 PACKAGE = ROOT / "mtpc"
 ORDER = (
-    ("errors",),
+    ("errors", "certificate"),
     ("option_checks",),
     ("config", "sampling_params", "arguments", "wiring", "acceptance"),
     ("weights",),

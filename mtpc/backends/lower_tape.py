@@ -31,7 +31,7 @@ Values = dict[str, Any]
 """A call's arguments by name; tensors are fake."""
 
 _UNARY = {"neg", "bitwise_not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
-          "sigmoid", "silu"}  # fmt: skip
+          "sigmoid", "silu", "tanh"}  # fmt: skip
 _BINARY = {"add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum",
            "__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or",
            "eq", "ne", "lt", "le", "gt", "ge", "rsub"}  # fmt: skip

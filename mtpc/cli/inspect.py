@@ -39,7 +39,14 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         options = CompileOptions.parse(settle_drafts(checkpoint, given))
+        if args.certificate and (args.after or args.before):
+            raise OptionError(
+                "--certificate is about the whole step; leave out --after and --before"
+            )
         graph, layouts, backend = _build(checkpoint, options, args, tell)
+    if args.certificate:
+        _print_certificate(graph, backend)
+        return 0
     # These modules import torch.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
@@ -88,14 +95,27 @@ def _build(
         shared = replace(options, batch_buckets=(args.batch,), prefill_rows=args.batch)
         key = StepKey.prefill(*shared.prefill_shape, options.spec_tokens)
     tell(f"trace {key}")
-    graph = compiler.trace(key)
-    if last != NO_PASS:
+    graph = compiler.rewritten(key) if args.certificate else compiler.trace(key)
+    if last != NO_PASS and not args.certificate:
         tell(f"rewrite {key} through {last or 'the last pass'}")
         compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(options) if k.phase == args.phase)})
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
     return graph, [Layout(specs, compiler.layout(k).sizes) for k in keys], backend.name + of_rank
+
+
+def _print_certificate(graph: StepGraph, backend: str) -> None:
+    from mtpc.backends import BACKENDS
+    from mtpc.backends.lower_tape import lower_to_tape
+    from mtpc.backends.tape import write_tape
+    from mtpc.capture.listing import listing
+    from mtpc.certificate import prove
+    from mtpc.cli.certificates import print_certificate
+
+    row = BACKENDS[backend.partition(",")[0]]
+    tape = write_tape(*lower_to_tape(graph)).encode() if row.has_packages else None
+    print_certificate(prove(listing(graph), tape, tape is None), f"{graph.name}, {backend}")
 
 
 def _last_pass(
