@@ -21,7 +21,7 @@ from mtpc.layout.open_sizes import NO_SIZES, size_of
 
 FUNCTIONS = (
     "copy", "neg", "not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
-    "sigmoid", "silu", "tanh",
+    "sigmoid", "silu",
     "add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum", "and", "or",
     "eq", "ne", "lt", "le", "gt", "ge",
     "where",

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from mtpc.capture.graph import StepGraph, arguments, dim_of, dtype_name
 
 Line = list[Any]
-"""[name, operator, {argument: value}, shapes, dtypes]; a value that names a line begins with "%"."""
+"""[name, operator, {argument: value}, shapes, dtypes]. What names a line begins with "%"."""
 
 
 def listing(graph: StepGraph) -> list[Line]:

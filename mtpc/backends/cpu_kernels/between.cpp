@@ -169,8 +169,6 @@ void apply(Function function, Block<A>& block, int64_t n) {
       return each_register(block, n, [](V a) { return 1 / (exp(-a) + 1); });
     case Function::kSilu:
       return each_register(block, n, [](V a) { return a / (exp(-a) + 1); });
-    case Function::kTanh:
-      return each(block, n, [](A a, A, A) { return std::tanh(a); });
     default:
       return apply_any(function, block, n);
   }
