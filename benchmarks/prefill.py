@@ -58,7 +58,7 @@ class MtpcPrefill(OneLaunch):
     def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
         self.model, self.build_s = model, build_s
         self.spec_tokens = model.options.spec_tokens
-        self.engine = f"mtpc, chunks of {model.options.prefill_tokens}"
+        self.engine = f"mtpc, chunks of {model.options.prefill_chunk}"
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """First tokens, one prompt after another; `new_tokens` is ignored."""

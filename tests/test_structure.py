@@ -15,7 +15,7 @@ from helpers.places import ROOT, TESTS
 
 PACKAGE = ROOT / "mtpc"
 ORDER = (
-    ("errors",),
+    ("errors", "certificate"),
     ("option_checks", "declaration", "environment"),
     ("config", "sampling_params", "arguments", "wiring", "acceptance"),
     ("plan",),
@@ -224,24 +224,24 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1580,
-    "backends": 14700,
-    "capture": 1500,
-    "cli": 4800,
-    "engine": 5790,
+    ".": 1980,
+    "backends": 14710,
+    "capture": 1330,
+    "cli": 4930,
+    "engine": 5800,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4410,
-    "layout": 1100,
-    "models": 7760,
-    "ops": 2520,
+    "integrations": 4400,
+    "layout": 1110,
+    "models": 8270,
+    "ops": 2630,
     "passes": 2470,
-    "program": 5700,
+    "program": 5360,
     "server": 4420,
-    "step": 1420,
+    "step": 1520,
     "store": 930,
     "tuning": 1070,
-    "weights": 6990,
+    "weights": 7180,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -104,7 +104,7 @@ class _Lowering:
         """Lower to arithmetic, folds or rows by index; False for other nodes."""
         if len(self.results) != 1:
             return False
-        for lower in (_unary, _gelu, _binary, _select, _clamp, _copy, _join, _fill, _fold,
+        for lower in (_unary, _spelled_out, _binary, _select, _clamp, _copy, _join, _fill, _fold,
                       _take_rows, _put_rows):  # fmt: skip
             call = lower(self)
             if call is not None:
@@ -147,28 +147,32 @@ def _unary(at: _Lowering) -> Call | None:
     return at.map(at.name, kind, x)
 
 
-def _gelu(at: _Lowering) -> Call | None:
-    """Its tanh form, spelled out as x sigmoid(c x (1 + 0.044715 x^2)), c = 2 sqrt(2 / pi).
+def _spelled_out(at: _Lowering) -> Call | None:
+    """tanh x as 2 sigmoid(2 x) - 1; gelu x, in its tanh form, as x sigmoid(c x (1 + 0.044715 x^2)),
+    where c = 2 sqrt(2 / pi).
 
     PyTorch computes what fills no vector in another way than the rest, so a row's bits would depend
     on its place.
     """
-    if at.name != "gelu" or at.values["approximate"] != "tanh":
+    is_gelu = at.name == "gelu" and at.values["approximate"] == "tanh"
+    if at.name != "tanh" and not is_gelu:
         return None
     x, twice = at.values["self"], 2 * math.sqrt(2 / math.pi)
     kind = torch.float32 if x.dtype in _NARROW else x.dtype
     inner = torch.empty(x.shape, dtype=kind)  # A fake tensor: where its numbers are.
+    steps: list[tuple[Any, ...]] = [("mul", inner, x, 2.0), ("sigmoid", inner, inner)]
+    steps += [("mul", inner, inner, 2.0), ("sub", at.out, inner, 1.0)]
+    if is_gelu:
+        steps = [("mul", inner, x, x), ("mul", inner, inner, 0.044715 * twice)]
+        steps += [("add", inner, inner, twice), ("mul", inner, inner, x)]
+        steps += [("sigmoid", inner, inner), ("mul", at.out, inner, x)]
 
-    def gelu() -> None:
+    def call() -> None:
         at.tape.new("planned", inner)
-        at.tape.map("mul", inner, x, x, kind=kind)
-        at.tape.map("mul", inner, inner, 0.044715 * twice, kind=kind)
-        at.tape.map("add", inner, inner, twice, kind=kind)
-        at.tape.map("mul", inner, inner, x, kind=kind)
-        at.tape.map("sigmoid", inner, inner, kind=kind)
-        at.tape.map("mul", at.out, inner, x, kind=kind)
+        for step in steps:
+            at.tape.map(*step, kind=kind)
 
-    return gelu
+    return call
 
 
 def _binary(at: _Lowering) -> Call | None:

@@ -10,14 +10,14 @@ from torch._ops import OpOverload
 from mtpc.capture.graph import StepGraph, arguments, dim_of, dtype_name
 
 Line = list[Any]
-"""[name, operator, {argument: value}, shapes, dtypes]. A value that names a line begins with "%"."""
+"""[name, operator, {argument: value}, shapes, dtypes]. What names a line begins with "%"."""
 
 
 def listing(graph: StepGraph) -> list[Line]:
     """One line for each node, in order of execution.
 
     The operator of a tensor that the step holds is "get", and that of an entry of a result
-    "getitem". Others are `aten::NAME.OVERLOAD`, or NAME for all kernels of `mtpc::NAME`. Arguments
+    "getitem". Others are `aten::NAME.OVERLOAD`, and NAME for any kernel of `mtpc::NAME`. Arguments
     have their names and all defaults. Shapes are those of the result, or of each of the results;
     a size that is open is text. So are dtypes.
     """
@@ -40,7 +40,7 @@ def _line(node: fx.Node) -> Line:
 def operator_name(target: OpOverload) -> str:
     """As a listing has it."""
     namespace, _, name = target._schema.name.partition("::")
-    if namespace.startswith("mtpc"):
+    if namespace.startswith("mtpc_"):
         return name
     return f"{namespace}::{name}.{target._overloadname}"
 

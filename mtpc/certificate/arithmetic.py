@@ -30,7 +30,7 @@ def _is_exact(c: Checker) -> bool:
         return True
     if c.base == "pow":
         number, dtype = c.args["exponent"], c.dtypes[0]
-        return number == 2 or number == -0.5 and dtype == "float32" or c.on_gpu
+        return number == 2 or (number == -0.5 and dtype == "float32") or c.on_gpu
     if c.on_gpu:
         return c.base in tables.THREADS
     return c.base in tables.INTERPRETED and c.op not in c.dispatched
@@ -72,6 +72,7 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
         return ("mod", number)
     if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
         c.counts[((c.name, 1),)] = (one.tag[1], None)
+        c.single |= {((c.name, 1),)} if "single" in other.facts else set()
     tag = lemma("sub" if c.base == "rsub" else c.base, one, other)
     if one.tag[:1] == ("tail+",) and c.counts.get(one.tag[2]) != (one.tag[1], None):
         return ()
@@ -122,7 +123,7 @@ def compare(c: Checker) -> Value:
     """Also: the numbers of rows against the ends, or against one row, of every request."""
     one, other = c.at("self"), c.at("other")
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
-        is_iota = one.tag == ("iota", 1) or one.tag == ("request",) and one.dims[0] == REQUESTS
+        is_iota = one.tag == ("iota", 1) or (one.tag == ("request",) and one.dims[0] == REQUESTS)
         if is_iota and c.base == "ge" and other.tag[:1] == ("end",):
             return c.make((other.tag[1], REQUESTS), PAIR, facts={"ended"})
         if is_iota and c.base == "eq" and other.tag[:1] == ("anchor",):
@@ -137,7 +138,7 @@ def where(c: Checker) -> Value:
     value, number = (one, other) if isinstance(one, Value) else (other, one)
     if not isinstance(value, Value):
         kind = OWN if condition.kind == PLACE else condition.kind
-        return c.make(condition.dims, kind, facts={"positive"} if min(one, other) > 0 else ())
+        return c.make(condition.dims, kind, facts=_sizes(one, other))
     joined = c.join(condition, value)
     if isinstance(joined, Value):
         return joined
@@ -152,6 +153,13 @@ def where(c: Checker) -> Value:
     return c.make(dims, OWN if kind == PLACE else kind)
 
 
+def _sizes(one: Any, other: Any) -> set[Any]:
+    """What is known of a number that is one of two."""
+    return ({"positive"} if min(one, other) > 0 else set()) | (
+        {"single"} if max(one, other) == 1 else set()
+    )
+
+
 def _kept(
     c: Checker, condition: Value, value: Value, number: Any, is_first: bool
 ) -> set[Any] | None:
@@ -162,7 +170,7 @@ def _kept(
         is_masked = {"live", "active"} <= facts if is_first else "nowhere" in facts
         return {"kept"} if is_masked or "kept" in value.facts else None
     is_active = condition.tag == ("cnt", ((c.active[1:], 1),))
-    keeps = name in ("slot", "page", "ring") or name == "len" and is_first and is_active
+    keeps = name in ("slot", "page", "ring") or (name == "len" and is_first and is_active)
     keeps |= name == "cnt" and is_first and ("fits", value.tag[1]) in facts
     return set() if keeps and number == 0 else None
 
@@ -173,6 +181,8 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
             fact[1] in condition.facts or fact[1] == c.origin("condition")
         )
         other = replace(other, facts=other.facts - {fact}) if is_met else other
+    if "accepted" in condition.facts:
+        return c.make(one.dims, one.kind, one.tag)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
         joined = c.join(condition, one)
         is_own = not isinstance(joined, Value) and joined[1] in (OWN, UPTO)
@@ -201,7 +211,7 @@ def fold(c: Checker) -> Any:
     if value.kind in (PLACE, PAIR, DIAGONAL, ANY):
         return c.unknown("combines numbers of places", value)
     is_last = c.base in tables.ROW_BY_ROW and axes == [len(value.dims) - 1]
-    by_torch = c.on_gpu or c.op in c.dispatched and not is_last
+    by_torch = c.on_gpu or (c.op in c.dispatched and not is_last)
     if by_torch and c.base in tables.SUMS and value.kind != CONST and "float" in c.dtypes[0]:
         return c.unknown("adds in an order that may depend on the rows")
     made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]

@@ -22,6 +22,10 @@ from mtpc.certificate.values import (
 )
 
 _REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
+_OWNED = (
+    "query_start_loc", "state_slots", "state_indices", "block_table", "seq_lens", "rows",
+)  # fmt: skip
+"""Arguments that say what belongs to a request."""
 _EMITS = ("accept", "count_tokens", "write_logprobs")
 
 
@@ -33,22 +37,27 @@ def kernel(c: Checker) -> Any:
     """
     names, features = tables.KERNELS[c.op]
     given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
+    if c.num_reqs == 1 and c.op in ("count_tokens", "write_logprobs"):
+        given = [replace(v, dims=(REQUESTS, None)) for v in given]  # Its only row is the request.
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
     layouts = [dim for dim in dims if dim is not None]
     fault = next((v.why for v in given if v.kind == ANY), "")
+    if any(v.kind == PLACE and v.tag[0] != "place" for v in given):
+        fault = c.because("computes with numbers of places")
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
     if not fault and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
-        fault = c.unknown("gets " + ", ".join(map(str, given))).why
+        fault = c.because("gets " + ", ".join(map(str, given)))
     layout = layouts[0] if layouts else None
     for name in c.args.keys() - set(names):
         value = c.at(name)
         for one in value if isinstance(value, list) else [value]:
             wrong = _wrong(c, name, one, layout) if isinstance(one, Value) else ""
-            fault = fault or wrong and c.unknown(f"gets {name} as {one}: {wrong}", one).why
+            if wrong and not fault:
+                fault = c.because(f"gets {name} as {one}: {wrong}", one)
     kind = max((OWN if v.kind == PLACE else v.kind for v in given), key=KINDS.index)
     if not fault and kind == UPTO and c.op in tables.WHOLE:
-        fault = c.unknown("reads rows after the last accepted one").why
+        fault = c.because("reads rows after the last accepted one")
     _write(c, fault)
     if fault:
         made = [Value(shape, (None,) * len(shape), ANY, why=fault) for shape in c.shapes]
@@ -74,16 +83,16 @@ def _named(c: Checker, number: int, value: Value) -> Value:
 def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
     """Why an argument is not the one that a row, or its request, may read; "" if it is."""
     first = value.dims[0] if value.dims else None
-    if value.kind == CONST or name in _REPORTS and isinstance(c.args[name], str):
-        starts = "query_start_loc"
-        return "not the bounds of its rows" if name == starts and not _starts(c, layout) else ""
+    if name in _REPORTS or (value.kind == CONST and name not in _OWNED):
+        return ""
     if name == "query_start_loc":
         layout = c.at("ids").dims[0] if c.op == "accept" else layout
         return "" if _starts(c, layout) else "not the bounds of its rows"
     if name in ("state_slots", "state_indices"):
         return "" if (value.tag, first) == (("slot",), REQUESTS) else "not slots"
     if name == "rows":
-        return "" if value.tag == ("used", layout) else "not the rows in use"
+        is_all = value.tag == ("used", REQUESTS) and layout in c.single
+        return "" if is_all or value.tag == ("used", layout) else "not the rows in use"
     if name == "block_table":
         owners = layout if _is_by_row(c) else REQUESTS
         return "" if value.tag[:1] == ("page",) and first == owners else "not the pages"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mtpc.certificate import tables
 from mtpc.certificate.state import Checker
 from mtpc.certificate.values import (
     ANY,
@@ -73,7 +72,7 @@ def _taken(
         return c.make(dims, kind) if is_known else c.unknown("takes by numbers of places")
     if isinstance(target, str) and target != "prompt":
         is_own = name == "slot" if target == "slots" else name == "page"
-        is_own &= target == "slots" or name == "page" and pool_of(number.tag[1]) == target
+        is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
     unless = _row(c, number, target)
     if unless is False:
@@ -82,6 +81,8 @@ def _taken(
         return c.unknown("takes rows after the last accepted one")
     kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
     facts = {("unless", unless)} if unless else set()
+    if name == "anchor" and "anchors" in table.facts:
+        facts = {"accepted"}  # True where the request is on.
     if name == "request":
         return c.make(dims, kind, table.tag, table.facts | facts)
     tag = {"row": ("some", *table.tag[1:]), "some": table.tag}.get(*table.tag[:1] or ("",), ())
@@ -138,7 +139,7 @@ def slice_(c: Checker) -> Value:
             dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
             tag = ("request",) if (start, bounds) == (0, REQUESTS) else ("start", bounds)
             return c.make(dims, PLACE, ("end", bounds) if start == 1 else tag)
-        lost = bounds or value.tag[:1] == ("iota",) and start != 0
+        lost = bounds or (value.tag[:1] == ("iota",) and start != 0)
         return c.make(value.dims, value.kind, () if lost else value.tag, value.facts)
     if c.shapes[0] == value.shape:
         return value
@@ -204,7 +205,7 @@ def view(c: Checker) -> Any:
             return c.unknown("mixes rows with other dimensions", value)
         dims = found
     tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
-    if value.kind == ANY or value.kind == PLACE and not tag:
+    if value.kind == ANY or (value.kind == PLACE and not tag):
         return c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
         return [Value(shape, tuple(dims), value.kind) for shape in c.shapes]

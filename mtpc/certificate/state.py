@@ -38,6 +38,7 @@ class Checker:
         content: what the step has written to buffers of the batch.
         memory: line -> the first line whose memory it shares.
         counts: count -> one that is no smaller, and the condition under which it may be.
+        single: counts of which none is over 1.
 
     Raises:
         RefusedError: it is no listing of a step.
@@ -50,6 +51,7 @@ class Checker:
         self.content: dict[str, Value] = {}
         self.memory: dict[str, str] = {}
         self.counts: dict[Layout, tuple[Layout, Any]] = {}
+        self.single: set[Layout] = set()
         self.calls = {line[0]: line for line in lines}
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
@@ -89,9 +91,13 @@ class Checker:
 
     def unknown(self, why: str, *sources: Value) -> Any:
         """Nothing is known of the results, because of this line or of one before."""
-        why = next((v.why for v in sources if v.kind == ANY), f"{self.op} ({self.name}) {why}")
+        why = self.because(why, *sources)
         made = [Value(shape, (None,) * len(shape), ANY, why=why) for shape in self.shapes]
         return made if len(made) > 1 else made[0]
+
+    def because(self, why: str, *sources: Value) -> str:
+        """Why nothing is known: this line, or one before."""
+        return next((v.why for v in sources if v.kind == ANY), f"{self.op} ({self.name}) {why}")
 
     def make(
         self, dims: Sequence[Layout], kind: str, tag: tuple[Any, ...] = (), facts: Any = ()
@@ -138,17 +144,20 @@ class Checker:
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
         own = tuple(dims[len(dims) - len(value.dims) :])
+        is_number = value.tag[:1] in (("iota",), ("numbers",))
         met = [
             new
             for size, old, new in zip(value.shape, value.dims, own, strict=True)
-            if old is None and new is not None and size != 1
+            if old is None and new is not None and (size != 1 or (is_number and self.num_reqs == 1))
         ]
-        sizes = [size for size in value.shape if size != 1]
+        sizes = [size for size in value.shape if size != 1] or [1]
+        if value.kind == ANY:
+            return value
         if not met:
             is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            tag = ("col", sizes[0]) if is_column and value.tag == ("iota", 1) and sizes else ()
+            tag = ("col", sizes[0]) if is_column and value.tag == ("iota", 1) else ()
             return replace(value, tag=tag) if is_column else value
-        if "uniform" in value.facts or value.tag == ("numbers",) and met == [REQUESTS]:
+        if "uniform" in value.facts or (value.tag == ("numbers",) and met == [REQUESTS]):
             return replace(value, dims=own)
         if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):
             times = value.tag[1]

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import re
 
-EXACT = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+EXACT = _words(
     "add sub rsub mul div neg abs sqrt square reciprocal relu clamp minimum maximum where eq ne lt "
     "le gt ge __and__ __or__ bitwise_and bitwise_or bitwise_not logical_not logical_and logical_or "
-    "floor_divide remainder isfinite to _to_copy type_as masked_fill clone contiguous".split()
+    "floor_divide remainder isfinite to _to_copy type_as masked_fill clone contiguous"
 )
 """Elementwise operators whose bits are the same wherever an element stands in a tensor."""
-INTERPRETED = frozenset("exp cos sin rsqrt sigmoid silu gelu".split())
+INTERPRETED = _words("exp cos sin rsqrt sigmoid silu gelu tanh")
 """So in the tape's interpreter. PyTorch computes what fills no vector in another way."""
-THREADS = INTERPRETED | frozenset("tanh softplus log log1p pow erf".split())
+THREADS = INTERPRETED | _words("softplus log log1p pow erf")
 """So on GPUs, where every element has a thread of its own."""
 ROW_BY_ROW = frozenset({"softmax", "layer_norm"})
 """PyTorch's CPU kernels take one row after the other, along the last dimension."""
 SUMS = ROW_BY_ROW | {"sum", "mean", "cumsum"}
-FOLDS = SUMS | frozenset("amax amin any all max argmax topk sort".split())
+FOLDS = SUMS | _words("amax amin any all max argmax topk sort")
 KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 """Folds whose results have the dimension that they fold."""
-VIEWS = frozenset(
-    "view reshape flatten unflatten unsqueeze squeeze transpose permute t select slice expand chunk "
-    "split split_with_sizes alias detach _unsafe_view repeat_interleave".split()
+VIEWS = _words(
+    "view reshape flatten unflatten unsqueeze squeeze transpose permute t select slice expand "
+    "chunk split split_with_sizes alias detach _unsafe_view repeat_interleave"
 )
-CONSTANTS = frozenset(
-    "arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full".split()
+CONSTANTS = _words(
+    "arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full"
 )
 _ROWS = """
 rms_norm: x; add_rms_norm: x added; silu_and_mul: gate_up; packed_linear: x; row_sum: x; topk: x
@@ -56,7 +61,7 @@ WRITES = {
     "accept": ("out_token_ids", "num_accepted", "num_emitted", "stop_reason"),
     "write_logprobs": ("logprobs", "top_ids", "top_logprobs"),
 }
-WHOLE = frozenset("accept count_tokens write_logprobs gated_delta_rule mamba2_scan".split())
+WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")
 """Kernels in which a row may read later rows of its request."""
 LEMMAS = tuple(
     re.findall(
@@ -77,13 +82,14 @@ mul page:X n = page*:X:n             add page*:X:n mod:n = place:X:n  mul slot n
 """What integers name, by operator: operator, left, right = result.
 
 `start`, `end`: where the rows of a request begin and end in a layout, and `cnt`: their number;
-`row`: the row that holds the number; `some`: one of the request's; `anchor`: the last accepted one, or one before it; `off`: a number below `cnt`;
-`col:n`, `mod:n`: below n; `tail:L:C`: where the last C rows of L begin; `into:P:L`: a row of P if L
-has no more; `fresh:M:E`: a row of M less E, unless it is one of E; `last`: the last row; `len`: a
-length with that many rows; `ring:n`: the first of n pages of a slot; `place`: of a row in pages.
+`row`: the row that holds the number; `some`: one of the request's; `anchor`: the last accepted one,
+or one before it; `off`: a number below `cnt`; `col:n`, `mod:n`: below n; `tail:L:C`: where the last
+C rows of L begin; `into:P:L`: a row of P if L has no more; `fresh:M:E`: a row of M less E, unless
+it is one of E; `last`: the last row; `len`: a length with that many rows; `ring:n`: the first of n
+pages of a slot; `place`: of a row in pages.
 """
-PLACES = frozenset(
-    "bounds start end tail tail+ row some own+ into fresh anchor start+ last back request next nth slot "
-    "slot- ring- ring page page* place used".split()
+PLACES = _words(
+    "bounds start end tail tail+ row some own+ into fresh anchor start+ last back request next nth "
+    "slot slot- ring- ring page page* place used"
 )
 """Tags of integers that depend on company, and may only be used as the rules say."""

@@ -17,9 +17,9 @@ KINDS = CONST, OWN, UPTO, PLACE, DIAGONAL, PAIR, ANY = (
 in its rows up to the last accepted one. place: a number that names a place. diagonal, pair: of two
 requests; the first is 0 where they are not one. any: nothing is known."""
 Layout = Any
-"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": of state.
-A tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),)
-as many as the value x says."""
+"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state. A
+tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),) as
+many as the value x says."""
 REQUESTS: Layout = (("1", 1),)
 
 
@@ -78,11 +78,15 @@ def lemma(op: str, one: Value, other: Value) -> tuple[Any, ...]:
                 bound: dict[str, Any] = {}
                 if _binds(left, tag, bound) and _binds(right, second, bound):
                     head, *params = result.split(":")
-                    sums = [tuple(p.split("+")) for p in params]
-                    made = [sum_of(bound[p[0]], bound[p[1]]) if len(p) > 1 else bound.get(p[0], p[0])
-                            for p in sums]  # fmt: skip
+                    made = [_bound(param, bound) for param in params]
                     return (head, *made)
     return ()
+
+
+def _bound(param: str, bound: dict[str, Any]) -> Any:
+    """A letter of a result, or the sum of two."""
+    one, _, other = param.partition("+")
+    return sum_of(bound[one], bound[other]) if other else bound.get(one, one)
 
 
 def _tags(value: Value) -> list[tuple[Any, ...]]:
@@ -97,7 +101,7 @@ def _binds(pattern: str, tag: tuple[Any, ...], bound: dict[str, Any]) -> bool:
     """Whether a tag fits a pattern; binds the pattern's letters."""
     name, *params = pattern.split(":")
     if tag[0] == "#":
-        return name == "n" and bound.setdefault("n", tag[1]) == tag[1] or name == str(tag[1])
+        return (name == "n" and bound.setdefault("n", tag[1]) == tag[1]) or name == str(tag[1])
     if name != tag[0] or len(params) != len(tag) - 1:
         return False
     return all(

@@ -318,6 +318,7 @@ def _add_inspect(parser: SuggestingParser) -> None:
     parser.add_argument("--phase", choices=phases, default=phases[0], help=text)
     add_values(parser, ("--batch", int, "R", "its requests", 1))
     add_switches(parser, ("--nodes", "print every node of the graph"))
+    add_switches(parser, ("--certificate", "print what is proven of every value of the step"))
     add_values(parser, ("--svg", Path, "FILE", "draw the step to a file"))
     text = "show the step of the first of N ranks (default: 1)"
     add_values(parser, ("--tensor-parallel-size", positive, "N", text))

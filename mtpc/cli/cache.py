@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpc.backends import PACKAGING
+from mtpc.cli.certificates import check_certificate
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
@@ -21,7 +22,7 @@ from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
 from mtpc.program.open_cache import open_cache
 from mtpc.program.planning import plan_model
-from mtpc.program.step_cache import KIND, RECORD, StepCache, read_record
+from mtpc.program.step_cache import CERTIFICATE, KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, differences
@@ -55,7 +56,8 @@ class Row:
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code.
 
-    It is 1 if `verify` finds a damaged entry or `why` finds a step that the cache lacks, else 0.
+    It is 1 if `verify` finds a damaged entry or a certificate that does not hold, or if `why` finds
+    a step that the cache lacks, else 0.
     """
     actions = {"ls": _ls, "inspect": _inspect, "verify": _verify, "why": _why, "prune": _prune}
     code: int = actions[args.action](args)
@@ -198,7 +200,16 @@ def _verify(args: argparse.Namespace) -> int:
         console.print(f"damaged: {row.damage}", soft_wrap=True)
     files = sum(len(row.entry.files) for row in rows if row.entry)
     console.print(f"{len(rows) - len(damaged)} of {len(rows)} entries are whole ({files} files)")
-    return 1 if damaged else 0
+    entries = [row.entry for row in rows if row.entry and CERTIFICATE in row.entry.files]
+    found = [(read_record(entry), *check_certificate(entry)) for entry in entries]
+    for record, is_certified, line in found:
+        if is_certified is None:
+            console.print(f"forged: {record.name} of {record.source}: {line}", soft_wrap=True)
+        elif not is_certified and record.uncertified:
+            console.print(f"{record.name} of {record.source}: {line}", soft_wrap=True)
+    certified = sum(is_certified is True for _, is_certified, _ in found)
+    console.print(f"{certified} of {len(found)} steps are certified")
+    return 1 if damaged or any(row[1] is None for row in found) else 0
 
 
 def _why(args: argparse.Namespace) -> int:

@@ -37,7 +37,14 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
+        if args.certificate and (args.after or args.before):
+            raise OptionError(
+                "--certificate is about the whole step; leave out --after and --before"
+            )
         graph, layouts, backend, drafter = _build(checkpoint, given, args, tell)
+    if args.certificate:
+        _print_certificate(graph, backend)
+        return 0
     # These modules import torch.
     from mtpc.cli.anatomy import position
     from mtpc.cli.inspect_tables import print_graph
@@ -83,8 +90,8 @@ def _build(
         shape = make_plan(CompileOptions.parse({**given, **sized}), plan.facts).prefill_shape
         key = StepKey.prefill(*shape, plan.spec_tokens)
     tell(f"trace {key}")
-    graph = compiler.trace(key)
-    if last != NO_PASS:
+    graph = compiler.rewritten(key) if args.certificate else compiler.trace(key)
+    if last != NO_PASS and not args.certificate:
         tell(f"rewrite {key} through {last or 'the last pass'}")
         graph = compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(plan) if k.phase == args.phase)})
@@ -92,6 +99,19 @@ def _build(
     of_rank = f", rank 0 of {first.size}" if first else ""
     layouts = [Layout(specs, compiler.layout(k).sizes) for k in keys]
     return graph, layouts, backend.name + of_rank, compiler.trace_model(key).drafting.declared
+
+
+def _print_certificate(graph: StepGraph, backend: str) -> None:
+    from mtpc.backends import BACKENDS
+    from mtpc.backends.lower_tape import lower_to_tape
+    from mtpc.backends.tape import write_tape
+    from mtpc.capture.listing import listing
+    from mtpc.certificate import prove
+    from mtpc.cli.certificates import print_certificate
+
+    row = BACKENDS[backend.partition(",")[0]]
+    tape = write_tape(*lower_to_tape(graph)).encode() if row.has_packages else None
+    print_certificate(prove(listing(graph), tape, tape is None), f"{graph.name}, {backend}")
 
 
 def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:

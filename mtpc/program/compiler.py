@@ -9,6 +9,7 @@ import gzip
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 
@@ -17,11 +18,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
+from mtpc.backends.package import TAPE
 from mtpc.capture.graph import StepGraph, is_buffer_name, set_tensor
 from mtpc.capture.inline import fake_mode_of
+from mtpc.capture.listing import listing
 from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
+from mtpc.certificate import prove
 from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import (
     IMAGE_STATE,
@@ -65,7 +69,7 @@ from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
 from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.ranks import Ranks
-from mtpc.program.step_cache import CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
+from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
@@ -324,11 +328,22 @@ class StepCompiler:
         with self._timer("lower"):
             artifact = self.backend.build(graph)
         record = self._record(graph, artifact)
+        if part == "step":
+            certificate = prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
+            files[CERTIFICATE] = certificate.encode()
+            if self.should_be_certified:
+                record = replace(record, uncertified=certificate.refusal)
         if not self.backend.makes_files:
             return record, artifact, {}
         constants = [n for n in artifact.package.tensors if self._is_constant(n)]
         tensors = {name: self.weights[name].detach().clone() for name in constants}
         return record, artifact, {**files, **artifact.files, CONSTANTS: save(tensors)}
+
+    @property
+    def should_be_certified(self) -> bool:
+        """Whether the backend's steps are to be exact: a row's bits the same in any company."""
+        is_exact = self.backend.makes_files and self.loaded.dtype == torch.bfloat16
+        return self.share is None and (is_exact or self.options.batch_invariant)
 
     def _graph(self, key: StepKey, part: Part) -> tuple[StepGraph, dict[str, bytes]]:
         """A step, or its half, after all passes; and files with its text after each pass.

@@ -335,6 +335,7 @@ class _Road(Generic[T]):
         fallbacks = Counter(self.plan.notes)
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             fallbacks.update(notes)
+        fallbacks.update(filter(None, (s.record.fallback for s in built.steps.values())))
         return Opened(made, model, fallbacks, rest, self.ranks)
 
     def _bound_to_files(self, model: Prepared) -> T:

@@ -27,6 +27,8 @@ _SHOWN = 4
 """A one-line reason names at most this many differences."""
 RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
+CERTIFICATE = "step.certificate.json.gz"
+"""File of a whole step: see `mtpc.certificate`."""
 KIND = "step"
 ANY = "any"
 """A key's value for an option that only decides sizes which the step leaves open."""

@@ -6,6 +6,7 @@ From the seconds of earlier records, `Forecast` says how far a build is.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -48,6 +49,8 @@ class StepRecord:
         seconds: duration of each stage of the build.
         source: checkpoint that it was built from, for messages.
         created: time of the build, in UTC.
+        uncertified: why the step has no certificate, where it should have one; None: it has one, or
+            need not.
     """
 
     step: StepKey
@@ -64,11 +67,20 @@ class StepRecord:
     seconds: Mapping[str, float]
     source: str
     created: str
+    uncertified: str | None = None
 
     @property
     def name(self) -> str:
         """Name of the step."""
         return step_name(self.step, self.part)
+
+    @property
+    def fallback(self) -> str | None:
+        """A line for `Stats.fallbacks`, if the step has no certificate."""
+        if self.uncertified is None:
+            return None
+        reason = re.sub(r" \(\w+\)", "", self.uncertified)  # Without names of nodes.
+        return f"{self.step.phase} steps have no certificate of exactness: {reason}"
 
     def layout(self, sizes: Mapping[str, int]) -> Layout:
         """The layout of its buffers, with numbers for the sizes that the step leaves open."""
@@ -145,6 +157,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "int | None": lambda value: value is None or _is_count(value),
     "Mapping[str, int]": lambda value: all(map(_is_size, dict(value).values())),
     "bool": lambda value: isinstance(value, bool),
+    "str | None": lambda value: value is None or _is_text(value),
     "float": _is_number,
     "torch.dtype": lambda value: isinstance(value, torch.dtype),
     "Part": lambda value: value in get_args(Part),

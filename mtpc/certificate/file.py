@@ -1,0 +1,105 @@
+"""The file of a certificate: a typed listing, and the tape that it is about."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtpc.certificate.rules import types_of
+from mtpc.certificate.tables import KERNELS
+from mtpc.certificate.values import RefusedError
+
+
+class CertificateError(Exception):
+    """A certificate does not hold for its step; the message says where."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A step's listing and what is proven of it.
+
+    Attributes:
+        lines: [name, operator, {argument: value}, shapes, dtypes] each.
+        types: of each line; none if nothing is proven.
+        refusal: the operator by which nothing is proven; None if the step is certified.
+        tape: SHA-256 of the tape's file; "" where there is none.
+        on_gpu: whether elementwise operators have a thread for each element.
+    """
+
+    lines: Sequence[Sequence[Any]]
+    types: Sequence[str]
+    refusal: str | None
+    tape: str = ""
+    on_gpu: bool = False
+
+    def encode(self) -> bytes:
+        """The file's bytes; equal certificates have equal ones."""
+        return gzip.compress(json.dumps(vars(self)).encode(), mtime=0)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Certificate:
+        """Read what `encode` wrote.
+
+        Raises:
+            CertificateError: it is something else.
+        """
+        try:
+            return cls(**json.loads(gzip.decompress(data)))
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            raise CertificateError(f"it is no certificate: {error}") from error
+
+    def check(self, tape: bytes | None) -> None:
+        """Prove it again, from the lines alone, and compare them with the tape.
+
+        Raises:
+            CertificateError: it is not what the checker proves, or it is about another tape.
+        """
+        proven = prove(self.lines, tape, self.on_gpu)
+        if proven.tape != self.tape:
+            raise CertificateError("it is about another tape")
+        if proven.refusal != self.refusal:
+            raise CertificateError(f"it says {self.refusal}; proven is: {proven.refusal}")
+        for line, found, claimed in zip(self.lines, proven.types, self.types, strict=False):
+            if found != claimed:
+                raise CertificateError(f"it says that {line[0]} is {claimed}; proven is: {found}")
+        if len(proven.types) != len(self.types):
+            raise CertificateError(f"it has {len(self.types)} types; expected {len(proven.types)}")
+
+
+def prove(
+    lines: Sequence[Sequence[Any]], tape: bytes | None = None, on_gpu: bool = False
+) -> Certificate:
+    """The certificate of a listing, or the operator by which there is none.
+
+    Args:
+        lines: of the listing.
+        tape: the file that runs, of a step on a CPU. It says which operators go through PyTorch's
+            dispatcher, and must call the listing's kernels in the listing's order.
+        on_gpu: see `Certificate`.
+    """
+    digest = "" if tape is None else hashlib.sha256(tape).hexdigest()
+    try:
+        dispatched = set() if tape is None else _dispatched(lines, tape)
+        types = types_of(lines, dispatched, on_gpu)
+    except RefusedError as error:
+        return Certificate(lines, (), str(error), digest, on_gpu)
+    return Certificate(lines, types, None, digest, on_gpu)
+
+
+def _dispatched(lines: Sequence[Sequence[Any]], tape: bytes) -> set[str]:
+    """ATen's operators that a tape calls.
+
+    Raises:
+        RefusedError: it calls other kernels than the listing, or in another order.
+    """
+    entries = json.loads(tape)["entries"]
+    kernels = [entry[1] for entry in entries if entry[0] == "kernel"]
+    listed = [line[1] for line in lines if line[1] in KERNELS]
+    for number, (found, wanted) in enumerate(zip([*kernels, ""], [*listed, ""], strict=False)):
+        if found != wanted:
+            raise RefusedError(f"kernel {number} of the tape is {found or 'none'}, not {wanted}")
+    return {f"{entry[1]}.{entry[2] or 'default'}" for entry in entries if entry[0] == "aten"}

@@ -1,0 +1,202 @@
+"""The checker proves what is true of real steps, and refuses what was planted or forged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from certificate.planted import PLANTED
+from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY
+from helpers.listings import Edit, Listed
+from torch.nn import functional as F
+
+from mtpc.certificate import Certificate, CertificateError, RefusedError, prove, tables, types_of
+from mtpc.ops import references
+from mtpc.ops.signatures import written_by
+from mtpc.ops.traits import traits_of
+
+Steps = Callable[[str], dict[str, Listed]]
+DEFAULT = ("mimo", "glm4_moe", "mimo_v2")
+"""Families that the planted dependences need: paged, with experts, with rings and true chaining."""
+
+
+NOT_CERTIFIED = {"deepseek_v4": "numbers of places", "qwen4_exp": "aten::clamp_min"}
+"""Families without a certificate on CPUs yet -> what is said of them."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *DEFAULT,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (*EVERY_FAMILY, *DRAFTED, *ASSISTED)
+            if name not in DEFAULT
+        ),
+    ],
+)
+def test_families_are_certified(family: str, steps: Steps) -> None:
+    """Every step of a family in bfloat16, but for those that docs/certificate.md names."""
+    for phase, step in steps(family).items():
+        found = prove(step.lines, step.tape)
+        if family in NOT_CERTIFIED:
+            assert NOT_CERTIFIED[family] in (found.refusal or ""), phase
+            continue
+        assert found.refusal is None, phase
+        read = Certificate.decode(found.encode())
+        assert read.types == found.types
+        read.check(step.tape)
+
+
+def test_sixty_dependences_are_planted() -> None:
+    assert len(PLANTED) >= 60
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_dependences_are_refused(name: str, steps: Steps) -> None:
+    """By the checker alone: the tape is not read."""
+    family, phase, plant = PLANTED[name]
+    lines = steps(family)[phase].lines
+    edit = Edit.of(lines)
+    plant(edit)
+    assert edit.lines != lines
+    with pytest.raises(RefusedError):
+        types_of(edit.lines)
+
+
+def test_equal_steps_are_not_refused(steps: Steps) -> None:
+    """What plants are made of is not what is refused: edits that mix no rows are certified."""
+    edit = Edit.of(steps("mimo")["prefill"].lines)
+    line = edit.find("aten::embedding.default")
+    shape, dtype = line[3][0], line[4][0]
+    follower = edit.lines[edit.lines.index(line) + 1]
+    args = {"self": f"%{line[0]}", "dim": 2, "dtype": None}
+    softmax = edit.add(follower, "aten::softmax.int", args, shape, dtype)
+    edit.redirect(f"%{line[0]}", softmax, follower)
+    assert len(types_of(edit.lines)) == len(edit.lines)
+
+
+# ---- Certificates that were edited by hand -----------------------------------------------------
+
+
+def _forged(steps: Steps, forge: Callable[[Edit, list[str]], None]) -> Certificate:
+    step = steps("mimo")["decode"]
+    found = prove(step.lines, step.tape)
+    edit, types = Edit.of(step.lines), list(found.types)
+    forge(edit, types)
+    return replace(found, lines=edit.lines, types=types)
+
+
+def _weaken(edit: Edit, types: list[str]) -> None:
+    at = next(n for n, kind in enumerate(types) if kind.startswith("own"))
+    types[at] = types[at].replace("own", "const")
+
+
+def _worsen(edit: Edit, types: list[str]) -> None:
+    at = next(n for n, kind in enumerate(types) if kind.startswith("own"))
+    types[at] = types[at].replace("own", "any")
+
+
+def _rename(edit: Edit, types: list[str]) -> None:
+    edit.find("rms_norm")[1] = "silu_and_mul"
+
+
+def _rename_aten(edit: Edit, types: list[str]) -> None:
+    edit.find("aten::cos.default")[1] = "aten::erfinv.default"
+
+
+def _drop_write(edit: Edit, types: list[str]) -> None:
+    at = next(n for n, line in enumerate(edit.lines) if line[1] == "count_tokens")
+    del edit.lines[at], types[at]
+
+
+def _drop_value(edit: Edit, types: list[str]) -> None:
+    at = next(n for n, line in enumerate(edit.lines) if line[1] == "aten::mul.Tensor")
+    del edit.lines[at], types[at]
+
+
+def _drop_type(edit: Edit, types: list[str]) -> None:
+    types.pop()
+
+
+def _swap(edit: Edit, types: list[str]) -> None:
+    """Two kernels trade places."""
+    names = ("count_tokens", "write_logprobs")
+    calls = [number for number, line in enumerate(edit.lines) if line[1] in names]
+    one, other = calls[:2]
+    for row in (edit.lines, types):
+        row[one], row[other] = row[other], row[one]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [_weaken, _worsen, _rename, _rename_aten, _drop_write, _drop_value, _drop_type, _swap],
+)
+def test_forged_certificates_do_not_hold(
+    forge: Callable[[Edit, list[str]], None], steps: Steps
+) -> None:
+    forged = _forged(steps, forge)
+    with pytest.raises(CertificateError):
+        forged.check(steps("mimo")["decode"].tape)
+
+
+def test_a_certificate_is_about_one_tape(steps: Steps) -> None:
+    """Another step's tape, or one in which a function goes through PyTorch's dispatcher."""
+    step = steps("mimo")["decode"]
+    found = prove(step.lines, step.tape)
+    with pytest.raises(CertificateError, match="another tape"):
+        found.check(steps("mimo")["prefill"].tape)
+    value = json.loads(step.tape)
+    value["entries"].append(["aten", "aten::cos", "", [], [], []])
+    tape = json.dumps(value).encode()
+    assert "aten::cos.default" in (prove(step.lines, tape).refusal or "")
+    with pytest.raises(CertificateError):
+        found.check(tape)
+
+
+def test_what_is_no_certificate_is_refused() -> None:
+    for data in (b"", b"{}", Certificate((), (), None).encode()[:-3]):
+        with pytest.raises(CertificateError):
+            Certificate.decode(data)
+    assert prove([]).refusal is not None
+
+
+# ---- What the checker believes of operators ----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(tables.KERNELS))
+def test_kernels_are_as_they_declare(name: str) -> None:
+    """The checker's table agrees with the traits, which it does not read."""
+    op = references()[name]
+    traits = traits_of(op)
+    rows, features = tables.KERNELS[name]
+    assert set(rows) <= set(traits.rows.split()) | set(traits.requests.split())
+    is_by_request = name in ("accept", "count_tokens", "write_logprobs")
+    assert is_by_request or not {*traits.rows.split()} - {*rows}
+    assert features == (-1 if traits.features is None else traits.features) or features == -1
+    held = {*written_by(op)} - {"x"}
+    assert held == {*tables.WRITES.get(name, ())}
+    assert traits.reach != "request" or name in tables.WHOLE
+    assert traits.reach in ("row", "earlier", "request")
+
+
+def test_rows_are_taken_one_by_one() -> None:
+    """PyTorch's softmax and layer_norm along the last dimension, alone and in company."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in (4, 9, 40, 257):
+            x = 3 * torch.randn(37, size, generator=generator).to(dtype)
+            for function in (lambda x: x.softmax(-1), lambda x: F.layer_norm(x, x.shape[-1:])):
+                together = function(x)
+                for count in (1, 3):
+                    parts = [function(part.clone()) for part in x.split(count)]
+                    assert torch.equal(together, torch.cat(parts))
+
+
+def test_certificates_name_no_path(steps: Steps, checkpoint: Callable[..., Path]) -> None:
+    text = json.dumps(steps("mimo")["decode"].lines)
+    assert str(checkpoint("mimo", "random")) not in text

@@ -1,0 +1,89 @@
+"""Listings of real steps, made once, and edits of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers.tiny import drafter
+from mtpc.backends.cpu.backend import CpuBackend
+from mtpc.backends.lower_tape import lower_to_tape
+from mtpc.backends.tape import write_tape
+from mtpc.capture.listing import listing
+from mtpc.config import CompileOptions
+from mtpc.layout import Layout
+from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
+from mtpc.weights.paired_checkpoint import open_checkpoint
+
+Lines = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A step's listing, and its tape."""
+
+    lines: Lines
+    tape: bytes
+
+
+def listed(directory: Path, **options: Any) -> dict[str, Listed]:
+    """The steps of a checkpoint for the cpu backend in bfloat16, by phase: the last of each."""
+    sizes = dict(spec_tokens=2, batch_buckets=(3,), max_len=64, dtype="bfloat16")
+    chosen = CompileOptions.parse({**drafter(directory), **sizes, **options})
+    source = open_checkpoint(directory, chosen.drafter)
+    loaded = load(source, chosen.dtype, chosen.spec_tokens > 0, chosen.wiring, headers_only=True)
+    compiler = StepCompiler(loaded, chosen, CpuBackend(), new_buffer=Layout.reserve)
+    found = {}
+    for key in compiler.keys:
+        graph = compiler.rewritten(key)
+        found[key.phase] = Listed(listing(graph), write_tape(*lower_to_tape(graph)).encode())
+    return found
+
+
+@dataclass
+class Edit:
+    """A copy of a listing that is changed.
+
+    Attributes:
+        lines: of the listing.
+        names: how many lines were added.
+    """
+
+    lines: Lines
+    added: int = field(default=0)
+
+    @classmethod
+    def of(cls, lines: Lines) -> Edit:
+        return cls(copy.deepcopy(lines))
+
+    def find(self, op: str, number: int = 0, has: Callable[[Any], bool] = lambda line: True) -> Any:
+        """The nth line of an operator that has something."""
+        return [line for line in self.lines if line[1] == op and has(line)][number]
+
+    def line(self, ref: str) -> Any:
+        """The line that an argument names."""
+        return next(line for line in self.lines if line[0] == ref.removeprefix("%"))
+
+    def add(self, before: Any, op: str, args: dict[str, Any], shape: list[Any], dtype: str) -> str:
+        """A new line before another; returns what names it."""
+        self.added += 1
+        name = f"planted_{self.added}"
+        at = next(n for n, line in enumerate(self.lines) if line is before)
+        self.lines.insert(at, [name, op, args, [shape], [dtype]])
+        return f"%{name}"
+
+    def redirect(self, ref: str, new: str, start: Any) -> None:
+        """Lines from `start` on take a new value in the place of another."""
+        at = next(n for n, line in enumerate(self.lines) if line is start)
+        for line in self.lines[at:]:
+            line[2] = {name: _swapped(value, ref, new) for name, value in line[2].items()}
+
+
+def _swapped(value: Any, ref: str, new: str) -> Any:
+    if isinstance(value, list):
+        return [_swapped(one, ref, new) for one in value]
+    return new if value == ref else value
