@@ -110,7 +110,7 @@ def _print_certificate(graph: StepGraph, backend: str) -> None:
     from mtpc.cli.certificates import print_certificate
 
     row = BACKENDS[backend.partition(",")[0]]
-    tape = write_tape(*lower_to_tape(graph)).encode() if row.has_packages else None
+    tape = write_tape(*lower_to_tape(graph)).encode() if row.makes_files else None
     print_certificate(prove(listing(graph), tape, tape is None), f"{graph.name}, {backend}")
 
 

@@ -343,7 +343,7 @@ class StepCompiler:
     def should_be_certified(self) -> bool:
         """Whether the backend's steps are to be exact: a row's bits the same in any company."""
         is_exact = self.backend.makes_files and self.loaded.dtype == torch.bfloat16
-        return self.share is None and (is_exact or self.options.batch_invariant)
+        return self.share is None and (is_exact or self.plan.batch_invariant)
 
     def _graph(self, key: StepKey, part: Part) -> tuple[StepGraph, dict[str, bytes]]:
         """A step, or its half, after all passes; and files with its text after each pass.
