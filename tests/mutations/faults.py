@@ -748,7 +748,7 @@ FAULTS = (
     Fault(
         "an evicted page is still known",
         "engine/pages.py",
-        "del self._idle[page]\n            self.index.forget(page)\n",
+        "del self._idle[page]\n                self.index.forget(page)\n",
         "del self._idle[page]\n",
         "engine/test_pages.py",
     ),
