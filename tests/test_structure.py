@@ -224,7 +224,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1950,
+    ".": 1960,
     "backends": 14690,
     "capture": 1690,
     "cli": 4810,
@@ -236,7 +236,7 @@ LINES = {
     "models": 7810,
     "ops": 2520,
     "passes": 2270,
-    "program": 5670,
+    "program": 5680,
     "server": 4420,
     "step": 1420,
     "store": 930,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -25,7 +26,9 @@ from mtpc.ops.collectives import is_collective
 from mtpc.passes import Sharding, Verifier, run_pipeline
 from mtpc.plan import Plan
 from mtpc.program.program import CapturedStep
-from mtpc.program.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""
