@@ -42,7 +42,6 @@ from mtpc.layout.progress import Listener
 from mtpc.plan import Plan
 from mtpc.program.binding import bind_program
 from mtpc.program.child_process import Background
-from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.open_steps import Prepared, Wanted, open_steps
 from mtpc.program.program import CostEntry, Program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
@@ -90,7 +89,11 @@ def compile(
 
         opened = open_steps(model, asked, Wanted("fused", True, bind), listener)
     found = opened.model
-    program = opened.made if opened.ranks is None else ranked(opened.made, opened.ranks)
+    program = opened.made
+    if opened.ranks is not None:
+        from mtpc.program.follow import ranked
+
+        program = ranked(program, opened.ranks)
     rest = None if opened.rest is None else Background(opened.rest, program, listener)
     of_model = (found.served, found.plan, program, found.loaded)
     return SpecModel(*of_model, opened.fallbacks, rest)
@@ -141,6 +144,8 @@ class SpecModel:
             RankError: rank 0, or another rank, has ended.
             RequestError: this is rank 0, or the only rank.
         """
+        from mtpc.program.follow import FollowingProgram
+
         if not isinstance(self.program, FollowingProgram):
             raise RequestError("follow() is for ranks other than 0 of tensor_parallel_size > 1")
         self.program.follow()
@@ -165,8 +170,7 @@ class SpecModel:
         """
         self._end_building()
         self.engine.close()
-        if isinstance(self.program, LeadingProgram):
-            self.program.close()
+        self.program.close()
 
     def set_synthetic_acceptance(self, rates: Sequence[float]) -> None:
         """Change how many drafts the next steps accept.

@@ -72,9 +72,9 @@ class _Notes(logging.Handler):
         self._said = set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line."""
+        """Print a line, but not a server's, which has a log of its own."""
         line = typed(record.getMessage())
-        if line not in self._said and not is_other():
+        if record.name == "mtpc" and line not in self._said and not is_other():
             print("note:", line, file=sys.stderr)
         self._said.add(line)
 

@@ -11,7 +11,6 @@ from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import NULL_PAGE, PROMPT_EMBEDS, ROPE_OFFSETS, TEXT_IDS, StepKey
 from mtpc.program.program import Program
-from mtpc.step.synthetic import draws
 
 
 def write_state(program: Program, request: Request) -> None:
@@ -49,6 +48,8 @@ def write_new_pages(program: Program, request: Request, first: int) -> None:
 def write_synthetic_draws(program: Program, rates: Sequence[float]) -> None:
     """Write how many drafts the next steps accept; without rates there is nothing to write."""
     if rates:
+        from mtpc.step.synthetic import draws  # Here: it imports operators.
+
         table = program.shared["state.synthetic_draws"]
         program.write(table, draws(rates, table.shape[0]))
 

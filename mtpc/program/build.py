@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.cpu_kernels import build_kernels
@@ -24,16 +25,18 @@ from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache, pin_of
 from mtpc.program.processes import WORKER, free_bytes
-from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import CachedStep, StepCache
 from mtpc.program.step_record import Forecast, Graph
 from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
+
 Check = Callable[[StepCompiler], None]
 """Raises MtpcError to refuse a model."""
-_Program = tuple[int, Ranks | None]
+_Program: TypeAlias = "tuple[int, Ranks | None]"
 """K, and the rank whose part of the steps it has."""
 
 

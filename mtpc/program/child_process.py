@@ -49,12 +49,12 @@ from mtpc.program.processes import (
     without_collections,
 )
 from mtpc.program.program import Program
-from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from mtpc.program.build import Check
+    from mtpc.program.ranks import Ranks
 
 LARGE = 256 * 2**20
 """From so many bytes of weights on, a process is worth the four seconds that it takes to start."""

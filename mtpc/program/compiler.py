@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
@@ -68,12 +69,14 @@ from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
 from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
-from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 _Write = Callable[[int, str, StepGraph], None]
 """Called with the number and name of a pass, and the graph after it."""

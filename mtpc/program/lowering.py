@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import fx
@@ -27,7 +27,9 @@ from mtpc.passes import Pass, Policy, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers
 from mtpc.plan import Plan
 from mtpc.program.program import CapturedStep
-from mtpc.program.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""

@@ -12,6 +12,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,8 +27,10 @@ from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.ranks import Ranks
 from mtpc.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 MARGIN = 64 << 20
 """Bytes for what nothing here computes: kernels' code, gaps between blocks. Never measured."""

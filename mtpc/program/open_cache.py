@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,13 +20,15 @@ from mtpc.layout import Graphs, step_name
 from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps
 from mtpc.program.model_key import checkpoint_fields, object_fields
-from mtpc.program.ranks import Ranks
 from mtpc.program.step_cache import StepCache, Steps, program_fields
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import checkpoint_of
 from mtpc.weights.stored import StoredWeights
 from mtpc.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 
 def kernel_store(plan: Plan, cache: StepCache | None) -> EntryStore | None:

@@ -26,11 +26,10 @@ from mtpc.plan import Plan
 from mtpc.program.binding import BuiltSteps
 from mtpc.program.child_process import Rest, build_in_child
 from mtpc.program.host_memory import check_model, need_of_steps
-from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.model_key import page_identity
 from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
 from mtpc.program.planning import plan_model
-from mtpc.program.processes import free_bytes, without_collections
+from mtpc.program.processes import HeldInterrupts, free_bytes, without_collections
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
@@ -126,7 +125,8 @@ def open_steps(
     prepare = partial(_road, model, asked, wanted, progress)
     if asked.tensor_parallel_size == 1:
         return prepare().open()
-    from mtpc.program.ranks import join_ranks, share_memory
+    from mtpc.program.rank_exchanges import share_memory
+    from mtpc.program.ranks import join_ranks
 
     row = first_choice(asked.backend)
     ranks = join_ranks(asked.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))

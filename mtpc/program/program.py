@@ -82,6 +82,9 @@ class Program:
     costs: CostEntry | None = None
     _rows: dict[StepKey, list[int]] = field(default_factory=dict, repr=False)
 
+    def close(self) -> None:
+        """End what others do for the program: ranks that follow it, where there are some."""
+
     @property
     def layout(self) -> Layout:
         """Buffers of one of the steps; `state.*` and `kv.*` are those of all."""

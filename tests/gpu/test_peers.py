@@ -34,7 +34,7 @@ from mtpc.backends.triton_kernels.ops import gather_ranks, sum_ranks
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.capture.graph import operators
 from mtpc.passes import Sharding
-from mtpc.program.rank_devices import share_peers
+from mtpc.program.rank_exchanges import share_peers
 from mtpc.program.ranks import Ranks
 
 pytestmark = pytest.mark.triton

@@ -115,7 +115,7 @@ def test_weights_that_passes_make_are_in_the_plan(
     """Where mtpc read the weights itself, joint ones take their place and nothing is added."""
     loaded = replace(load(checkpoint("mimo"), "float32", True), owned=owned)
     joint = changed(OPTIONS, batch_buckets=(2,))
-    apart = replace(joint, disabled_passes=("merge-projections",))
+    apart = changed(joint, disabled_passes=("merge-projections",))
     plain, merged = (
         plan_memory(StepCompiler(loaded, options, backend())) for options in (apart, joint)
     )

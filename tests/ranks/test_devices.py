@@ -35,15 +35,15 @@ from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
-from mtpc.program import rank_devices
+from mtpc.program import follow, rank_exchanges
 from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
+from mtpc.program.follow import FollowingProgram, LeadingProgram, StepWatch, ranked
 from mtpc.program.lowering import AgreeOnCalls
 from mtpc.program.memory_plan import MemoryPlan, least_pages
-from mtpc.program.rank_devices import Seen, StepWatch, choose_device, make_group, why_apart
+from mtpc.program.rank_exchanges import Seen, choose_device, make_group, step_timeout_s, why_apart
 from mtpc.program.rank_share import RankShare, read_part
-from mtpc.program.ranks import Ranks, step_timeout_s
+from mtpc.program.ranks import Ranks
 
 ours = torch.ops.mtpc
 GPUS = ("a", "b", "c")
@@ -131,7 +131,7 @@ def refuse(ranks: Ranks) -> list[str]:
             patch.setattr(torch.cuda, "device_count", lambda: 0)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
         with pytest.raises((BackendError, RankError)) as caught:
-            rank_devices.join_devices(ranks)
+            rank_exchanges.join_devices(ranks)
         said.append(f"{type(caught.value).__name__}: {caught.value}")
     patch.undo()
     return said
@@ -340,7 +340,7 @@ def test_a_device_has_only_its_rank_s_part(
 
 def watch_steps(ranks: Ranks) -> Iterator[Any]:
     """Rank 0 launches a step that does not end until it is aborted."""
-    rank_devices._POLL_S, rank_devices._ANSWER_S, rank_devices._END_S = 0.05, 1.0, 30.0
+    follow._POLL_S, follow._ANSWER_S, follow._END_S = 0.05, 1.0, 30.0
     aborted = threading.Event()
     store = dist.distributed_c10d._get_default_store()
     watch = StepWatch(ranks.rank, ranks.size, store, "test", 0.5, aborted.set)
@@ -382,7 +382,7 @@ def test_a_process_ends_if_nothing_ends_its_step(tmp_path: Path) -> None:
     """When the abort of exchanges has no effect."""
     child = os.fork()
     if not child:
-        rank_devices._POLL_S, rank_devices._ANSWER_S, rank_devices._END_S = 0.05, 0.1, 0.3
+        follow._POLL_S, follow._ANSWER_S, follow._END_S = 0.05, 0.1, 0.3
         watch = StepWatch(0, 2, dist.HashStore(), "test", 0.2, lambda: None)
         watch.wait(lambda: time.sleep(60))
     until = time.monotonic() + 20

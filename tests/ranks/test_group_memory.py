@@ -25,7 +25,8 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
 from mtpc.program import ranks as ranks_module
-from mtpc.program.ranks import Ranks, share_memory
+from mtpc.program.rank_exchanges import share_memory
+from mtpc.program.ranks import Ranks
 
 load_kernels()
 GROUP = "0"

@@ -1,32 +1,36 @@
-"""Which GPU each rank has, how GPUs exchange values within a step, and a bound on a step's time.
+"""How ranks exchange values within a step: through memory of one machine, or between GPUs.
 
     control messages: gloo, on the host  |  exchanges in a step: NCCL, on the device
     small exchanges of GPUs that read each other's memory: a kernel (`backends/peer_memory.py`)
 
-A step's group is mtpc's own, so the default group may be of any backend. torch names RCCL "nccl",
-too. torch's own watchdog does not see exchanges within a captured graph, so `StepWatch` bounds the
-time for which rank 0 waits, and names the rank that hangs. **This module has never run on a GPU.**
+On GPUs a step's group is mtpc's own, so the default group may be of any backend. torch names RCCL
+"nccl", too. **This part has never run on a GPU.**
+
+On CPUs ranks of one machine share memory. Rank 0 makes a file without a name in /dev/shm. The
+others open it by its number in rank 0's process, and all map it. So processes that are killed leave
+nothing there. The kernels of `cpu_kernels/collectives.cpp` use the memory by the name of the
+process group. Where ranks cannot share memory, a tape calls the references in place of these
+kernels, over torch.distributed.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from mtpc.backends.check_device import check_device, device_name
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
-from mtpc.errors import BackendError, LostRankError
+from mtpc.errors import BackendError
 from mtpc.ops.collectives import group_of
 
 if TYPE_CHECKING:
@@ -216,29 +220,6 @@ def _first_sum(ranks: Ranks, name: str, memory: PeerMemory) -> str:
     return f"has read {found.tolist()} there, expected {wanted}"
 
 
-def watch_steps(ranks: Ranks, limit_s: float) -> StepWatch | None:
-    """Watches a program's steps if ranks exchange values on GPUs; None on CPUs, where exchanges
-    have a timeout of their own."""
-    if not ranks.on_gpus:
-        return None
-    store, end = dist.distributed_c10d._get_default_store(), partial(end_exchanges, ranks)
-    return StepWatch(ranks.rank, ranks.size, store, ranks.group, limit_s, end)
-
-
-def end_exchanges(ranks: Ranks) -> None:
-    """End a group's exchanges that wait for a rank that is lost. Graphs go on with wrong values."""
-    if ranks.group in PEERS:
-        PEERS[ranks.group].let_go()
-    dist.distributed_c10d._abort_process_group(group_of(ranks.group))
-
-
-def leave_devices(ranks: Ranks) -> None:
-    """Give up the group on which graphs exchanged values, when they are released."""
-    if ranks.on_gpus:
-        PEERS.pop(ranks.group, None)
-        dist.destroy_process_group(group_of(ranks.group))
-
-
 def _see() -> Seen:
     check_device()
     if not dist.is_nccl_available():
@@ -254,113 +235,92 @@ def _see() -> Seen:
     return Seen(boot, devices, torch.cuda.current_device())
 
 
-_POLL_S = 1.0
-"""Seconds between two looks at the clock, or at the store."""
-_ANSWER_S = 3.0
-"""Seconds in which a rank that lives has answered."""
-_END_S = 5.0
-"""Seconds after which exchanges must have ended that were aborted."""
+def step_timeout_s() -> float:
+    """How long a rank of the default process group waits for another."""
+    world = dist.group.WORLD
+    assert world is not None
+    backend = world._get_backend(world._device_types[0])
+    return float(backend.options._timeout.total_seconds())
 
 
-class StepWatch:
-    """Watches the steps of one program; each rank has one.
+SLOT_BYTES = 2**18
+"""What a rank tells at once; longer values take turns. Such slots of two ranks stay in caches."""
+_HEADER_BYTES = 4096
+"""What is before the slots: `kHeaderBytes` of `cpu_kernels/group_memory.h`."""
+_DIRECTORY = Path("/dev/shm")
+_APART = "ranks exchange values over torch.distributed, not through shared memory"
 
-    A thread of rank 0 looks at the clock while the host waits for a step. When the time is over, it
-    asks the other ranks through the process group's store, and gives up the group's communicator,
-    so that kernels that wait end. If they do not, the process ends. In each other rank a thread
-    answers with the number of steps that the rank has launched.
 
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        store: of the default process group.
-        name: differs between programs, and is the same on all ranks.
-        limit_s: how long rank 0 waits for a step.
-        abort: ends exchanges that wait, on this rank.
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank runs, and whether it can share memory.
 
     Attributes:
-        launched: number of steps that this rank has launched.
+        machine: differs where processes cannot open each other's files.
+        process: its id.
+        path: by which others open the memory; of rank 0 only.
+        fault: why the rank cannot share memory; "" if it can.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: Any,
-        name: str,
-        limit_s: float,
-        abort: Callable[[], None],
-    ):
-        self._rank, self._size, self._store, self._key = rank, size, store, f"mtpc/watch/{name}"
-        self._limit_s, self._abort = limit_s, abort
-        self.launched = 0
-        self._until: float | None = None
-        self._failure = ""
-        self._closed, self._is_back = threading.Event(), threading.Event()
-        run = self._answer if rank else self._look
-        threading.Thread(target=run, name="mtpc-step-watch", daemon=True).start()
+    machine: str = ""
+    process: int = 0
+    path: str = ""
+    fault: str = ""
 
-    def wait(self, wait: Callable[[], None]) -> None:
-        """On rank 0: wait for a step.
 
-        Args:
-            wait: returns when the step is done, or when its exchanges were aborted.
+def share_memory(ranks: Ranks, slot_bytes: int = SLOT_BYTES) -> str:
+    """Share memory with all ranks of the default process group, for as long as it is there.
 
-        Raises:
-            LostRankError: the step has taken too long; the message names the rank that hangs.
-        """
-        self._is_back.clear()
-        self._until = time.monotonic() + self._limit_s
+    It takes the place of what they have shared before. Every rank calls this at the same time, when
+    the cpu kernels are loaded, and no step runs.
+
+    Args:
+        ranks: this process among them.
+        slot_bytes: what a rank can tell at once, a multiple of 64.
+
+    Returns:
+        Why the ranks share none, the same on all of them; "" if they do.
+
+    Raises:
+        LostRankError: another rank has ended.
+    """
+    with ExitStack() as stack:
+        places = ranks.tell_all(_place(ranks, slot_bytes, stack))
+        fault = first_fault(_APART, [place.fault for place in places])
+        apart = "is on another machine than rank 0"
+        others = [apart * (place.machine != places[0].machine) for place in places]
+        fault = fault or first_fault(_APART, others)
+        if fault:
+            return fault
+        own, number = "", 0
         try:
-            wait()
-        finally:
-            self._until = None
-            self._is_back.set()
-        if self._failure:
-            raise LostRankError(self._failure)
+            processes = [place.process for place in places]
+            where = (ranks.group, places[0].path, slot_bytes, ranks.rank, processes)
+            number = torch.ops.mtpc_cpu.share_memory(*where, step_timeout_s())
+        except RuntimeError as error:
+            own = str(error).splitlines()[0]
+        fault = first_fault(_APART, ranks.tell_all(own))
+    unshare = torch.ops.mtpc_cpu.unshare_memory
+    if fault:
+        unshare(ranks.group)
+    else:
+        weakref.finalize(dist.group.WORLD, unshare, ranks.group, number).atexit = False
+    return fault
 
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
 
-    def _look(self) -> None:
-        while not self._closed.wait(_POLL_S):
-            until = self._until
-            if until is not None and time.monotonic() > until:
-                self._failure = self._reason()
-                threading.Thread(target=self._abort, daemon=True).start()
-                if not self._is_back.wait(_END_S):
-                    print("error:", self._failure, file=sys.stderr, flush=True)
-                    os._exit(2)
-                return
-
-    def _answer(self) -> None:
-        # The store is gone when rank 0 is.
-        with suppress(RuntimeError):
-            while not self._closed.wait(_POLL_S):
-                if self._store.check([self._key]):
-                    self._store.set(f"{self._key}/{self._rank}", str(self.launched))
-                    return
-
-    def _reason(self) -> str:
-        """Which rank hangs: one that does not answer, or has launched fewer steps."""
-        self._store.set(self._key, "")
-        keys = {rank: f"{self._key}/{rank}" for rank in range(1, self._size)}
-        until = time.monotonic() + _ANSWER_S
-        while not self._store.check([*keys.values()]) and time.monotonic() < until:
-            time.sleep(_POLL_S / 10)
-        for rank, key in keys.items():
-            if not self._store.check([key]):
-                return f"rank {rank} of {self._size} has not answered for {self._limit_s:.0f} s"
-        counts = {rank: int(self._store.get(key)) for rank, key in keys.items()}
-        for rank, count in counts.items():
-            if count < self.launched:
-                return (
-                    f"rank {rank} of {self._size} has launched {count} steps and hangs; rank 0 has "
-                    f"launched {self.launched}, and has waited for {self._limit_s:.0f} s"
-                )
-        return (
-            f"step {self.launched} has not ended for {self._limit_s:.0f} s, although all "
-            f"{self._size} ranks have launched it: check the links between the GPUs "
-            "(NCCL_DEBUG=INFO)"
-        )
+def _place(ranks: Ranks, slot_bytes: int, stack: ExitStack) -> _Place:
+    """This rank's place, which shares nothing any more; rank 0's file is there until the stack is
+    closed."""
+    if not hasattr(torch.ops.mtpc_cpu, "share_memory"):
+        return _Place(fault="has not loaded the cpu kernels")
+    torch.ops.mtpc_cpu.unshare_memory(ranks.group)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}, processes {os.stat('/proc/self/ns/pid').st_ino}"
+        if ranks.rank:
+            return _Place(machine, os.getpid())
+        file = stack.enter_context(tempfile.TemporaryFile(dir=_DIRECTORY))  # noqa: SIM115
+        os.posix_fallocate(file.fileno(), 0, _HEADER_BYTES + 2 * ranks.size * slot_bytes)
+        return _Place(machine, os.getpid(), f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    except OSError as error:
+        return _Place(fault=f"cannot share memory: {error}")

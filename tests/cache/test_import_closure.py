@@ -1,0 +1,18 @@
+"""A start imports little of mtpc: upper bounds, to be lowered when a start imports less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.import_closure import closure
+
+BOUNDS = {"cold": (263, 40300), "warm": (146, 23500)}
+"""The most modules of mtpc, and lines of them, that `mtpc.compile` imports on the cpu backend."""
+
+
+def test_what_a_start_imports(cpu_cache: Path) -> None:
+    for start, bounds in BOUNDS.items():  # The first one fills the cache.
+        found = closure(cpu_cache).size
+        said = f"{start}: {found}; python -m helpers.import_closure CACHE -v (in tests/) lists them"
+        assert found[0] <= bounds[0], said
+        assert found[1] <= bounds[1], said
