@@ -22,7 +22,7 @@ from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
-from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.pack_groups import PackBlocks, PackGroups
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
@@ -54,6 +54,7 @@ def full_pipeline(
         TrimDraftHead(draft_vocab),
         ShardStep(sharding),
         QuantiseDraft(),
+        PackBlocks(),
         PackGroups(quantize),
         MergeProjections(),
         PackWeights(),
