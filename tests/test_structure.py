@@ -233,14 +233,14 @@ LINES = {
     "integrations": 4410,
     "layout": 1050,
     "models": 7810,
-    "ops": 2520,
-    "passes": 2270,
+    "ops": 2570,
+    "passes": 2310,
     "program": 5700,
     "server": 4420,
     "step": 1420,
     "store": 930,
     "tuning": 1070,
-    "weights": 6380,
+    "weights": 6590,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -37,11 +37,11 @@ def grouped_linear(
     [_, K b / 32, 32, 4] are integers of b bits. Scales int16 are words of super-blocks.
 
     With codes that stand for integers, x is rounded to int8: each row has one scale for each group
-    of W, the largest magnitude of these inputs divided by 127. A group's sum of products is an exact
-    integer. It becomes a float32, is multiplied by the product of both scales, and is added in float32 to
-    the sum of the groups before it, first group first. With minima, the sum of the group's rounded
-    inputs, an exact integer as float32, times the product of the row's scale and the minimum is
-    then subtracted.
+    of W, the largest magnitude of these inputs divided by 127. A group's sum of products is an
+    exact integer. It becomes a float32, is multiplied by the product of both scales, and is added
+    in float32 to the sum of the groups before it, first group first. With minima, the sum of the
+    group's rounded inputs, an exact integer as float32, times the product of the row's scale and
+    the minimum is then subtracted.
 
     With float8 codes, x stays as it is. A group's products are added in float32, first input first.
     The sum is multiplied by the group's scale and added as above.

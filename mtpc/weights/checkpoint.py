@@ -100,7 +100,7 @@ class Checkpoint(CheckpointFiles):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that tell a user how the weights are read."""
-        known, notes = self._quantised, []
+        known, notes = self._quantised, list[str]()
         if self.dequantised:
             kinds = _counted(known[self._whole(name)].layout for name in self.dequantised)
             notes.append(

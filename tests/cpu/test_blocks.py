@@ -125,6 +125,15 @@ def test_parts_of_inputs(number: int) -> None:
         assert (spec == made.spec) >= whole
 
 
+def test_steps_that_are_no_numbers_are_found() -> None:
+    """Binding checks `numbers`: a super-block's float16 are among its words."""
+    for number, word in ((12, 0), (12, 1), (14, 0), (23, 0)):
+        made = BlockWeight(number, random_blocks(number, 4, 512)).weight
+        assert all(bool(part.isfinite().all()) for part in made.numbers)
+        made.scales.view(torch.float16)[2, made.form.words + word] = torch.nan
+        assert not all(bool(part.isfinite().all()) for part in made.numbers)
+
+
 def test_misfits_are_refused() -> None:
     made = BlockWeight(12, random_blocks(12, 64, 512))
     codes, scales, _ = made.parts

@@ -28,7 +28,6 @@ from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.families import FAMILIES
 from mtpc.weights.gguf.file import Change, GgufFile, GgufTensor, Heads, find_gguf
 from mtpc.weights.gguf.names import ENDS, STACKS
-from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -228,7 +227,8 @@ def test_types_of_few_bits_are_rounded_again(number: int) -> None:
     raw = torch.randint(0, 64, (3, 2 * block.nbytes), dtype=torch.uint8)  # All scales are finite.
     stored = GgufTensor(Path("a"), block.name, (3, 512), 0, block, Change())
     (weight,) = find({"a.weight": stored}, {}, {})
-    assert weight.is_rounded and weight.layout == f"{block.name}, rounded to 8 bits"
+    assert weight.is_rounded
+    assert weight.layout == f"{block.name}, rounded to 8 bits"
     wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind)).unflatten(-1, (-1, 32))
     found = weight.grouped(lambda name: raw).whole().dequantise().unflatten(-1, (-1, 32))
     limit = wanted.abs().amax(-1, keepdim=True) * (0.51 / 127) + 2.0**-25 * 127
