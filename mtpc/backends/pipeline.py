@@ -24,7 +24,7 @@ from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
-from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.pack_groups import PackBlocks, PackGroups
 from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
@@ -55,6 +55,7 @@ def full_pipeline(
         TrimDraftHead(plan.draft_vocab),
         ShardStep(sharding),
         QuantiseDraft(),
+        PackBlocks(),
         PackGroups(plan.quantize),
         MergeProjections(),
         PackWeights(),

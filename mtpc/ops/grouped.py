@@ -11,7 +11,8 @@ from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.ops.traits import Traits, operator
-from mtpc.weights.grouped import GroupedWeight, form_of, unpack_codes, unpack_scales
+from mtpc.weights.grouped import GroupedWeight, codes_of, form_of, unpack_codes, unpack_scales
+from mtpc.weights.packing import TILE
 
 LARGEST = 127
 """The largest magnitude of inputs that are rounded to int8."""
@@ -35,12 +36,12 @@ def grouped_linear(
     [_, K / 8, 32, 4] are int4, and e2m1 if scales are uint8; int8 ones are iq4; uint8 codes
     [_, K b / 32, 32, 4] are integers of b bits. Scales int16 are words of super-blocks.
 
-    With codes that stand for integers, x is rounded to int8: each row has one scale for each group of W, the
-    largest magnitude of these inputs divided by 127. A group's sum of products is an exact integer.
-    It becomes a float32, is multiplied by the product of both scales, and is added in float32 to
-    the sum of the groups before it, first group first. With minima, the sum of the group's rounded
-    inputs, an exact integer as float32, times the product of the row's scale and the minimum is
-    then subtracted.
+    With codes that stand for integers, x is rounded to int8: each row has one scale for each group
+    of W, the largest magnitude of these inputs divided by 127. A group's sum of products is an
+    exact integer. It becomes a float32, is multiplied by the product of both scales, and is added
+    in float32 to the sum of the groups before it, first group first. With minima, the sum of the
+    group's rounded inputs, an exact integer as float32, times the product of the row's scale and
+    the minimum is then subtracted.
 
     With float8 codes, x stays as it is. A group's products are added in float32, first input first.
     The sum is multiplied by the group's scale and added as above.
@@ -150,6 +151,49 @@ def _(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, features: int, *_: Any, **__: Any
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], features // 2))
+
+
+@operator(Traits("row", "elements", rows="ids", features=0))
+def grouped_embedding(
+    ids: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    inputs: int,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Rows of an embedding W: float32 values of its codes, rounded once to bfloat16.
+
+    Args:
+        ids: int64, any shape, each below the number of rows.
+        codes: as in `grouped_linear`, of W [N, K]; not float8.
+        scales: as there.
+        zeros: as there.
+        inputs: K.
+        rows: as there, of ids.
+
+    Returns:
+        bfloat16 [*ids.shape, K].
+
+    Raises:
+        ValueError: codes and scales do not fit so many inputs.
+    """
+    form, flat = form_of(inputs, codes, scales, zeros), ids.flatten()
+
+    def take(packed: Tensor) -> Tensor:
+        return packed[flat // TILE, :, flat % TILE]
+
+    raw = take(codes.view(torch.uint8)).flatten(-2)
+    points = None if zeros is None else take(zeros)
+    weight = GroupedWeight(form, codes_of(raw, form.kind), take(scales), points)
+    return keep_rows(weight.dequantise().bfloat16().view(*ids.shape, inputs), rows)
+
+
+@grouped_embedding.register_fake
+def _(
+    ids: Tensor, codes: Tensor, scales: Tensor, zeros: Any, inputs: int, *_: Any, **__: Any
+) -> Tensor:
+    return ids.new_empty((*ids.shape, inputs), dtype=torch.bfloat16)
 
 
 @operator(Traits("row", "sums", rows="x expert_ids expert_weights"))

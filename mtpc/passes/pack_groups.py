@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import OptionError
-from mtpc.passes.base import Policy, emit_named
+from mtpc.passes.base import Policy, emit, emit_named, is_call, is_narrow, tidy
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -37,6 +37,27 @@ SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
 
 
 @dataclass(frozen=True)
+class PackBlocks:
+    """Replace linears, experts and embeddings on weights of blocks by ops that read them as stored.
+
+    Such weights have codes of 5 or 6 bits, codes that are places in a table, or scales of
+    super-blocks, as GGUF's types have them. Without this pass, pack-groups widens their codes to 4
+    or 8 bits and their scales to floats. Embeddings whose checkpoint stores codes are read by row,
+    and stay codes as well. On by default on backends with kernels for them (cpu).
+    """
+
+    name: ClassVar[str] = "pack-blocks"
+    policy: ClassVar[Policy] = "backend"
+
+    def apply(self, graph: StepGraph) -> int:
+        def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
+            stored = graph.weights.spec(name)
+            return None if stored is None or stored == stored.widened() else stored
+
+        return _place_embeddings(graph) + place_groups(graph, spec, "grouped")
+
+
+@dataclass(frozen=True)
 class PackGroups:
     """Replace linears and experts on grouped weights by ops that read the codes.
 
@@ -55,7 +76,8 @@ class PackGroups:
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            return graph.weights.spec(name) or self._by_scheme(graph, name, weight)
+            stored = graph.weights.spec(name)
+            return stored.widened() if stored else self._by_scheme(graph, name, weight)
 
         return place_groups(graph, spec, "grouped")
 
@@ -103,6 +125,27 @@ def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
         lambda node, _: node in specs,
         lambda graph, node: _grouped_experts(graph, node, specs[node], stem),
     )
+
+
+def _place_embeddings(graph: StepGraph) -> int:
+    """Replace embeddings whose checkpoint stores codes; returns how many."""
+    found = []
+    for node in graph.graph.nodes:
+        if is_call(node, torch.ops.aten.embedding.default) and is_narrow(node):
+            operand = arguments(node)["weight"]
+            if weight_of(graph, operand) is None:
+                continue
+            spec = graph.weights.spec(str(operand.target))
+            if spec is not None and spec.form.kind != "float8":
+                found.append((node, operand, spec))
+    for node, operand, spec in found:
+        inputs = operand.meta["val"].shape[-1]
+        with graph.graph.inserting_before(node):
+            pieces = joined_pieces(graph, [operand], spec, "grouped")
+            args = (arguments(node)["indices"], *pieces, inputs)
+            rows = emit(graph.graph, torch.ops.mtpc.grouped_embedding.default, args, node)
+        node.replace_all_uses_with(rows)
+    return tidy(graph, len(found))
 
 
 def _place_linears(

@@ -100,14 +100,20 @@ class Checkpoint(CheckpointFiles):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that tell a user how the weights are read."""
-        if not self.dequantised:
-            return ()
-        layouts = Counter(self._quantised[self._whole(n)].layout for n in self.dequantised)
-        kinds = "; ".join(f"{count} x {layout}" for layout, count in layouts.most_common())
-        return (
-            f"{len(self.dequantised)} of {len(self._quantised)} quantised weight(s) are "
-            f"dequantised to {self.dtype} where no kernel reads their codes: {kinds}",
-        )
+        known, notes = self._quantised, list[str]()
+        if self.dequantised:
+            kinds = _counted(known[self._whole(name)].layout for name in self.dequantised)
+            notes.append(
+                f"{len(self.dequantised)} of {len(known)} quantised weight(s) are dequantised to "
+                f"{self.dtype} where no kernel reads their codes: {kinds}"
+            )
+        rounded = [weight.layout for weight in known.values() if weight.is_rounded]
+        if rounded:
+            notes.append(
+                f"{len(rounded)} of {len(known)} quantised weight(s) are of types whose codes no "
+                f"kernel reads: {_counted(rounded)}"
+            )
+        return tuple(notes)
 
     @property
     def dtype(self) -> str:
@@ -225,6 +231,11 @@ class Checkpoint(CheckpointFiles):
         check_ids(ids, path, "eos_token_id")
         own = as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
         return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
+
+
+def _counted(layouts: Iterable[str]) -> str:
+    """How many there are of each, the most frequent first."""
+    return "; ".join(f"{count} x {layout}" for layout, count in Counter(layouts).most_common())
 
 
 def stored_dtype(source: Any) -> str | None:

@@ -258,9 +258,14 @@ def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:
         kind: of the codes.
         features: N.
     """
-    raw = unpack(packed.view(torch.uint8), features)
+    codes = codes_of(unpack(packed.view(torch.uint8), features), kind)
+    return codes.view(packed.dtype) if kind == "float8" else codes
+
+
+def codes_of(raw: Tensor, kind: Kind) -> Tensor:
+    """Codes uint8 [..., K] from the bytes of rows; the inverse of `raw_codes`."""
     if BITS[kind] == 8:
-        return raw.view(packed.dtype)
+        return raw
     quads, above = PACKED_INPUTS[kind] // 4, BITS[kind] - 4
     words = raw.unflatten(-1, (-1, quads // 2 + (above > 0), 4))
     low = words[..., : quads // 2, :]
@@ -278,7 +283,8 @@ def pack_scales(scales: Tensor) -> Tensor:
         scales: [..., N, K / group], or words of super-blocks.
 
     Returns:
-        [..., ceil(N / 32), K / group, 32], or as many words. Features that fill the last tile are zero.
+        [..., ceil(N / 32), K / group, 32], or as many words. Features that fill the last tile are
+        zero.
     """
     *stack, features, groups = scales.shape
     packed = allocate((*stack, count_tiles(features), groups, TILE), scales.dtype)

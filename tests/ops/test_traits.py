@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.blocks import BlockWeight, random_blocks
 from torch import Tensor
 from torch.library import CustomOpDef
 
@@ -90,6 +91,8 @@ def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "float32_linear", (x, new.normal(7, 64))
     yield "clear_idle_rows", (x, torch.tensor([3]), 1)
     yield "grouped_linear_max", next(CALLS["grouped_linear"][0](new))
+    blocks = BlockWeight(12, random_blocks(12, 40, 256))
+    yield "grouped_embedding", (torch.tensor([[3, 39], [0, 3]]), *blocks.parts, 256)
     q, latents = new.rows(4, 48), new.cache(32 + 16)
     yield "expanded_latent_attention", (q, latents, new.normal(4 * 64, 32), *new.indices, 0.1, 32)
 

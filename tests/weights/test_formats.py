@@ -20,6 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import GroupForm
+from mtpc.weights.grouped_recipes import GroupSpec
 
 N, K = 24, 64
 NAME = "model.layers.0.mlp.up_proj"
@@ -229,14 +230,14 @@ FORMS: dict[str, tuple[Callable[[], tuple[Tensors, At, Any]], GroupForm | None]]
     "gptq 8 bits": (lambda: gptq(8, 32), GroupForm("int8", 32, True)),
     "gptq 8 bits, sym": (lambda: gptq(8, 32, sym=True, v2=True), GroupForm("int8", 32)),
     "awq": (lambda: awq(32), GroupForm("int4", 32, True)),
-    "mxfp4": (lambda: mxfp4("weight_blocks", "weight_scales", MXFP4), GroupForm("int8", 32)),
+    "mxfp4": (lambda: mxfp4("weight_blocks", "weight_scales", MXFP4), GroupForm("e2m1", 32)),
     "mxfp4, compressed-tensors": (
         lambda: mxfp4("weight_packed", "weight_scale", compressed("mxfp4-pack-quantized", **FLOAT)),
-        GroupForm("int8", 32),
+        GroupForm("e2m1", 32),
     ),
     "mxfp4, DeepSeek-V4": (
         lambda: mxfp4("weight", "scale", {"quant_method": "fp8"}, dtype=torch.float8_e8m0fnu),
-        GroupForm("int8", 32),
+        GroupForm("e2m1", 32),
     ),
     "fp8, DeepSeek-V4": (exponents_of_blocks, GroupForm("float8", 32)),
 }
@@ -280,7 +281,7 @@ def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> 
     checkpoint = Checkpoint(tmp_path)
     assert torch.equal(checkpoint.tensor(name), wanted)
     assert torch.equal(checkpoint.grouped(name).whole().dequantise().bfloat16(), wanted)
-    assert checkpoint.specs[name].form == GroupForm("int8", 32)
+    assert checkpoint.specs[name] == GroupSpec(GroupForm("e2m1", 32), "uint8")
 
 
 @pytest.mark.parametrize("is_fp4", [True, False])

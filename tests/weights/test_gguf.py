@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.blocks import KEPT, BlockWeight
 from helpers.tiny import family_of, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,11 +24,10 @@ from mtpc.models.read_config import read_config
 from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.gguf import find
-from mtpc.weights.gguf.blocks import BLOCKS, Block
+from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.families import FAMILIES
 from mtpc.weights.gguf.file import Change, GgufFile, GgufTensor, Heads, find_gguf
 from mtpc.weights.gguf.names import ENDS, STACKS
-from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -74,7 +74,9 @@ NOT_READ = {
     "attn_sinks",
 }
 """Names that gguf allows in families where the converter does not write them."""
-CODES = sorted(number for number, block in BLOCKS.items() if block.kind is not None)
+CODES = sorted(KEPT)
+FEW = sorted(number for number, block in BLOCKS.items() if block.is_rounded)
+"""Types of 1 to 3 bits."""
 
 
 def source_of(name: str, directory: Path) -> Path:
@@ -148,15 +150,9 @@ def blocks(number: int, seed: int, rows: int = 3, count: int = 2) -> torch.Tenso
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
 
 
-def values(block: Block, raw: torch.Tensor) -> torch.Tensor:
-    """What blocks stand for, in float64."""
-    assert block.decode is not None
-    says = block.decode(raw.unflatten(-1, (-1, block.nbytes)))
-    zero = 0 if block.has_mins else {"int4": 8, "int8": 128}[str(block.kind)]
-    codes = says.codes.double().unflatten(-1, (-1, block.group)) - zero
-    out = codes * says.scales.double()[..., None]
-    out = out if says.mins is None else out - says.mins.double()[..., None]
-    return out.reshape(len(raw), -1)
+def values(number: int, raw: torch.Tensor) -> torch.Tensor:
+    """What blocks stand for."""
+    return BlockWeight(number, raw).weight.dequantise()
 
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: BLOCKS[number].name)
@@ -172,7 +168,7 @@ def test_blocks_are_those_of_the_library(number: int, seed: int) -> None:
     assert (block.name, (block.inputs, block.nbytes)) == (kind.name, gguf.GGML_QUANT_SIZES[kind])
     with np.errstate(all="ignore"):
         wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind)).double()
-    found = values(block, raw).float().double()  # What is too large becomes infinite there, too.
+    found = values(number, raw).double()
     if block.name == "MXFP4":  # An exponent of 255 is NaN, and 2^127 in the library.
         wanted = torch.where(found.isnan(), found, wanted)
     limit = 2 * wanted.abs().nan_to_num(0, 0, 0).amax().item() * 2**-23  # It works in float32.
@@ -193,7 +189,7 @@ def test_blocks_are_those_of_transformers(number: int) -> None:
     elif BLOCKS[number].has_mins:
         raw.unflatten(-1, (-1, size))[..., 2:4] = torch.tensor([0, 56], dtype=torch.uint8)
     wanted = dequant.dequantize(raw, number, torch.float32)
-    assert torch.equal(values(BLOCKS[number], raw).float(), wanted.reshape(3, -1))
+    assert torch.equal(values(number, raw), wanted.reshape(3, -1))
 
 
 @pytest.mark.parametrize("number", [n for n in CODES if BLOCKS[n].has_mins])
@@ -206,7 +202,8 @@ def test_types_with_minima_are_read_as_codes(number: int, columns: Heads | None)
     steps[:] = torch.tensor([0.0123, 0.0567]).half().view(torch.int16)
     stored = GgufTensor(Path("a"), block.name, (40, 512), 0, block, Change(columns=columns))
     (weight,) = find({"a.weight": stored}, {}, {})
-    assert weight.spec == GroupSpec(GroupForm(weight.kind, 32, has_mins=True), block.scales)
+    whole = GroupSpec(block.form, block.scales)
+    assert weight.spec == (whole if columns is None else whole.widened())
     found = weight.grouped(lambda name: raw).whole()
     kind = gguf.GGMLQuantizationType(number)
     wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind))
@@ -215,10 +212,27 @@ def test_types_with_minima_are_read_as_codes(number: int, columns: Heads | None)
     assert torch.equal(weight.values(lambda name: raw, torch.float32), found.dequantise())
     packed = pack_rows(rows_of(found), weight.spec)
     x = torch.eye(512)  # Rounding to int8 leaves it as it is.
-    product = torch.ops.mtpc.grouped_linear(
-        x, packed["codes"], packed["scales"], packed["zeros"], 40
-    )
+    parts = packed["codes"], packed["scales"], packed.get("zeros")
+    product = torch.ops.mtpc.grouped_linear(x, *parts, 40)
     torch.testing.assert_close(product.t(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", FEW, ids=lambda number: BLOCKS[number].name)
+def test_types_of_few_bits_are_rounded_again(number: int) -> None:
+    """To 8 bits, which is within half a 127th of a group's largest value; a note says so."""
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType(number)
+    block = BLOCKS[number]
+    assert (block.name, (block.inputs, block.nbytes)) == (kind.name, gguf.GGML_QUANT_SIZES[kind])
+    raw = torch.randint(0, 64, (3, 2 * block.nbytes), dtype=torch.uint8)  # All scales are finite.
+    stored = GgufTensor(Path("a"), block.name, (3, 512), 0, block, Change())
+    (weight,) = find({"a.weight": stored}, {}, {})
+    assert weight.is_rounded
+    assert weight.layout == f"{block.name}, rounded to 8 bits"
+    wanted = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), kind)).unflatten(-1, (-1, 32))
+    found = weight.grouped(lambda name: raw).whole().dequantise().unflatten(-1, (-1, 32))
+    limit = wanted.abs().amax(-1, keepdim=True) * (0.51 / 127) + 2.0**-25 * 127
+    assert bool(((found - wanted).abs() <= limit).all())
 
 
 def rewritten(source: Path, out: Path, kind: str) -> Path:

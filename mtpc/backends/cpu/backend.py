@@ -25,7 +25,7 @@ from mtpc.layout.progress import Report, silent
 from mtpc.passes.base import Pass, Policy
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
-from mtpc.passes.pack_groups import PackGroups
+from mtpc.passes.pack_groups import PackBlocks, PackGroups
 from mtpc.store.entries import EntryStore
 
 
@@ -70,6 +70,7 @@ class CpuBackend:
 
     name = "cpu"
     enables: tuple[str, ...] = (
+        PackBlocks.name,
         PackGroups.name,
         PackWeights.name,
         FuseCacheWrite.name,

@@ -116,10 +116,12 @@ class GroupProducts {
   static constexpr int kRegs = kBlock<kRows>;
   using Sums = Groups[kRows][kRegs];
 
-  GroupProducts(const GroupedRows& x, int64_t row, int64_t group, const char* codes)
-      : x_(reinterpret_cast<const Group*>(x.row(row, group))),
+  GroupProducts(const GroupedRows& x, int64_t row, const GroupedWeight& tile)
+      : x_(reinterpret_cast<const Group*>(x.row(row, tile.first))),
         stride_(x.stride() / static_cast<int64_t>(sizeof(Group))),
-        codes_(codes) {}
+        codes_(tile.codes),
+        ahead_(tile.ahead ? tile.ahead : tile.codes + Ahead::kCodes),
+        ahead_step_(tile.ahead_bits * kGroupBytes / 8) {}
 
   /// Adds those of `count` steps from `step` on, of the registers from `feature` on, to `sums`.
   template <class Count>
@@ -138,7 +140,9 @@ class GroupProducts {
   class Part {
    public:
     __attribute__((always_inline)) Part(const GroupProducts& all, int64_t step, int feature)
-        : codes_(all.codes_ + step * kGroupBytes + feature * sizeof(Group)) {
+        : codes_(all.codes_ + step * kGroupBytes + feature * sizeof(Group)),
+          ahead_(all.ahead_ + step * all.ahead_step_ + feature * sizeof(Group)),
+          ahead_step_(all.ahead_step_) {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         rows_[r] = all.x_ + r * all.stride_ + Codes::kParts * step;
@@ -156,6 +160,7 @@ class GroupProducts {
         (add(kStep, sums), ...);
       }
       codes_ += sizeof...(kStep) * kGroupBytes;
+      ahead_ += sizeof...(kStep) * ahead_step_;
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * sizeof...(kStep);
     }
@@ -168,7 +173,7 @@ class GroupProducts {
       for (int i = 0; i < kRegs; ++i) {
         std::memcpy(&codes[i], from + i * kVectorBytes, kVectorBytes);
         if (i * kVectorBytes % kLine) continue;
-        Ahead::fetch(from + i * kVectorBytes + Ahead::kCodes);
+        Ahead::fetch(ahead_ + step * ahead_step_ + i * kVectorBytes);
       }
       add_part<0>(step, codes, sums);
       if constexpr (Codes::kParts == 2) add_part<1>(step, codes, sums);
@@ -196,13 +201,15 @@ class GroupProducts {
       }
     }
 
-    const char* codes_;
+    const char *codes_, *ahead_;
+    int64_t ahead_step_;
     const Group* rows_[kRows];
   };
 
   const Group* x_;
   int64_t stride_;
-  const char* codes_;
+  const char *codes_, *ahead_;
+  int64_t ahead_step_;
 };
 
 /// kRows rows from `row` on times one tile.
@@ -215,7 +222,7 @@ class TileProduct {
 
  public:
   TileProduct(const GroupedRows& x, int64_t row, const GroupedWeight& tile)
-      : products_(x, row, tile.first, tile.codes),
+      : products_(x, row, tile),
         scales_(tile),
         x_steps_(x.steps(tile.first) + row),
         x_offsets_(x.offsets(tile.first) + row),

@@ -82,7 +82,7 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
     }
   };
   if (!tile.is_packed()) {
-    alignas(64) float sums[kMostRows][kFeatures];
+    alignas(64) float sums[std::max(kMostRows, kMostWholeRows)][kFeatures];
     return go(passes.most(), sums, [&](int64_t row, int64_t count) {
       passes.multiply(x, row, count, tile, registers, sums);
     });

@@ -66,6 +66,8 @@ struct GroupedWeight {
   const char* zeros;      // may be null
   bool has_mins;          // whether these, or super-blocks, are minima: of the scales' type
   int64_t first = 0;      // the group of rows at which the codes begin
+  const char* ahead = nullptr;  // of unpacked codes: memory to fetch while products use them
+  int64_t ahead_bits = 8;       // of it for each code
 
   /// Whether codes and scales must be made bytes and floats for products; see unpack.h.
   bool is_packed() const {

@@ -26,7 +26,7 @@ inline constexpr int64_t kCodesAhead = 12288, kLine = 64;
 /// second-level cache (`kPassing`).
 template <int kRows>
 struct LineAhead {
-  static constexpr bool kPasses = kPairProducts && kRows == 1;
+  static constexpr bool kPasses = kGoesPast && kRows == 1;
   static constexpr int64_t kCodes = kPasses ? 3072 : kCodesAhead, kScales = kCodes / 8;
 
   static void fetch(const char* from) { __builtin_prefetch(from, 0, kPasses ? kPassing : 3); }

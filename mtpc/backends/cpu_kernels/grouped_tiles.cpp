@@ -28,6 +28,8 @@ class RegisterProduct {
         rows_(rows),
         goes_on_(tile.first > 0),
         codes_(tile.codes),
+        ahead_(tile.ahead ? tile.ahead : tile.codes + kCodesAhead),
+        ahead_step_(tile.ahead_bits * kGroupBytes / 8),
         scales_(tile),
         x_steps_(x.steps(tile.first) + row),
         x_offsets_(x.offsets(tile.first) + row),
@@ -132,7 +134,7 @@ class RegisterProduct {
         write_pair(from + pair * kGroupBytes, to[2 * pair]);
       }
     } else {
-      const char* from = codes_ + step * kQuads * kGroupBytes + kCodesAhead;
+      const char* from = ahead_ + step * kQuads * ahead_step_;
 #pragma GCC unroll 8
       for (int at = 0; at < kQuads * kGroupBytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
     }
@@ -251,7 +253,8 @@ class RegisterProduct {
   const char* x_;
   int64_t stride_, rows_;
   bool goes_on_;
-  const char* codes_;
+  const char *codes_, *ahead_;
+  int64_t ahead_step_;
   TileScales scales_;
   const float* x_steps_;
   const int32_t* x_offsets_;

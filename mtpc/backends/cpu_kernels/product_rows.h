@@ -129,10 +129,18 @@ inline int64_t spaced(int64_t row_bytes) {
   return row_bytes % kAliased == 0 ? row_bytes + kLine : row_bytes;
 }
 
-/// The cache that __builtin_prefetch fetches weights into which are read once a step: the first
-/// level. At the level of AMD's processors it is the first alone (0). Then the weights do not evict
-/// code, rows and keys from the second.
-inline constexpr int kPassing = kPairProducts ? 0 : 3;
+/// Whether weights that are read once a step go past the second-level cache, so that they do not
+/// evict code, rows and keys from it. That is right for AMD's processors, at whose level there are no
+/// tile registers; on Intel's such a fetch makes products of one row a third slower or more.
+#if defined(__AMX_TILE__)
+inline constexpr bool kGoesPast = false;
+#else
+inline constexpr bool kGoesPast = kPairProducts;
+#endif
+
+/// The cache that __builtin_prefetch fetches them into: the first level, alone (0) or with the
+/// second.
+inline constexpr int kPassing = kGoesPast ? 0 : 3;
 
 /// Bytes to prefetch during a product: from `from` on, `step` of them with each group.
 struct Fetch {

@@ -126,9 +126,6 @@ void unpack_codes(const char* from, int64_t inputs, char* to) {
     (put_quad(kQuad, U::template quad<kQuad>(from + at)), ...);
   };
   for (int64_t k = 0; k < inputs; k += 4 * U::kQuads) {
-    for (int64_t line = 0; line < U::kWords * kGroupBytes; line += kLine) {
-      __builtin_prefetch(from + line + kCodesAhead, 0, kPassing);
-    }
 #pragma GCC unroll 8
     for (int i = 0; i < kTileRegisters; ++i) {
       put(std::make_integer_sequence<int, U::kQuads>{}, i * kVectorBytes);
@@ -228,11 +225,15 @@ GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first) {
   GroupedWeight part = tile;
   part.form.inputs = std::min(kUnpacked, tile.form.inputs - first);
   part.first = first / tile.form.group;
-  kUnpackCodes[static_cast<int>(tile.stored)](
-      tile.codes + first * tile.bits * kFeatures / 8, part.form.inputs, codes_);
+  const char* codes = tile.codes + first * tile.bits * kFeatures / 8;
+  kUnpackCodes[static_cast<int>(tile.stored)](codes, part.form.inputs, codes_);
+  // Fetched meanwhile, so that memory is busy while products are.
+  part.ahead = codes + kCodesAhead;
+  part.ahead_bits = tile.bits;
   part.codes = codes_;
   part.stored = StoredCodes::kInt8;
   part.bits = 8;
+  if (part.form.kind == CodeKind::kInt4) part.form.kind = CodeKind::kInt8;
   if (tile.zeros) part.zeros = tile.zeros + part.first * kFeatures * tile.zero_bytes();
   if (tile.scale_type == ScalarType::Short) {
     const int64_t block = tile.scale_rows * kSuper / tile.form.inputs * kFeatures * sizeof(Half);

@@ -66,6 +66,7 @@ def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
         scales,
         has_mins=form.has_mins,
         super_block=form.super_block,
+        is_rounded=block.is_rounded,
         rows={"codes": (0, 1)},
     )
 

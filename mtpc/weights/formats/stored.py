@@ -104,6 +104,7 @@ class QuantisedWeight:
             adjacent inputs.
         has_mins: whether there is a grid of minima.
         super_block: whether scales are those of super-blocks.
+        is_rounded: whether the values of its own type, which no kernel reads, are rounded again.
         as_values: whether it can only be dequantised. The codes of `decode` are float32 values
             then.
         rows: role -> (dimension of that tensor along which rows of the weight lie, rows for each of
@@ -124,6 +125,7 @@ class QuantisedWeight:
     has_mins: bool = False
     as_values: bool = False
     super_block: bool = False
+    is_rounded: bool = False
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
