@@ -29,17 +29,7 @@ OWN = "own"
 """Names the model's own MTP layers in `--draft`."""
 WARM_UP_TOKENS = 4
 COLUMNS = (
-    *(
-        "K",
-        "drafter",
-        "passes",
-        "ms/step",
-        "tokens/s",
-        "tokens/step",
-        "accepted",
-        "vs first",
-        "same text",
-    ),
+    *("K", "with", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text"),
     *("replays/step", "host us", "kernels"),
 )
 NOTES = (
@@ -299,12 +289,9 @@ def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
     print_table(title, COLUMNS, [_cells(row, base) for row in rows])
     best = _fastest(rows)
     if len(rows) > 1:
-        passes = "".join(f" {name}" for name in best["passes"])
+        named = f" {_named(best)}".rstrip()
         speed, times = best["tokens_per_s"], f"{best['tokens_per_s'] / base:.2f}x the first row"
-        named = f" {best['draft']}" * (best["draft"] not in (None, OWN))
-        console.print(
-            f"fastest: K={best['spec_tokens']}{named}{passes}, {speed:.1f} tokens/s, {times}"
-        )
+        console.print(f"fastest: K={best['spec_tokens']}{named}, {speed:.1f} tokens/s, {times}")
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
         console.print(note, style="dim", soft_wrap=True)
 
@@ -313,13 +300,17 @@ def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return max(rows, key=lambda row: row["tokens_per_s"])
 
 
+def _named(row: dict[str, Any]) -> str:
+    """What a row has beside K: a drafter other than the model's own, and passes."""
+    return " ".join([*[row["draft"]] * (row["draft"] not in (None, OWN)), *row["passes"]])
+
+
 def _cells(row: dict[str, Any], base: float) -> list[str]:
     """A row of the table; `base` is the speed of the first one."""
     rate, speed = row["acceptance_rate"], row["tokens_per_s"]
     return [
         str(row["spec_tokens"]),
-        row["draft"] or "-",
-        " ".join(row["passes"]) or "-",
+        _named(row) or "-",
         f"{row['ms_per_step']:.2f}",
         f"{speed:.1f}",
         f"{row['tokens_per_step']:.2f}",

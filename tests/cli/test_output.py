@@ -90,6 +90,25 @@ def test_faults_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> N
     assert (found["wirings"], found["better"]) == ([], None)
 
 
+def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured) -> None:
+    """`check` and `inspect` show what copies read and keep; no wiring is measured."""
+    command = ["check", str(word_model), *SMALL[:4], "--ids", "3 4 5", "-n", "6", "--draft", "copy"]
+    found = result(capsys, [*command, "--json", "--quiet"], 0)
+    assert found["drafter"]["reads"] == "the request's own text"
+    assert [row["wiring"] for row in found["wirings"]] == [""]
+    words = [
+        "inspect",
+        str(word_model),
+        *SMALL[:4],
+        "--draft",
+        "copy",
+        "--after",
+        "fuse-draft-chain",
+    ]
+    assert main(words) == 0
+    assert "the tokens of the text" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_check_as_json(word_model: Path, capsys: Captured) -> None:
     """The exit code is that of the same command without it."""

@@ -93,6 +93,10 @@ def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "grouped_linear_max", next(CALLS["grouped_linear"][0](new))
     blocks = BlockWeight(12, random_blocks(12, 40, 256))
     yield "grouped_embedding", (torch.tensor([[3, 39], [0, 3]]), *blocks.parts, 256)
+    slots, starts = torch.tensor([3, 0, 5, 1]), torch.arange(0, 17, 4).int()
+    texts, lens = new.integers(3, 7, 60).int(), new.integers(30, 4).int() + 9
+    tokens = (new.integers(3, 16), new.integers(3, 16))
+    yield "copy_drafts", (texts, *tokens, starts, lens, starts[:4].long() + 2, slots > 0, slots, 3)
     q, latents = new.rows(4, 48), new.cache(32 + 16)
     yield "expanded_latent_attention", (q, latents, new.normal(4 * 64, 32), *new.indices, 0.1, 32)
 
