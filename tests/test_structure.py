@@ -224,9 +224,10 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 1580,
-    "backends": 14690,
-    "capture": 1690,
-    "cli": 4800,
+    "backends": 14720,
+    "capture": 1750,
+    "certificate": 1320,
+    "cli": 4880,
     "engine": 5980,
     "evaluation": 610,
     "host": 520,
@@ -235,7 +236,7 @@ LINES = {
     "models": 7810,
     "ops": 2520,
     "passes": 2270,
-    "program": 5700,
+    "program": 5740,
     "server": 4420,
     "step": 1420,
     "store": 930,
