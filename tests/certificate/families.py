@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers import tiny
 from helpers.families import ASSISTED, DRAFTED, EVERY_FAMILY
-from helpers.listings import listed
+from helpers.listings import Listings
 from helpers.places import ROOT
 
 from mtpc.certificate import prove
@@ -30,8 +30,12 @@ def main() -> None:
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as name:
             tiny.make_checkpoint(family, Path(name), mtp=True)
-            steps = listed(Path(name))
-        rows.append(row(family, {p: prove(s.lines, s.tape).refusal for p, s in steps.items()}))
+            steps = Listings(Path(name))
+            refusals = {
+                phase: prove(steps[phase].lines, steps[phase].tape).refusal
+                for phase in ("decode", "prefill")
+            }
+        rows.append(row(family, refusals))
         print(rows[-1], flush=True)
     PAGE.write_text(PART.sub("\n".join(rows) + "\n", PAGE.read_text()))
 
