@@ -227,6 +227,7 @@ LINES = {
     ".": 1980,
     "backends": 14710,
     "capture": 1330,
+    "certificate": 1350,
     "cli": 4930,
     "engine": 5800,
     "evaluation": 610,
@@ -234,14 +235,14 @@ LINES = {
     "integrations": 4400,
     "layout": 1110,
     "models": 8270,
-    "ops": 2630,
-    "passes": 2470,
-    "program": 5360,
+    "ops": 2670,
+    "passes": 2510,
+    "program": 5380,
     "server": 4420,
     "step": 1520,
     "store": 930,
     "tuning": 1070,
-    "weights": 7180,
+    "weights": 7200,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +53,19 @@ class Certificate:
         except (OSError, EOFError, ValueError, TypeError) as error:
             raise CertificateError(f"it is no certificate: {error}") from error
 
-    def check(self, tape: bytes | None) -> None:
-        """Prove it again, from the lines alone, and compare them with the tape.
+    def check(self, tape: bytes | None, text: str) -> None:
+        """Prove it again, from the lines alone, and compare them with the rest of the artifact.
+
+        Args:
+            tape: the file that runs; None where there is none.
+            text: of the step's final graph.
 
         Raises:
             CertificateError: it is not what the checker proves, or it is about another tape.
         """
+        listed = [(line[0], line[1]) for line in self.lines]
+        if listed != _calls(text):
+            raise CertificateError("it lists other calls than the step's graph")
         proven = prove(self.lines, tape, self.on_gpu)
         if proven.tape != self.tape:
             raise CertificateError("it is about another tape")
@@ -88,6 +96,17 @@ def prove(
     except RefusedError as error:
         return Certificate(lines, (), str(error), digest, on_gpu)
     return Certificate(lines, types, None, digest, on_gpu)
+
+
+def _calls(text: str) -> list[tuple[str, str]]:
+    """Names and operators of the lines of a graph's text, as a listing has them."""
+    found = []
+    for name, kind, target in re.findall(r"^%(\w+).*? = (function|get_attr) (\S+)", text, re.M):
+        space, _, op = target.partition("(")[0].partition(".")
+        op = f"{space}::{op}" if not space.startswith("mtpc_") else op.partition(".")[0]
+        is_item = target.startswith("<built-in")
+        found.append((name, "get" if kind == "get_attr" else "getitem" if is_item else op))
+    return found
 
 
 def _dispatched(lines: Sequence[Sequence[Any]], tape: bytes) -> set[str]:

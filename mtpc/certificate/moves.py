@@ -80,12 +80,13 @@ def _taken(
     if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
         return c.unknown("takes rows after the last accepted one")
     kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
-    facts = {("unless", unless)} if unless else set()
+    facts: set[Any] = {("unless", unless)} if unless else set()
     if name == "anchor" and "anchors" in table.facts:
         facts = {"accepted"}  # True where the request is on.
     if name == "request":
         return c.make(dims, kind, table.tag, table.facts | facts)
-    tag = {"row": ("some", *table.tag[1:]), "some": table.tag}.get(*table.tag[:1] or ("",), ())
+    held = table.tag[0] if table.tag else ""
+    tag = ("some", *table.tag[1:]) if held in ("row", "some") else ()
     return c.make(dims, kind if tag or kind != PLACE else ANY, tag, facts)
 
 
@@ -152,7 +153,7 @@ def cat(c: Checker) -> Value:
     """cat, stack."""
     parts = c.at("tensors")
     axis, is_cat = (c.args["dim"] or 0) % len(c.shapes[0]), c.base == "cat"
-    facts = [next(iter(part.facts), ("",)) for part in parts]
+    facts: list[Any] = [next(iter(part.facts), ("",)) for part in parts]
     if [fact[0] for fact in facts] == ["next rows", "first row"] and axis == 0:
         (_, one, dims), (_, other, _) = facts
         made: Value = c.unknown("moves rows up")
@@ -167,7 +168,9 @@ def cat(c: Checker) -> Value:
         return c.unknown("joins rows", *parts)
     joined = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
     if isinstance(joined, Value):
-        return joined
+        is_token = parts[0].kind == OWN and parts[0].dims == (REQUESTS,) and not is_cat
+        is_token |= is_cat and "token" in parts[0].facts
+        return replace(joined, facts=frozenset({"token"})) if is_token and axis == 1 else joined
     dims, kind, _ = joined
     if kind == PLACE:
         return c.unknown("joins numbers of places")
@@ -297,6 +300,8 @@ def put(c: Checker) -> Value:
         return joined if isinstance(joined, Value) else c.make(*joined[:2])
     if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
+    if buffer == "state.token_ids" and "token" in source.facts:
+        return Value(target.shape, target.dims, OWN)  # Its first column is: drafts may be any.
     if source.kind not in (OWN, CONST) or source.dims[0] != REQUESTS or any(source.dims[1:]):
         raise RefusedError(source.why or f"{c.op} ({c.name}) writes {source} to {buffer}")
     return Value(target.shape, target.dims, OWN)

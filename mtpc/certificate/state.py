@@ -63,7 +63,8 @@ class Checker:
         self.num_reqs = held["batch.state_indices"][0]
         self.name, self.op, self.base = "", "", ""
         self.args: Mapping[str, Any] = {}
-        self.shapes, self.dtypes, self.in_place = [()], [""], False
+        self.shapes: list[tuple[Any, ...]] = [()]
+        self.dtypes, self.in_place = [""], False
 
     def begin(self, line: Line) -> None:
         """The next line is read."""
@@ -155,8 +156,9 @@ class Checker:
             return value
         if not met:
             is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            tag = ("col", sizes[0]) if is_column and value.tag == ("iota", 1) else ()
-            return replace(value, tag=tag) if is_column else value
+            is_plain = value.tag == ("iota", 1)
+            column = ("col", sizes[0]) if is_plain else ()
+            return replace(value, tag=column) if is_column else value
         if "uniform" in value.facts or (value.tag == ("numbers",) and met == [REQUESTS]):
             return replace(value, dims=own)
         if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):

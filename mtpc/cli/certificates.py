@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 from mtpc.backends.package import TAPE
 from mtpc.certificate import Certificate, CertificateError
 from mtpc.cli.tables import output, print_table
@@ -36,7 +38,8 @@ def check_certificate(entry: Entry) -> tuple[bool | None, str]:
     """
     try:
         certificate = Certificate.decode(entry.read(CERTIFICATE))
-        certificate.check(entry.read(TAPE))
+        last = max(file for file in entry.files if file.startswith("graph."))
+        certificate.check(entry.read(TAPE), gzip.decompress(entry.read(last)).decode())
     except CertificateError as error:
         return None, str(error)
     return certificate.refusal is None, verdict(certificate)

@@ -331,7 +331,7 @@ class StepCompiler:
         with self._timer("lower"):
             artifact = self.backend.build(graph)
         record = self._record(graph, artifact)
-        if part == "step":
+        if part == "step" and (self.backend.makes_files or self.should_be_certified):
             certificate = prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
             files[CERTIFICATE] = certificate.encode()
             if self.should_be_certified:
@@ -346,7 +346,8 @@ class StepCompiler:
     def should_be_certified(self) -> bool:
         """Whether the backend's steps are to be exact: a row's bits the same in any company."""
         is_exact = self.backend.makes_files and self.loaded.dtype == torch.bfloat16
-        return self.share is None and (is_exact or self.plan.batch_invariant)
+        is_whole = self.share is None and not self.plan.synthetic_acceptance_rates
+        return is_whole and (is_exact or self.plan.batch_invariant)
 
     def _graph(self, key: StepKey, part: Part) -> tuple[StepGraph, dict[str, bytes]]:
         """A step, or its half, after all passes; and files with its text after each pass.

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.listings import Listed, listed
+from helpers.listings import Listings
 
 
 @pytest.fixture(scope="session")
-def steps(checkpoint: Callable[..., Path]) -> Callable[[str], dict[str, Listed]]:
+def steps(checkpoint: Callable[..., Path]) -> Callable[[str], Listings]:
     """steps(family): its steps in bfloat16 for the cpu backend, by phase."""
-    made: dict[str, dict[str, Listed]] = {}
+    made: dict[str, Listings] = {}
 
-    def get(family: str) -> dict[str, Listed]:
+    def get(family: str) -> Listings:
         if family not in made:
-            made[family] = listed(checkpoint(family, "random"))
+            made[family] = Listings(checkpoint(family, "random"))
         return made[family]
 
     return get

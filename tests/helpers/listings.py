@@ -24,24 +24,37 @@ Lines = list[list[Any]]
 
 @dataclass(frozen=True)
 class Listed:
-    """A step's listing, and its tape."""
+    """A step's listing, its tape, and the text of its graph."""
 
     lines: Lines
     tape: bytes
+    text: str
 
 
-def listed(directory: Path, **options: Any) -> dict[str, Listed]:
-    """The steps of a checkpoint for the cpu backend in bfloat16, by phase: the last of each."""
-    sizes = dict(spec_tokens=2, batch_buckets=(3,), max_len=64, dtype="bfloat16")
-    chosen = CompileOptions.parse({**drafter(directory), **sizes, **options})
-    source = open_checkpoint(directory, chosen.drafter)
-    loaded = load(source, chosen.dtype, chosen.spec_tokens > 0, chosen.wiring, headers_only=True)
-    compiler = StepCompiler(loaded, chosen, CpuBackend(), new_buffer=Layout.reserve)
-    found = {}
-    for key in compiler.keys:
-        graph = compiler.rewritten(key)
-        found[key.phase] = Listed(listing(graph), write_tape(*lower_to_tape(graph)).encode())
-    return found
+class Listings:
+    """The steps of a checkpoint for the cpu backend in bfloat16; each is made once.
+
+    Args:
+        directory: of the checkpoint.
+        options: of the program, in addition.
+    """
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        sizes = dict(spec_tokens=2, batch_buckets=(3,), max_len=64, dtype="bfloat16")
+        chosen = CompileOptions.parse({**drafter(directory), **sizes, **options})
+        source, has_mtp = open_checkpoint(directory, chosen.drafter), chosen.spec_tokens > 0
+        loaded = load(source, chosen.dtype, has_mtp, chosen.wiring, headers_only=True)
+        self._compiler = StepCompiler(loaded, chosen, CpuBackend(), new_buffer=Layout.reserve)
+        self._made: dict[str, Listed] = {}
+
+    def __getitem__(self, phase: str) -> Listed:
+        """The step of "decode" or "prefill"."""
+        if phase not in self._made:
+            key = next(key for key in self._compiler.keys if key.phase == phase)
+            graph = self._compiler.rewritten(key)
+            tape = write_tape(*lower_to_tape(graph)).encode()
+            self._made[phase] = Listed(listing(graph), tape, graph.text())
+        return self._made[phase]
 
 
 @dataclass
