@@ -205,6 +205,22 @@ def test_backends_choose_passes_that_leave_it_to_them() -> None:
     assert chosen == {*pass_names("backend")}
 
 
+def test_the_engine_has_few_methods() -> None:
+    """Properties count; what a step does is in `StepRunner`."""
+    from mtpc.engine.engine import Engine
+
+    assert (
+        len(
+            [
+                name
+                for name, value in vars(Engine).items()
+                if callable(value) or isinstance(value, property)
+            ]
+        )
+        <= 20
+    )
+
+
 def test_import_is_light() -> None:
     """`import mtpc` must not import torch."""
     code = "import sys, mtpc; assert 'torch' not in sys.modules; print(mtpc.__version__)"
