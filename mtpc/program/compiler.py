@@ -103,7 +103,7 @@ class StepCompiler:
         ranks: Ranks | None = None,
         cache: OwnSteps | None = None,
     ):
-        self.plan = plan = plan.given(max_positions=loaded.max_positions or 0)
+        self.plan = plan = plan.of_model(loaded.max_positions)
         loaded = loaded.for_length(plan.max_len)
         self.loaded = loaded.with_layers(plan.spec_tokens).with_kv_cache(plan.kv_cache_dtype)
         self.backend = backend
