@@ -7,6 +7,7 @@ CompileOptions (what the user said) + Facts (the checkpoint's headers, the devic
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ SKIP_IDLE_ROWS = "skip-idle-rows"
 """The name of the pass on which the default of `prefill_chunk` depends. It is defined here, because
 this module must not import the passes, which import torch."""
 ANY_DTYPE = "any"
+NO_LIMIT = sys.maxsize
+"""The positions of a model that has no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,8 @@ class Facts:
         skips_idle_rows: whether its kernels leave out unused rows of a prefill step.
         invariant_dtype: the dtype in which it can be batch-invariant: one, `ANY_DTYPE`, or "".
         dtype: of the stored weights; "" if it is not known.
-        max_positions: how far the angles of the model reach; 0 if it has no such limit, or if it
-            is not known yet: the model has it, and so has the record of each built step.
+        max_positions: how far the angles of the model reach; `NO_LIMIT` if they have none, or if
+            that is not known yet: the model knows, and so does the record of each built step.
         without_drafts: why nothing drafts for the model; "" if something does.
         must_draft: whether the caller cannot decode plainly instead, as a host.
         num_pages: pages that the device has memory for; 0 if nobody has counted.
@@ -59,7 +62,7 @@ class Facts:
     skips_idle_rows: bool = False
     invariant_dtype: str = ANY_DTYPE
     dtype: str = ""
-    max_positions: int = 0
+    max_positions: int = NO_LIMIT
     without_drafts: str = ""
     must_draft: bool = False
     num_pages: int = 0
@@ -111,6 +114,10 @@ class Plan(CompileOptions):
 
     def __post_init__(self) -> None:
         """Nothing is checked: the values come from `CompileOptions.settled`."""
+
+    def of_model(self, max_positions: int | None) -> Plan:
+        """The plan for a model that was read; None is one without a limit of positions."""
+        return self.given(max_positions=NO_LIMIT if max_positions is None else max_positions)
 
     def given(self, **facts: Any) -> Plan:
         """The plan of the same options with further facts."""
@@ -185,15 +192,15 @@ def make_plan(asked: CompileOptions, facts: Facts = NO_FACTS) -> Plan:
     return Plan(**said, asked=asked, facts=facts, notes=(note,) if note else ())
 
 
-def longest(max_len: int | None, max_positions: int) -> int:
+def longest(max_len: int | None, max_positions: int = NO_LIMIT) -> int:
     """`max_len` as a number.
 
     Raises:
         OptionError: it exceeds the model's positions.
     """
     if max_len is None:
-        return min(DEFAULT_MAX_LEN, max_positions or DEFAULT_MAX_LEN)
-    if max_positions and max_len > max_positions:
+        return min(DEFAULT_MAX_LEN, max_positions)
+    if max_len > max_positions:
         raise OptionError(
             f"max_len is {max_len}; the model was made for at most {max_positions} positions "
             "(max_position_embeddings and rope_scaling); lower it, or scale by yarn"

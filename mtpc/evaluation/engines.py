@@ -16,7 +16,7 @@ from mtpc.engine.text import TextAssembler
 from mtpc.layout.progress import Listener
 from mtpc.models.load import family_of, load, read_target
 from mtpc.models.rotary import max_positions
-from mtpc.plan import longest
+from mtpc.plan import NO_LIMIT, longest
 from mtpc.sampling_params import TokenLogprobs
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.served_model import ServedModel
@@ -92,7 +92,8 @@ class TransformersEngine:
         self.model: Any = read_target(stored, family, dtype)
         self.model.eval()
         self.served = load(stored, None, needs_mtp=False, headers_only=True).served()
-        self.max_len = longest(max_len, max_positions(self.model.config.get_text_config()) or 0)
+        most = max_positions(self.model.config.get_text_config())
+        self.max_len = longest(max_len, NO_LIMIT if most is None else most)
 
     @torch.no_grad()
     def answer(

@@ -105,7 +105,7 @@ class StepCompiler:
         ranks: Ranks | None = None,
         cache: OwnSteps | None = None,
     ):
-        self.plan = plan = plan.given(max_positions=loaded.max_positions or 0)
+        self.plan = plan = plan.of_model(loaded.max_positions)
         loaded = loaded.for_length(plan.max_len)
         self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(plan.kv_cache_dtype)
         self.backend = backend

@@ -260,7 +260,7 @@ class _Road(Generic[T]):
         def make(plan: Plan) -> StepCompiler:
             return self._compiler(loaded, backend, keeps, plan)
 
-        plan = self.plan.given(max_positions=loaded.max_positions or 0)
+        plan = self.plan.of_model(loaded.max_positions)
         if owns:
             compiler = planned_compiler(make, plan, backend, self.report, self.ranks)
         else:

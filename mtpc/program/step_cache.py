@@ -190,7 +190,7 @@ class OwnSteps:
         return CachedStep(record, artifact, None, self._plan(record), files)
 
     def _plan(self, record: StepRecord) -> Plan:
-        return self.plan.given(max_positions=record.max_positions or 0)
+        return self.plan.of_model(record.max_positions)
 
 
 class StepCache(OwnSteps):

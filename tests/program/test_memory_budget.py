@@ -173,9 +173,7 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
 ) -> None:
     """The steps that were planned are those that run, unless the pool is cut."""
     loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,)).given(
-        max_positions=loaded.max_positions
-    )
+    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,)).of_model(loaded.max_positions)
     trace = StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
