@@ -226,13 +226,13 @@ LINES = {
     ".": 1580,
     "backends": 14690,
     "capture": 1690,
-    "cli": 4800,
+    "cli": 4850,
     "engine": 5980,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
     "layout": 1050,
-    "models": 7810,
+    "models": 8360,
     "ops": 2520,
     "passes": 2270,
     "program": 5700,
@@ -240,7 +240,7 @@ LINES = {
     "step": 1420,
     "store": 930,
     "tuning": 1070,
-    "weights": 6380,
+    "weights": 6680,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
