@@ -17,7 +17,7 @@ from mtpc.cli.compile_arguments import (
     add_threads,
     add_verbose,
 )
-from mtpc.cli.file_arguments import add_graft, add_quantize, add_vocab
+from mtpc.cli.file_arguments import add_graft, add_models, add_quantize, add_vocab
 from mtpc.cli.parsing import (
     SuggestingParser,
     above_zero,
@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("tune-head", "train the MTP layers of a checkpoint on your texts", _add_tune_head),
         ("quantize", "write a quantised copy of a checkpoint", add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
+        ("models", "list the models that run", add_models),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
         ("plan", "plan memory and step time on several devices, on paper", add_plan),

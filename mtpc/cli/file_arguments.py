@@ -1,4 +1,4 @@
-"""Arguments of the commands that write files and compile nothing."""
+"""Arguments of the commands that compile nothing."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def add_vocab(parser: argparse.ArgumentParser) -> None:
     add("-n", "--tokens", type=positive, metavar="N", help=text)
     text = "output file, one id per line"
     add("--out", type=Path, required=True, metavar="FILE", help=text)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc models`."""
+    text = "classes of transformers, as LlamaForCausalLM: say whether each runs, or why it does not"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
+    add_switches(parser, ("--all", "ask every causal LM class of transformers; takes a minute"))

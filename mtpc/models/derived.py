@@ -15,11 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
+from mtpc.models import FAMILIES
 from mtpc.models.caches import paged_pool_specs, paged_spec_of_latent, ring_kv_specs
 from mtpc.models.family import NO_LAYERS, ModelFamily
 from mtpc.models.observe import LayerState, observe
 from mtpc.models.read_config import TEXT
-from mtpc.models.rotary import max_positions
 
 _ENCODERS = ({"is_encoder_decoder"}, {"is_decoder", "add_cross_attention"})
 """Entries that the configs of encoders have, and of decoders that attend to one."""
@@ -54,8 +54,7 @@ class ObservedCaches:
             return ()
         if not state.heads:
             return paged_spec_of_latent(layer, dtype, sum(state.widths))
-        longest = max_positions(config)
-        if state.window and not (longest and state.window >= longest):
+        if state.window:
             return ring_kv_specs(layer, dtype, state.window, state.heads, state.widths)
         return paged_pool_specs(layer, dtype, state.heads, state.widths)
 
@@ -78,6 +77,41 @@ def derive(architectures: Iterable[str]) -> ModelFamily | None:
     """
     found = ((name, _language_model(name)) for name in architectures)
     return next((_family(name, *each) for name, each in found if each is not None), None)
+
+
+def classes() -> tuple[str, ...]:
+    """transformers' causal LM classes that no family of mtpc's own serves, by name."""
+    known = {name for family in FAMILIES for name in (*family.architectures, family.hf_class)}
+    names = dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return tuple(sorted(name for name in names if name not in known))
+
+
+def why_not(name: str) -> str | None:
+    """Why a step cannot run a class with its default config; None if it can."""
+    if any(name in (*family.architectures, family.hf_class) for family in FAMILIES):
+        return None
+    try:
+        family = derive([name])
+        found = _language_model(name)
+        if family is None or found is None:
+            return "transformers has no such causal LM"
+        kind, config = found
+        observe(kind, _few_layers(config))
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
+
+
+def _few_layers(kind: Any) -> Any:
+    """A class's default config, with few layers where that is all it takes."""
+    usual = kind()
+    types = getattr(usual, "layer_types", None) or getattr(usual, "layers_block_type", None)
+    if types or getattr(usual, "per_layer_config", None):
+        return usual
+    try:
+        return kind(num_hidden_layers=2)
+    except (TypeError, ValueError):
+        return usual
 
 
 def _language_model(name: str) -> tuple[Any, Any] | None:

@@ -9,6 +9,7 @@ refused here, before anything is traced.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.errors import MtpcError, UnsupportedModelError
-from mtpc.models.rotary import with_fixed_angles
+from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import CACHE, Unreadable
 
 _NAME = "mtpc_observed"
@@ -51,8 +52,12 @@ class LayerState:
 
 @dataclass
 class _Observer:
-    """In place of transformers' cache and of mtpc's context: notes what a forward gives to it."""
+    """In place of transformers' cache and of mtpc's context: notes what a forward gives to it.
 
+    A window of `longest` positions or more is none.
+    """
+
+    longest: float
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     states: dict[int, LayerState] = field(default_factory=dict)
 
@@ -168,7 +173,8 @@ def _attention(
         is_off = given is None or given is False or name in _NEUTRAL
         if name not in _COMPUTED and not is_off:
             raise UnsupportedModelError(f"{kind} gives its attention {name}, which has no meaning")
-    window, said = _window(attention_mask), options.get("sliding_window") or 0
+    windows = (_window(attention_mask), options.get("sliding_window") or 0)
+    window, said = (0 if each >= mtpc_context.longest else each for each in windows)
     if said != window:
         raise UnsupportedModelError(
             f"the mask of {kind} has a window of {window}, and its attention is given {said}"
@@ -229,7 +235,7 @@ def observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     ExpertsInterface.register(_NAME, _experts)
-    observer = _Observer()
+    observer = _Observer(max_positions(config.get_text_config(decoder=True)) or math.inf)
     try:
         with torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config), attn_implementation="eager")

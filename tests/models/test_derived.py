@@ -36,8 +36,8 @@ BY_DEFAULT = (
     "FalconH1ForCausalLM",
     "BertLMHeadModel",
 )
-"""Windows, sinks, experts, one matrix for several, scaled logits, latents, multipliers, attention that
-hands nothing on, learned positions; chunks, recurrent state and an encoder are refused."""
+"""Windows, sinks, experts, one matrix for several, scaled logits, latents, multipliers, attention
+that hands nothing on, learned positions; chunks, recurrent state and an encoder are refused."""
 ROWS = derived.written()
 is_newest = transformers.__version__.startswith("5.24.")
 
@@ -55,7 +55,7 @@ def test_the_table_has_every_class() -> None:
     if is_newest:
         assert ROWS.keys() == CLASSES.keys()
     assert [said for said in ROWS.values() if said.startswith("FAILED")] == []
-    assert sum(said == EQUAL for said in ROWS.values()) >= 70
+    assert sum(said.startswith(EQUAL) for said in ROWS.values()) >= 70
 
 
 def test_what_a_class_keeps() -> None:

@@ -198,36 +198,49 @@ def _partial_rope(of: Metadata, width: int) -> dict[str, Any]:
 def _share(of: Metadata, width: int) -> float:
     """The share of a head's width that is rotated, which transformers multiplies and rounds
     down."""
-    count = of.size("rope.dimension_count")
+    count = of.size("rope.dimension_count", width)
     if count > width:
         raise of.error("rope.dimension_count", f"at most {width}, the width of a head")
     share = count / width
     return share if int(width * share) == count else nextafter(share, 1)
 
 
-def dense(of: Metadata) -> dict[str, Any]:
-    """Llama, Qwen2 and Qwen3, whose names in transformers are those of files.
+def head_width(of: Metadata) -> int:
+    """The width of a head, which dense models' keys and values share."""
+    heads = of.size("attention.head_count")
+    width = of.size("attention.key_length", 0) or of.size("embedding_length") // heads
+    if width % 2 or not width:
+        raise of.error("attention.head_count", "heads of an even width")
+    return width
+
+
+def dense(of: Metadata, *reads: str, is_partial: bool = False) -> dict[str, Any]:
+    """Dense models, whose names in transformers are those of files.
 
     Files have the factors by which Llama 3 scales angles, and not their rule. transformers divides
     angles by such factors in the type longrope.
+
+    Args:
+        of: metadata.
+        *reads: entries that the caller reads; any other that changes the model is refused.
+        is_partial: whether a part of a head may be rotated.
 
     Raises:
         UnsupportedModelError: the model computes something else as well.
         CheckpointError: a value is wrong.
     """
     for name in _UNKNOWN:
-        if of.get(name):
+        if name not in reads and of.get(name):
             raise UnsupportedModelError(
                 f"{of.header.path}: {of.arch}.{name} is {of.get(name)!r:.200}; expected none: "
                 f"mtpc computes {of.arch} as transformers' class of that name does, without it"
             )
-    heads, rope = of.size("attention.head_count"), _rope(of)
-    width = of.size("attention.key_length", 0) or of.size("embedding_length") // heads
-    if width % 2 or not width:
-        raise of.error("attention.head_count", "heads of an even width")
-    for name in ("attention.value_length", "rope.dimension_count"):
+    width, rope = head_width(of), _rope(of)
+    for name in ("attention.value_length", *(() if is_partial else ("rope.dimension_count",))):
         if of.size(name, width) != width:
             raise of.error(name, f"{width}, the width of a head")
+    if is_partial:
+        rope["partial_rotary_factor"] = _share(of, width)
     if factors := of.factors("rope_freqs.weight", width // 2):
         if rope["rope_type"] != "default":
             raise of.error("rope.scaling.type", "none beside rope_freqs.weight")
@@ -237,10 +250,25 @@ def dense(of: Metadata) -> dict[str, Any]:
     return {
         "model_type": of.arch,
         "intermediate_size": of.size("feed_forward_length"),
-        "num_key_value_heads": of.size("attention.head_count_kv", heads),
+        "num_key_value_heads": of.size("attention.head_count_kv", of.size("attention.head_count")),
         "head_dim": width,
         "rope_parameters": rope,
     }
+
+
+def layer_kinds(of: Metadata, period: int) -> list[str]:
+    """Types of layers: every so many-th attends to the whole text, the others to a window.
+
+    A file may say which do, or after how many layers that repeats.
+    """
+    name = "attention.sliding_window_pattern"
+    found = of.get(name)
+    if isinstance(found, list):
+        slides = of.flags(name)
+    else:
+        period = of.size(name, period)
+        slides = [(layer + 1) % period != 0 for layer in range(of.layers)]
+    return [("full_attention", "sliding_attention")[each] for each in slides]
 
 
 def llama(of: Metadata) -> dict[str, Any]:

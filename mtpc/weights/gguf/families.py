@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.weights.gguf import configs, names
 from mtpc.weights.gguf.configs import Metadata
+from mtpc.weights.gguf.derived import DERIVED, MIXTRAL
+from mtpc.weights.gguf.family import Family, llama_changes
 from mtpc.weights.gguf.file import Change, GgufFile, Heads
 from mtpc.weights.gguf.header import Header
 
 _BLOCK = re.compile(r"blk\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<leaf>.+?)(\.(?P<end>weight|bias))?")
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of GGUF files.
-
-    Attributes:
-        architecture: transformers' name of the architecture.
-        modules: leaf of a name in the file -> transformers' module, within a layer.
-        config: entries of the config that only this family has.
-        changes: leaf -> what the converter did to the tensor.
-        shapes: leaf -> its sizes in transformers, given those in the file.
-        mtp_prefix: (number of layers, index of the MTP layer) -> prefix of its tensors.
-        mtp_block: prefix of its decoder block's tensors below that.
-        mtp_modules: leaf -> module of an MTP layer, for modules that only it has or names
-            otherwise.
-        stacked: prefix of experts that transformers also stores as stacks; "" if one by one.
-    """
-
-    architecture: str
-    modules: names.Names
-    config: Callable[[Metadata], dict[str, Any]]
-    changes: Callable[[Metadata], Mapping[str, Change]] = lambda metadata: {}
-    shapes: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = field(default_factory=dict)
-    mtp_prefix: Callable[[int, int], str] = lambda layers, index: f"model.layers.{layers + index}."
-    mtp_block: str = ""
-    mtp_modules: names.Names = field(default_factory=lambda: names.NEXTN)
-    stacked: str = ""
 
 
 def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
@@ -66,7 +40,9 @@ def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
             f"{header.path} has the architecture {metadata.arch!r}; expected one of "
             f"{', '.join(FAMILIES)}, or a checkpoint in transformers' format"
         )
-    config = {**_common(metadata), **family.config(metadata)}
+    if family.of_experts is not None and metadata.get("expert_count"):
+        family = family.of_experts
+    config = {**_common(metadata, family), **family.config(metadata)}
     changes = family.changes(metadata)
     for file in files:
         for source in (one for one in file.header.tensors if one not in metadata.read):
@@ -94,10 +70,10 @@ def _name(
         raise _unknown(file, source, metadata)
     prefix = family.mtp_prefix(metadata.layers, index) if is_mtp else f"model.layers.{layer}."
     block = prefix + (family.mtp_block if is_mtp else "")
-    if leaf in names.STACKS and not family.stacked:
-        file.add_stack(f"{block}mlp.experts.{{}}.{names.STACKS[leaf]}.weight", source)
+    stack = family.projections.get(leaf)
+    if stack is not None and not family.stacked:
+        file.add_stack(f"{block}{family.experts.format('{}', stack)}.weight", source)
         return
-    stack = names.STACKS.get(leaf)
     module = family.modules.get(leaf) if stack is None else f"{family.stacked}{stack}"
     joint = family.mtp_modules.get(leaf) if is_mtp else None
     name = f"{block}{module}" if joint is None else f"{prefix}{joint}"
@@ -118,7 +94,7 @@ def _unknown(file: GgufFile, source: str, metadata: Metadata) -> CheckpointError
     )
 
 
-def _common(of: Metadata) -> dict[str, Any]:
+def _common(of: Metadata, family: Family) -> dict[str, Any]:
     """The entries of every family's config."""
     kinds = {stored.block.name for stored in of.tensors.values()}
     plain = "float32" if kinds == {"F32"} else "float16"
@@ -129,18 +105,26 @@ def _common(of: Metadata) -> dict[str, Any]:
         "pad_token_id": of.token("padding"),
     }
     return {
-        "architectures": [FAMILIES[of.arch].architecture],
+        "architectures": [family.architecture],
         "dtype": dtype,
         "quantization_config": {"quant_method": "gguf"},
         "vocab_size": of.rows("token_embd.weight"),
         "hidden_size": of.size("embedding_length"),
         "num_hidden_layers": of.layers,
         "max_position_embeddings": of.size("context_length"),
-        "rms_norm_eps": of.number("attention.layer_norm_rms_epsilon"),
+        **_epsilon(of),
         "num_attention_heads": of.row("attention.head_count")[0],
         "tie_word_embeddings": "output.weight" not in of.tensors,
         **{name: value for name, value in tokens.items() if value is not None},
     }
+
+
+def _epsilon(of: Metadata) -> dict[str, float]:
+    """The norms' epsilon, by transformers' names of it."""
+    if of.get("attention.layer_norm_epsilon") is None:
+        return {"rms_norm_eps": of.number("attention.layer_norm_rms_epsilon")}
+    epsilon = of.number("attention.layer_norm_epsilon")
+    return dict.fromkeys(("norm_epsilon", "layer_norm_eps"), epsilon)
 
 
 def _ends(of: Metadata) -> list[int] | int | None:
@@ -170,14 +154,6 @@ def _qwen_changes(of: Metadata) -> dict[str, Change]:
         "ssm_conv1d": Change(rows=after),
         "ssm_out": Change(columns=wide),
     }
-
-
-def _llama_changes(of: Metadata) -> dict[str, Change]:
-    """Llama's rows of a head that rotate together are neighbours in files."""
-    says = configs.dense(of)
-    counts = {"attn_q": of.size("attention.head_count"), "attn_k": says["num_key_value_heads"]}
-    half = says["head_dim"] // 2
-    return {leaf: Change(rows=Heads(2, half, times=count)) for leaf, count in counts.items()}
 
 
 _QWEN = Family(
@@ -228,8 +204,10 @@ FAMILIES: Mapping[str, Family] = {
         _DENSE,
         architecture="LlamaForCausalLM",
         config=configs.llama,
-        changes=_llama_changes,
+        changes=llama_changes,
+        of_experts=MIXTRAL,
     ),
+    **DERIVED,
     "qwen35": _QWEN,
     "qwen35moe": _QWEN_MOE,
     "glm4moe": Family(
