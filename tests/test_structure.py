@@ -240,17 +240,17 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1980,
+    ".": 1990,
     "backends": 14710,
     "capture": 1330,
     "certificate": 1350,
-    "cli": 4930,
+    "cli": 4980,
     "engine": 5800,
     "evaluation": 610,
     "host": 520,
     "integrations": 4400,
     "layout": 1110,
-    "models": 8270,
+    "models": 8310,
     "ops": 2670,
     "passes": 2510,
     "program": 5380,
@@ -258,7 +258,7 @@ LINES = {
     "step": 1520,
     "store": 930,
     "tuning": 1070,
-    "weights": 7200,
+    "weights": 7500,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
