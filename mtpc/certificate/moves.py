@@ -86,8 +86,8 @@ def _taken(
     if name == "request":
         return c.make(dims, kind, table.tag, table.facts | facts)
     held = table.tag[0] if table.tag else ""
-    tag = ("some", *table.tag[1:]) if held in ("row", "some") else ()
-    return c.make(dims, kind if tag or kind != PLACE else ANY, tag, facts)
+    some: Any = ("some", *table.tag[1:]) if held in ("row", "some") else ()
+    return c.make(dims, kind if some or kind != PLACE else ANY, some, facts)
 
 
 def _row(c: Checker, number: Value, layout: Layout) -> Any:

@@ -263,7 +263,8 @@ def _run(model: nn.Module, observer: _Observer) -> None:
         own = getattr(module, "config", None)
         if own is not None:
             own._attn_implementation = own._experts_implementation = _NAME
-    decoder: Any = model.get_decoder()
+    found: Any = model
+    decoder = found.get_decoder()
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     positions = torch.arange(_TOKENS, device="meta")
     decoder(

@@ -260,7 +260,9 @@ def table(outcomes: dict[str, str]) -> str:
     found: dict[str, list[str]] = {}
     for name, said in sorted(outcomes.items()):
         found.setdefault(said, []).append(f"`{name}`")
-    rows = sorted(found.items(), key=lambda row: (not row[0].startswith(EQUAL), -len(row[1]), row[0]))
+    rows = sorted(
+        found.items(), key=lambda row: (not row[0].startswith(EQUAL), -len(row[1]), row[0])
+    )
     lines = (f"| {said} | {len(names)} | {', '.join(names)} |\n" for said, names in rows)
     return "| outcome | number | classes |\n|---|---|---|\n" + "".join(lines)
 
