@@ -52,7 +52,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
         {"options.sampling", "options.max_logprobs", "options.token_mask"},
     ),
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
-    ({"draft": "copy"}, {"options.copies"}),
+    ({"draft": "copy"}, {"options.draft"}),
     ({"quantize": "int8"}, {"options.quantize"}),
     ({"kv_cache_dtype": "int8"}, {"options.kv_cache_dtype"}),
     ({"batch_invariant": True}, {"options.batch_invariant"}),
