@@ -64,8 +64,8 @@ def _taken(
     if any(f[0] == "most" and isinstance(size, int) and f[1] < size - 1 for f in number.facts):
         return c.unknown("takes places that were moved")
     if bounds and name in ("used", "request", "next") and target is None:
-        tag = {"used": "used", "request": "start", "next": "end"}[name]
-        return c.make(dims, PLACE, (tag, bounds))
+        named = {"used": "used", "request": "start", "next": "end"}[name]
+        return c.make(dims, PLACE, (named, bounds))
     if target is None:
         is_known = number.kind in (CONST, OWN, UPTO)
         kind = max(kind, table.kind, key=KINDS.index)
