@@ -133,11 +133,14 @@ def cpu_built(checkpoint: Callable[..., Path], cpu_cache: Path) -> Callable[[str
         if family not in made:
             source = Checkpoint(checkpoint(family))
             options = plan_of(**CPU_OPTIONS, cache_dir=cpu_cache)
-            loaded = load(source, options.dtype, needs_mtp=True)
-            cache = open_cache(source, options, print)
+            cache, graphs = open_cache(source, options, print), graph_keys(options, "fused")
             backend = CpuBackend(print, cache.store)
+            headers, loaded = (
+                load(source, options.dtype, True, (), only) for only in (True, False)
+            )
+            StepCompiler(headers, options, backend, cache=cache).obtain_all(graphs)
             compiler = StepCompiler(loaded, options, backend, cache=cache)
-            steps = compiler.obtain_all(graph_keys(options, "fused"))
+            steps = compiler.obtain_all(graphs)
             program = bind_program(compiler.built(steps))
             spec = SpecModel(loaded.served(), compiler.plan, program, loaded)
             made[family] = CpuBuilt(spec, backend, compiler)

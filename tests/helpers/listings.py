@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.plans import plan_of
 from helpers.tiny import drafter
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import write_tape
 from mtpc.capture.listing import listing
-from mtpc.config import CompileOptions
 from mtpc.layout import Layout
-from mtpc.models.load import load
+from mtpc.models.load import load_planned
 from mtpc.program.compiler import StepCompiler
-from mtpc.weights.paired_checkpoint import open_checkpoint
 
 Lines = list[list[Any]]
 
@@ -41,10 +40,9 @@ class Listings:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         sizes = dict(spec_tokens=2, batch_buckets=(3,), max_len=64, dtype="bfloat16")
-        chosen = CompileOptions.parse({**drafter(directory), **sizes, **options})
-        source, has_mtp = open_checkpoint(directory, chosen.drafter), chosen.spec_tokens > 0
-        loaded = load(source, chosen.dtype, has_mtp, chosen.wiring, headers_only=True)
-        self._compiler = StepCompiler(loaded, chosen, CpuBackend(), new_buffer=Layout.reserve)
+        plan = plan_of(**{**drafter(directory), **sizes, **options})
+        loaded = load_planned(directory, plan, headers_only=True)
+        self._compiler = StepCompiler(loaded, plan, CpuBackend(), new_buffer=Layout.reserve)
         self._made: dict[str, Listed] = {}
 
     def __getitem__(self, phase: str) -> Listed:
