@@ -1,4 +1,4 @@
-"""A start imports little of mtpc: upper bounds, to be lowered when a start imports less."""
+"""A start imports little of mtpc: upper bounds; lower them when a start imports less."""
 
 from __future__ import annotations
 
