@@ -243,7 +243,7 @@ LINES = {
     "backends": 14690,
     "capture": 1690,
     "cli": 4800,
-    "engine": 5790,
+    "engine": 5780,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
