@@ -103,8 +103,15 @@ PLACES: dict[str, Place] = {
 }
 
 
-@pytest.mark.parametrize("reads_late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("kind", "reads_late"),
+    [
+        (RuntimeError, False),
+        (KeyboardInterrupt, True),
+        pytest.param(KeyboardInterrupt, False, marks=pytest.mark.slow),
+        pytest.param(RuntimeError, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failure_ends_the_step_alone(
     place: str,
