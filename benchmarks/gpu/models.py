@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.harness.models import INITIALIZER_RANGE, make_successor_model, split_off_mtp_layer
 from mtpc.models import FAMILIES
-from mtpc.models.seams import share_model, stand_in
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import build_mtp_layer
+from mtpc.models.seams import share_model, stand_in
 
 _DENSE_GLM4 = dict(
     first_k_dense_replace=1_000, n_routed_experts=2, num_experts_per_tok=2, n_shared_experts=2,
