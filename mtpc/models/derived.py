@@ -121,7 +121,8 @@ def _language_model(name: str) -> tuple[Any, Any] | None:
         return None
     inner = (getattr(config, "sub_configs", None) or {}).get(TEXT)
     if inner is not None:
-        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(inner.model_type)
+        # An `AutoConfig` stands for language models of any type.
+        text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(inner, "model_type", ""))
         return None if text is None else (getattr(transformers, text), inner)
     is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return (getattr(transformers, name), config) if is_known else None

@@ -6,7 +6,6 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 if TYPE_CHECKING:
     from mtpc.models.family import MTPWiring
@@ -49,8 +48,21 @@ class OwnHead(nn.Module):
 class _Given(nn.Module):
     """In place of a decoder: gives what it is given."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """A decoder's output with hidden states alone; what else a class may have is None."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 def target_head(model: Any, wiring: MTPWiring) -> nn.Module:

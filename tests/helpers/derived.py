@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import tiny
-from helpers.oracles import MIN_MARGIN
+from helpers.oracles import FLOAT32_INSIDE, MIN_MARGIN
 from helpers.places import ROOT
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import Layout
@@ -31,8 +31,11 @@ from mtpc.models import FAMILIES
 from mtpc.models.load import LoadedModel, SteppedModel, load
 from mtpc.step.records import Metadata
 
-CLASSES = {name: kind for kind, name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
-"""Name of a class -> a model type of it; the first, where several types have one."""
+CLASSES: dict[str, str] = {}
+"""Name of a class -> a model type of it: the one that it is named after, where it has several."""
+for _kind, _name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    if _name not in CLASSES or _name.lower().startswith(_kind.replace("_", "")):
+        CLASSES[_name] = _kind
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "model_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 96),
@@ -212,7 +215,8 @@ def stepped_logits(loaded: LoadedModel, texts: Sequence[list[int]]) -> list[Tens
 
 EQUAL = "equal to transformers"
 EQUAL_BUT_FLOAT32 = "equal to transformers, up to what it computes in float32"
-"""Routers, norms or scans; logits then differ by less than 1e-5, elsewhere by less than 1e-9."""
+"""Routers and norms, whose logits then differ by less than 1e-5, and scans, by less than 1e-3;
+elsewhere logits differ by less than 1e-9."""
 
 
 def outcome(name: str, directory: Path) -> str:
@@ -231,13 +235,14 @@ def outcome(name: str, directory: Path) -> str:
         loaded = load(directory, "float64", needs_mtp=False)
     except UnsupportedModelError as error:
         return f"refused: {_reason(str(error), name)}"
+    is_scanned = any(f.hf_class == name and f.name in FLOAT32_INSIDE for f in FAMILIES)
     worst = 0.0
     model.config._experts_implementation = "eager"
     for text, found in zip(PROMPTS, stepped_logits(loaded, PROMPTS), strict=True):
         with torch.no_grad():
             wanted = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
         assert wanted.std() > 1e-3, "the logits say too little"
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 if is_scanned else 1e-5)
         worst = max(worst, float((found - wanted).abs().max()))
     return EQUAL if worst < 1e-9 else EQUAL_BUT_FLOAT32
 
@@ -290,4 +295,5 @@ def main(names: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # The models are tiny.
     main(sys.argv[1:] or CLASSES)
