@@ -14,7 +14,11 @@ from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 
 KEPT = [number for number, block in BLOCKS.items() if block.kind and not block.is_rounded]
 """ggml's numbers of the types that are kept as they are stored."""
-SCALE_BYTES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALE_BYTES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 """Where blocks have their float16: at the first byte, if nothing else is said."""
 
 
@@ -26,7 +30,7 @@ def random_blocks(number: int, rows: int, inputs: int, seed: int = 0) -> Tensor:
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=gen)
     if block.name == "MXFP4":
         raw[..., 0] = 116 + raw[..., 0] % 8
-    for start in SCALE_BYTES.get(block.name, () if block.name == "MXFP4" else (0,)):
+    for start in SCALE_BYTES.get(block.name, (0,)):
         scales = 0.01 * torch.randn(shape[:-1], generator=gen)
         raw[..., start : start + 2] = scales.half()[..., None].view(torch.uint8)
     return raw.flatten(-2)

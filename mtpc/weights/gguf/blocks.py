@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtpc.errors import CheckpointError
 from mtpc.weights.grouped import SUPER, GroupForm, Kind
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.quantise import quantise
@@ -153,9 +154,18 @@ _ROUNDED = GroupSpec(GroupForm("int8", 32), "float16", by_largest=True)
 
 
 def _rounded(blocks: Tensor, name: str) -> Parts:
-    """Codes of 8 bits for what the gguf package makes of a type."""
-    from gguf import GGMLQuantizationType, quants
+    """Codes of 8 bits for what the gguf package makes of a type.
 
+    Raises:
+        CheckpointError: the package is not installed.
+    """
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        raise CheckpointError(
+            f"weights are of type {name}, which mtpc reads by the package gguf, and it is not "
+            "installed; expected it, or types of at least 4 bits: run pip install gguf"
+        ) from None
     rows = blocks.flatten(-2).contiguous().numpy()
     values = torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType[name]))
     weight = quantise(values, _ROUNDED)
