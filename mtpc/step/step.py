@@ -102,8 +102,7 @@ class Step(nn.Module):
     def _begin(self) -> Begun:
         """Gather the batch's requests, and the tokens to verify."""
         state, batch = self.state, self.batch
-        inputs = [batch.state_indices, state.committed_lens]
-        inputs += [state.remaining_tokens, state.token_ids]
+        inputs = [batch.state_indices, state.committed_lens, state.remaining_tokens, state.token_ids]
         if self.key.phase == "prefill":
             inputs += [batch.prompt_ids, batch.num_input, batch.is_decoding]
         return unpack(Begun, self.pieces.begin(*inputs, state.block_table))
@@ -144,7 +143,8 @@ class Step(nn.Module):
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
         rows = (verdict.ids, metadata.query_start_loc, begun.context_lens, begun.active)
         limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
-        given = AcceptInputs(*reports, *verdict.chosen, *rows, *limits)
+        choices = (verdict.chosen.tokens, verdict.chosen.finite)
+        given = AcceptInputs(*reports, *choices, *rows, *limits)
         results = self.pieces.accept(*given, *prompts)
         self.choice.record(self, verdict, begun)
         return unpack(Accepted, results)
