@@ -58,7 +58,7 @@ def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[...,
 
 
 def test_a_resumed_request_has_its_whole_text(compiled: Callable[..., Any]) -> None:
-    """Preempted as it decodes, with its output in pages that are reused, and its row overwritten."""
+    """Preempted as it decodes: pages with its output are reused, and its row is overwritten."""
     spec, drafts, prompt = compiled("mimo", 3, **ASKED), CopyOracle(), REPEATING[3]
     poison(spec)
     reused, text, rows = spec.stats.reused_tokens, list(prompt), spec.program.shared
