@@ -102,11 +102,10 @@ class Step(nn.Module):
     def _begin(self) -> Begun:
         """Gather the batch's requests, and the tokens to verify."""
         state, batch = self.state, self.batch
-        inputs = [batch.state_indices, state.committed_lens]
-        inputs += [state.remaining_tokens, state.token_ids]
+        held = [state.committed_lens, state.remaining_tokens, state.token_ids]
         if self.key.phase == "prefill":
-            inputs += [batch.prompt_ids, batch.num_input, batch.is_decoding]
-        return unpack(Begun, self.pieces.begin(*inputs, state.block_table))
+            held += [batch.prompt_ids, batch.num_input, batch.is_decoding]
+        return unpack(Begun, self.pieces.begin(batch.state_indices, *held, state.block_table))
 
     def publish(self, rows: Rows, requests: Metadata, num_tokens: int) -> Metadata:
         """Write `rows` to the batch's buffers; return views of their used parts as metadata.

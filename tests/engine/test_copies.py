@@ -57,6 +57,25 @@ def test_reuse_changes_no_text_and_no_draft(family: str, compiled: Callable[...,
     check_reuse(Conversations(compiled(family, 3, **ASKED)), 4)
 
 
+def test_a_resumed_request_has_its_whole_text(compiled: Callable[..., Any]) -> None:
+    """Preempted as it decodes: pages with its output are reused, and its row is overwritten."""
+    spec, drafts, prompt = compiled("mimo", 3, **ASKED), CopyOracle(), REPEATING[3]
+    poison(spec)
+    reused, text, rows = spec.stats.reused_tokens, list(prompt), spec.program.shared
+    spec.engine.add(prompt, 30)
+    while len(text) < len(prompt) + 14:
+        text += [token for output in spec.engine.step() for token in output.token_ids]
+    spec.engine.scheduler.preempt_all()
+    rows["state.text_ids"].fill_(2**30)
+    while spec.engine.has_work:
+        text += [token for output in spec.engine.step() for token in output.token_ids]
+        for request in spec.engine.running:
+            if request.is_prefilled:
+                found = rows["state.token_ids"][request.slot].tolist()
+                assert found == [text[-1], *drafts.drafts(text, 3)]
+    assert spec.stats.reused_tokens - reused > len(prompt)
+
+
 def test_sampled_text_is_the_same(
     compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]
 ) -> None:

@@ -1217,14 +1217,14 @@ FAULTS = (
         "engine/rows.py",
         "reused = request.token_ids(0, request.num_prefilled)",
         "reused = request.prompt_ids[: request.num_prefilled]",
-        f"{_COPIED_TEXTS}::test_reuse_changes_no_text_and_no_draft[mimo]",
+        f"{_COPIED_TEXTS}::test_a_resumed_request_has_its_whole_text",
     ),
     Fault(
         "a slot's last text stays where pages are reused",
         "engine/rows.py",
         "if TEXT_IDS in shared and request.num_prefilled:",
         "if TEXT_IDS in shared and not request.num_prefilled:",
-        f"{_COPIED_TEXTS}::test_reuse_changes_no_text_and_no_draft[mimo]",
+        f"{_COPIED_TEXTS}::test_a_resumed_request_has_its_whole_text",
     ),
     Fault(
         "a step without copies counts K drafts",
