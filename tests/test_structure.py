@@ -250,7 +250,7 @@ LINES = {
     "host": 520,
     "integrations": 4400,
     "layout": 1110,
-    "models": 8310,
+    "models": 8330,
     "ops": 2670,
     "passes": 2510,
     "program": 5380,
@@ -258,7 +258,7 @@ LINES = {
     "step": 1520,
     "store": 930,
     "tuning": 1070,
-    "weights": 7500,
+    "weights": 7510,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
