@@ -81,7 +81,7 @@ def test_outputs_on_a_full_disk(
     here = source.parent
     (here / "text").write_text("word " * 50)
     (here / "old").write_text("old")
-    monkeypatch.setattr("mtpc.cli.inspect._build", lambda *_: (None, [], ""))
+    monkeypatch.setattr("mtpc.cli.inspect._build", lambda *_: (None, [], "", {}))
     monkeypatch.setattr("mtpc.cli.drawing.draw", lambda *_: "x" * 1000)
     monkeypatch.setattr("mtpc.cli.anatomy.position", lambda graph: "")
     monkeypatch.setattr(
