@@ -65,7 +65,8 @@ def test_a_resumed_request_has_its_whole_text(compiled: Callable[..., Any]) -> N
     spec.engine.add(prompt, 30)
     while len(text) < len(prompt) + 14:
         text += [token for output in spec.engine.step() for token in output.token_ids]
-    spec.engine.scheduler.preempt_all()
+    (request,) = spec.engine.running
+    spec.engine.scheduler._preempt(request)
     rows["state.text_ids"].fill_(2**30)
     while spec.engine.has_work:
         text += [token for output in spec.engine.step() for token in output.token_ids]
