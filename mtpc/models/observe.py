@@ -242,7 +242,9 @@ def observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
         _run(with_fixed_angles(model, _TOKENS).eval(), observer)
     except Exception as error:
         is_ours = isinstance(error, (MtpcError, AttributeError))
-        why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        why = str(error)
+        if not is_ours:
+            why = f"its forward needs values, where mtpc sees what it keeps without any ({why})"
         raise UnsupportedModelError(
             f"mtpc cannot step transformers' {kind.__name__}: {' '.join(why.split())}"
         ) from error

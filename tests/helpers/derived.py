@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -231,6 +232,10 @@ def outcome(name: str, directory: Path) -> str:
     except Exception as error:
         return f"no tiny model: {type(error).__name__}"
     model.save_pretrained(directory)
+    try:  # Some classes change weights as they load them.
+        model = type(model).from_pretrained(directory, dtype=torch.float64).eval()
+    except Exception as error:
+        return f"no tiny model: {type(error).__name__}"
     try:
         loaded = load(directory, "float64", needs_mtp=False)
     except UnsupportedModelError as error:
@@ -261,22 +266,28 @@ PAGE = ROOT / "docs" / "models.md"
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """The outcomes as rows of a table: an outcome, and the classes that have it."""
+    """The outcomes as a list: an outcome, and the classes that have it."""
     found: dict[str, list[str]] = {}
     for name, said in sorted(outcomes.items()):
         found.setdefault(said, []).append(f"`{name}`")
     rows = sorted(
         found.items(), key=lambda row: (not row[0].startswith(EQUAL), -len(row[1]), row[0])
     )
-    lines = (f"| {said} | {len(names)} | {', '.join(names)} |\n" for said, names in rows)
-    return "| outcome | number | classes |\n|---|---|---|\n" + "".join(lines)
+    lines = (f"- **{said}** ({len(names)}): {', '.join(names)}" for said, names in rows)
+    return "".join(
+        "\n".join(wrap(line, 120, subsequent_indent="  ", break_long_words=False)) + "\n"
+        for line in lines
+    )
 
 
 def written() -> dict[str, str]:
     """The outcomes in the page, by class."""
     part = PAGE.read_text().split(BEGIN)[1].split(END)[0]
-    rows = (line.strip("| \n").split(" | ") for line in part.splitlines()[2:])
-    return {name.strip("`"): said for said, _, names in rows for name in names.split(", ")}
+    rows = [" ".join(row.split()) for row in part.removeprefix("- ").split("\n- ")]
+    found = (re.fullmatch(r"\*\*(.*)\*\* \(\d+\): (.*)", row) for row in rows)
+    return {
+        name.strip("`"): row[1] for row in found if row is not None for name in row[2].split(", ")
+    }
 
 
 def main(names: Iterable[str]) -> None:
@@ -287,7 +298,8 @@ def main(names: Iterable[str]) -> None:
             try:
                 outcomes[name] = outcome(name, Path(directory))
             except Exception as error:
-                outcomes[name] = f"FAILED {type(error).__name__}: {error}"[:300].replace("|", "/")
+                said = " ".join(f"FAILED {type(error).__name__}: {error}"[:300].split())
+                outcomes[name] = said
         print(f"{name}: {outcomes[name]}", flush=True)
         before, rest = PAGE.read_text().split(BEGIN)
         after = rest.split(END, 1)[1]
