@@ -131,6 +131,7 @@ def _add_sizes(writer: Any, config: Any, arch: str) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    writer.add_pad_token_id(0)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
