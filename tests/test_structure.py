@@ -250,7 +250,7 @@ LINES = {
     "host": 520,
     "integrations": 4400,
     "layout": 1110,
-    "models": 8330,
+    "models": 8360,
     "ops": 2670,
     "passes": 2510,
     "program": 5380,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from mtpc.models.family import MTPWiring
@@ -65,12 +68,42 @@ class _Output:
         return (self.last_hidden_state,)[index]
 
 
+class _Called(TorchDispatchMode):
+    """Notes the names of the ATen operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_ALONE = frozenset(
+    {"mm", "addmm", "t", "view", "_unsafe_view", "slice", "select", "unsqueeze", "alias", "detach"}
+)
+"""What a forward around a decoder calls that does no more than multiply by the head."""
+
+
+def _is_head_alone(own: OwnHead, weight: Tensor) -> bool:
+    """Whether a class's forward gives the head's product as it is; seen on the meta device."""
+    tensors = (*own.named_parameters(), *own.named_buffers())
+    held = {name: tensor.detach().to("meta") for name, tensor in tensors}
+    features = torch.empty((2, weight.shape[1]), dtype=weight.dtype, device="meta")
+    with torch.no_grad(), _Called() as called:
+        functional_call(own, held, (features,))
+    return called.names <= _ALONE
+
+
 def target_head(model: Any, wiring: MTPWiring) -> nn.Module:
     """What makes logits of the target's features."""
-    decoder = model.get_decoder()
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     name = next((name for name, child in model.named_children() if child is decoder), None)
     # A multimodal model has the decoder deeper inside, and its own forward places images.
-    head = model.get_output_embeddings() if name is None else OwnHead(model, name)
+    own = None if name is None else OwnHead(model, name)
+    if own is not None and not (head is not None and _is_head_alone(own, head.weight)):
+        head = own
     return NormedHead(decoder.norm, head) if wiring.first_features == "before" else head
 
 

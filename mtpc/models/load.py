@@ -327,7 +327,7 @@ def find_family(architectures: list[str]) -> ModelFamily:
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
         f"architectures {architectures} are not supported{hint}; expected a decoder-only causal LM "
-        f"of transformers {transformers.__version__}, or one of {', '.join(known)}"
+        f"of transformers {transformers.__version__}, or a family that `mtpc models` lists"
     )
 
 

@@ -73,6 +73,7 @@ def test_a_resumed_request_has_its_whole_text(compiled: Callable[..., Any]) -> N
         for request in spec.engine.running:
             if request.is_prefilled:
                 found = rows["state.token_ids"][request.slot].tolist()
+                assert rows["state.text_ids"][request.slot, : len(text)].tolist() == text
                 assert found == [text[-1], *drafts.drafts(text, 3)]
     assert spec.stats.reused_tokens - reused > len(prompt)
 

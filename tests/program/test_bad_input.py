@@ -229,7 +229,7 @@ def test_an_unknown_architecture(damaged: Callable[..., Path]) -> None:
     directory = damaged()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Gpt9"]}))
-    message = rf"{directory}/config\.json: architectures \['Gpt9'\] are not supported; expected one"
+    message = rf"{directory}/config\.json: architectures \['Gpt9'\] are not supported; expected a "
     with pytest.raises(UnsupportedModelError, match=message):
         mtpc.compile(directory, **EAGER)
     near = {**config, "architectures": ["Glm4MoEForCausalLM"]}
