@@ -49,8 +49,8 @@ from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
 from benchmarks.peers.vllm_decoder import VLLM, vllm_decoders
 from benchmarks.report import table
 from mtpc.cli.parsing import acceptance_length
+from mtpc.config import SCHEMES
 from mtpc.layout.progress import Progress
-from mtpc.option_checks import SCHEMES
 
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""
