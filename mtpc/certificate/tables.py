@@ -41,6 +41,7 @@ packed_experts: x expert_ids expert_weights; experts: x expert_ids expert_weight
 grouped_experts: x expert_ids expert_weights; relu2_experts: x expert_ids expert_weights
 batch_invariant_linear: x; draft_entry: left right; vocab_max: logits; clear_idle_rows: x
 sum_ranks: part; vocab_embedding: ids / 0; rotate: x cos sin / -1; packed_head_linear: x / -1
+grouped_embedding: ids / 0
 write_cache: rows slot_mapping / -1; rotate_and_write: q k v cos sin slot_mapping / -1
 paged_attention: q / -1; latent_attention: q / -1; expanded_latent_attention: q / -1
 choose_slots: query weights / -1; gated_delta_rule: rows / -1; mamba2_scan: rows / -1
