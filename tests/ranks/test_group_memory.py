@@ -24,7 +24,7 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
-from mtpc.program import ranks as ranks_module
+from mtpc.program import rank_exchanges
 from mtpc.program.rank_exchanges import share_memory
 from mtpc.program.ranks import Ranks
 
@@ -197,9 +197,9 @@ def fall_back(ranks: Ranks) -> list[str]:
         torch.ops.mtpc_cpu.all_reduce(part, GROUP)
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            place = ranks_module._place
+            place = rank_exchanges._place
             patch.setattr(
-                ranks_module, "_place", lambda *of: replace(place(*of), machine="another")
+                rank_exchanges, "_place", lambda *of: replace(place(*of), machine="another")
             )
         said.append(share_memory(ranks, SLOT))
     said.append(share_memory(ranks, SLOT))
