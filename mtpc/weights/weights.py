@@ -111,10 +111,12 @@ class Weights:
         weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self:
-            self.recipes[name] = substitute(recipe, lambda part: self.recipes.get(part, part))
+            whole = substitute(recipe, lambda part: self.recipes.get(part, part))
+            self.recipes[name] = whole
             if self.defers:
-                self._deferred.add(name)
-                self.bind(name, allocate(recipe, self._tensor))
+                self._deferred.add(name)  # A cut weight may have smaller groups.
+                made_of = whole if isinstance(recipe, Grouped) else recipe
+                self.bind(name, allocate(made_of, self._tensor))
             else:
                 self.bind(name, self._make(recipe))
         return self[name]
