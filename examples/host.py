@@ -57,7 +57,7 @@ class Host:
             for key in model.keys
         }
         self.program = model.bind(self.shared, self.steps)
-        self.free_pages = list(range(1, model.options.page_count))  # Page 0 is the null page.
+        self.free_pages = list(range(1, model.options.num_pages))  # Page 0 is the null page.
         self.free_slots = list(range(1, model.num_slots + 1))  # Slot 0 is the scratch slot.
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -81,7 +81,7 @@ class Host:
                 f"at most max_len {self.model.options.max_len} together"
             )
         request = Request(list(prompt), max_new, stop_ids)
-        if self.model.pages_for(len(prompt) + max_new) > self.model.options.page_count - 1:
+        if self.model.pages_for(len(prompt) + max_new) > self.model.options.num_pages - 1:
             raise ValueError("the request needs more pages than the whole pool has")
         self.waiting.append(request)
         return request

@@ -17,6 +17,7 @@ from mtpc.cli.parsing import (
     add_values,
     buckets_up_to,
     draft_vocab,
+    drafters,
     ids,
     number,
     numbers,
@@ -38,7 +39,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "N|FILE": draft_vocab,
     "RULE=VALUE,..": wiring,
     "DIR": Path,
-    "DIR|copy": str,
+    "DIR|copy": drafters,
 }
 """How the text of a value is parsed, by the value's name in the help; other values are text."""
 _REPEATABLE = "PASS"

@@ -145,6 +145,12 @@ def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
 
 
+def drafters(text: str) -> str:
+    """A drafter's directory, or copy; `mtpc bench` takes several, with commas between them."""
+    _path(text)
+    return text
+
+
 def _path(text: str) -> Path:
     """Parse a path. An empty text, which Python takes for the working directory, is none."""
     if not text:

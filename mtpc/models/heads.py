@@ -65,6 +65,8 @@ class _Output:
         return None
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return getattr(self, index)
         return (self.last_hidden_state,)[index]
 
 

@@ -167,12 +167,13 @@ def gate_of(module: Any) -> Gate | str | None:
 
     The module's own activation is compared with the operators', value by value.
     """
-    is_plain = getattr(module, "is_concatenated", True) and not module.is_transposed
-    if not is_plain or module.has_bias or getattr(module, "has_post_expert_norm", False):
+    is_plain = getattr(module, "is_concatenated", True)
+    others = ("is_transposed", "has_bias", "has_post_expert_norm")
+    if not is_plain or any(getattr(module, name, False) for name in others):
         return None
     rows = torch.linspace(-30, 30, 4096, dtype=torch.float64, device="cpu").view(16, -1)
     with torch.no_grad():
-        if not module.has_gate:
+        if not getattr(module, "has_gate", True):
             is_squared = torch.equal(module.act_fn(rows), squared_relu(rows))
             return _SQUARED if is_squared else None
         rows = rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)

@@ -296,7 +296,9 @@ class Scripted(TierPolicy):
         super().__init__(tiers)
         self._order = itertools.cycle(order)
 
-    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
+    def choose(
+        self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = (), *_: bool
+    ) -> int:
         self.switches += 1
         return next(self._order)
 

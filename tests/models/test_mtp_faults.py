@@ -147,7 +147,7 @@ def test_acceptance_under_the_floor(
 ) -> None:
     """The best wiring counts."""
     counts = [DraftCounts([round(1000 * rate), 9], [1000, 10]) for rate in rates]
-    samples = [Sample((), 1.3, drafts, [[1]]) for drafts in counts]
+    samples = [Sample((), 1.3, drafts, [[1]], {}) for drafts in counts]
     verdict = _judge(samples, 0.25, has_drafter=False)
     _print(samples, verdict, ())
     assert bool(verdict.faults or verdict.better) == bool(code)

@@ -102,7 +102,9 @@ def test_draws_depend_on_the_position_only(compiled: Compiled) -> None:
 class Scripted(TierPolicy):
     """Changes K at every step."""
 
-    def choose(self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = ()) -> int:
+    def choose(
+        self, num_reqs: int, context: int = 0, each: Sequence[Acceptance] = (), *_: bool
+    ) -> int:
         self.switches += 1
         return (0, 3, 1, 3, 3)[self.switches % 5]
 
