@@ -236,7 +236,7 @@ CASES: dict[str, tuple[str, Callable[[File], File], str]] = {
     "factors of Qwen2's YaRN": ("qwen2", lambda f: replace(f, tensors=[
         *f.tensors, text("rope_freqs.weight") + struct.pack("<IQIQ", 1, 8, 0, len(f.data))],
         data=f.data + bytes(32)), "rope_freqs.weight is F32.8.; expected 8 positive"),
-    "experts of Mixtral": ("llama", set_(".expert_count", 4, 8), "count is 8; expected none"),
+    "experts of Mixtral": ("llama", set_(".expert_count", 4, 8), "expert_used_count is missing"),
     "scores scaled": ("llama", set_(".attention.scale", 6, 0.5), "scale is 0.5; expected none"),
     "logits scaled": ("qwen2", set_(".logit_scale", 6, 8.0), "logit_scale is 8.0; expected none"),
     "a window": ("qwen3", set_(".attention.sliding_window", 4, 8), "window is 8; expected"),
