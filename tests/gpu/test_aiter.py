@@ -38,6 +38,7 @@ from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.passes.hoist_shared import HoistShared
 from mtpc.program.compiler import StepCompiler
 
 pytestmark = pytest.mark.with_triton
@@ -505,6 +506,7 @@ def test_layers_share_what_is_computed_for_them(
     compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    HoistShared().apply(graph)
     names = _names(graph)
     calls = [n for n in graph.graph.nodes if str(n.target) == "mtpc_aiter.latent_attention.default"]
     assert len(calls) > 3 + 1
