@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +138,7 @@ def _projected(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
     return F.linear(x, weight.T if module.is_transposed else weight, bias)
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """How experts join gate and up projection, in the words of `mtpc::experts`.
 
     Attributes:
