@@ -77,23 +77,22 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
+        from mtpc.program.planning import drafter_of
 
         set_threads(args.threads, checkpoint)
-        examined = checkpoint if options.draft in (None, COPY) else options.draft
-        tell(f"examine the MTP tensors of {examined}")
-        if options.draft == COPY:
-            faults = []
-        elif options.draft is None:
-            faults = find_faults(checkpoint, options.dtype)
+        drafter, copies = drafter_of(options), options.draft == COPY
+        tell(f"examine the MTP tensors of {drafter or checkpoint}")
+        if drafter is not None:
+            faults = find_draft_faults(checkpoint, drafter, options.dtype)
         else:
-            faults = find_draft_faults(checkpoint, Path(str(options.draft)), options.dtype)
+            faults = [] if copies else find_faults(checkpoint, options.dtype)
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)
             samples = list(_measure(checkpoint, options, prompts, args.max_new_tokens, tell))
-    has_drafter, verdict = options.draft is not None, Verdict(tuple(faults))
-    if samples and options.draft != COPY:  # How much is copied is a matter of the text.
-        verdict = _judge(samples, args.floor, has_drafter)
+    verdict = Verdict(tuple(faults))
+    if samples and not copies:  # How much is copied is a matter of the text.
+        verdict = _judge(samples, args.floor, drafter is not None)
     if args.as_json:
         args.result = _as_json(samples, verdict)
     else:

@@ -90,8 +90,8 @@ def _build(
         shape = make_plan(CompileOptions.parse({**given, **sized}), plan.facts).prefill_shape
         key = StepKey.prefill(*shape, plan.spec_tokens)
     tell(f"trace {key}")
-    graph = compiler.rewritten(key) if args.certificate else compiler.trace(key)
-    if last != NO_PASS and not args.certificate:
+    graph = compiler.trace(key)
+    if last != NO_PASS:
         tell(f"rewrite {key} through {last or 'the last pass'}")
         graph = compiler.rewrite(graph, last)
     keys = sorted({key, *(k for k in step_keys(plan) if k.phase == args.phase)})
@@ -102,16 +102,12 @@ def _build(
 
 
 def _print_certificate(graph: StepGraph, backend: str) -> None:
-    from mtpc.backends import BACKENDS
-    from mtpc.backends.lower_tape import lower_to_tape
-    from mtpc.backends.tape import write_tape
-    from mtpc.capture.listing import listing
-    from mtpc.certificate import prove
+    from mtpc.backends import make_backend
     from mtpc.cli.certificates import print_certificate
+    from mtpc.program.compiler import certify
 
-    row = BACKENDS[backend.partition(",")[0]]
-    tape = write_tape(*lower_to_tape(graph)).encode() if row.makes_files else None
-    print_certificate(prove(listing(graph), tape, tape is None), f"{graph.name}, {backend}")
+    artifact = make_backend(backend.partition(",")[0]).build(graph)
+    print_certificate(certify(graph, artifact), f"{graph.name}, {backend}")
 
 
 def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:

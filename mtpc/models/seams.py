@@ -110,7 +110,7 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     chosen = (expert_ids, expert_weights)
     gate = getattr(module, "mtpc_gate", None)
     if isinstance(gate, Gate):
-        return experts(x, module.gate_up_proj, module.down_proj, *chosen, *gate.options())
+        return experts(x, module.gate_up_proj, module.down_proj, *chosen, *gate)
     if gate == _SQUARED:
         return relu2_experts(x, module.up_proj, module.down_proj, *chosen)
     return _each_expert(module, x, *chosen)
@@ -139,7 +139,7 @@ def _projected(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 
 class Gate(NamedTuple):
-    """How experts join gate and up projection, in the words of `mtpc::experts`.
+    """How experts join gate and up projection: the last arguments of `mtpc::experts`, in order.
 
     Attributes:
         limit: bounds them; 0 is off.
@@ -150,10 +150,6 @@ class Gate(NamedTuple):
     limit: float = 0.0
     limit_input: bool = False
     gelu: bool = False
-
-    def options(self) -> tuple[float, bool, bool]:
-        """The last arguments of `mtpc::experts`."""
-        return self.limit, self.limit_input, self.gelu
 
 
 _SQUARED = "relu2"
@@ -179,7 +175,7 @@ def gate_of(module: Any) -> Gate | str | None:
         found = module._apply_gate(rows)
     limits = [float(getattr(module, name)) for name in _LIMITS if getattr(module, name, None)]
     gates = [Gate(*each) for each in product((0.0, *limits), (False, True), (False, True))]
-    fits = (g for g in gates if torch.allclose(swiglu(rows, *g.options()), found, 1e-12, 1e-12))
+    fits = (g for g in gates if torch.allclose(swiglu(rows, *g), found, 1e-12, 1e-12))
     return next(fits, None)
 
 

@@ -26,7 +26,7 @@ from mtpc.capture.listing import listing
 from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
-from mtpc.certificate import prove
+from mtpc.certificate import Certificate, prove
 from mtpc.errors import CapacityError, OptionError
 from mtpc.layout import (
     IMAGE_STATE,
@@ -332,7 +332,7 @@ class StepCompiler:
             artifact = self.backend.build(graph)
         record = self._record(graph, artifact)
         if part == "step" and (self.backend.makes_files or self.should_be_certified):
-            certificate = prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
+            certificate = certify(graph, artifact)
             files[CERTIFICATE] = certificate.encode()
             if self.should_be_certified:
                 record = replace(record, uncertified=certificate.refusal)
@@ -409,6 +409,11 @@ class StepCompiler:
         """Whether no checkpoint holds a weight."""
         is_known = name in self._recipes and self._recipes[name] is None
         return name.startswith("constant.") or is_known
+
+
+def certify(graph: StepGraph, artifact: Artifact) -> Certificate:
+    """What the checker proves of a whole step, and of what a backend has made of it."""
+    return prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
 
 
 class _Timer:

@@ -34,7 +34,7 @@ def plan_model(model: Any, asked: CompileOptions, must_draft: bool = False) -> t
     """
     source = model
     if isinstance(model, (str, Path)):
-        source = open_checkpoint(Path(model), _drafter(asked))
+        source = open_checkpoint(Path(model), drafter_of(asked))
     elif asked.kv_offload_dir is not None:
         raise OptionError(
             "kv_offload_dir with a model object, whose weights may change between runs; "
@@ -46,7 +46,8 @@ def plan_model(model: Any, asked: CompileOptions, must_draft: bool = False) -> t
     return source, plan
 
 
-def _drafter(asked: CompileOptions) -> Path | None:
+def drafter_of(asked: CompileOptions) -> Path | None:
+    """The checkpoint that drafts; None where the model or its text does, or nothing."""
     has_drafter = asked.draft not in (None, COPY) and asked.spec_tokens != 0
     return Path(str(asked.draft)) if has_drafter else None
 

@@ -111,12 +111,10 @@ class Weights:
         weights, and steps compiled for one checkpoint serve its fine-tunes.
         """
         if name not in self:
-            whole = substitute(recipe, lambda part: self.recipes.get(part, part))
-            self.recipes[name] = whole
+            self.recipes[name] = self._whole(recipe)
             if self.defers:
-                self._deferred.add(name)  # A cut weight may have smaller groups.
-                made_of = whole if isinstance(recipe, Grouped) else recipe
-                self.bind(name, allocate(made_of, self._tensor))
+                self._deferred.add(name)
+                self.bind(name, allocate(self._over_held(recipe), self._tensor))
             else:
                 self.bind(name, self._make(recipe))
         return self[name]
@@ -137,12 +135,18 @@ class Weights:
         return self[name]
 
     def _make(self, recipe: Recipe) -> Tensor:
-        stored = self._stored
-        whole = substitute(recipe, lambda part: self.recipes.get(part, part))
+        stored, whole = self._stored, self._whole(recipe)
         if stored is not None and stored.has(whole):
             return self._once(recipe, stored.over_tensors(whole), stored)
-        made_of = whole if isinstance(recipe, Grouped) else recipe
-        return self._once(recipe, substitute(made_of, self._holder), None)
+        return self._once(recipe, substitute(self._over_held(recipe), self._holder), None)
+
+    def _whole(self, recipe: Recipe) -> Recipe:
+        """A recipe over weights of the model alone."""
+        return substitute(recipe, lambda part: self.recipes.get(part, part))
+
+    def _over_held(self, recipe: Recipe) -> Recipe:
+        """A recipe over what is held; of codes, over the model's: cuts have smaller groups."""
+        return self._whole(recipe) if isinstance(recipe, Grouped) else recipe
 
     def _once(self, recipe: Recipe, same: Recipe, stored: StoredWeights | None) -> Tensor:
         """The tensor of a recipe; that of another one that is the same over files or memory."""

@@ -292,7 +292,7 @@ extern "C" AOTI_TORCH_EXPORT int64_t mtpc_shares_memory(const char* group) {
   return mtpc::groups().find(group) != nullptr;
 }
 
-// How Python gives and takes the memory (mtpc/program/ranks.py).
+// How Python gives and takes the memory (mtpc/program/rank_exchanges.py).
 STABLE_TORCH_LIBRARY_FRAGMENT(mtpc_cpu, library) {
   library.def(
       "share_memory(str group, str path, int slot_bytes, int rank, int[] processes, "
