@@ -325,7 +325,9 @@ class Collects:
 
 @pytest.fixture
 def unraised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the collector could not raise."""
+    """What the collector could not raise. It has only what this test makes to look at."""
+    gc.collect()
+    gc.freeze()
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     yield seen

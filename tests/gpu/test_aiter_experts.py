@@ -342,8 +342,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("spec_tokens", [0, 3])
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_text_is_that_of_the_eager_backend(
     family: str, spec_tokens: int, wide: Callable[[str], Path], found: aiter.Found
 ) -> None:

@@ -18,7 +18,7 @@ from mtpc.layout import PROMPT_EMBEDS
 SLOW = pytest.mark.slow
 FAMILIES = (
     "glm4v_moe",
-    "step3p7",
+    pytest.param("step3p7", marks=SLOW),
     pytest.param("qwen3_5", marks=SLOW),
     pytest.param("qwen3_5_moe", marks=SLOW),
 )
