@@ -11,9 +11,7 @@ read differently.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,20 +21,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
-from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import CachePool, paged_kv_specs
-from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import (
-    DraftVocabulary,
-    HFTarget,
-    MTPLayer,
-    StepParts,
-    TextRotary,
-    decoder_layers,
-    embedding_of,
-    norm_after,
+from mtpc.models.drafter import (
+    CapturingTarget,
+    check_ends,
+    check_layer_ids,
+    draft_vocabulary,
+    read_vocabulary,
 )
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.hf import MTPLayer, StepParts, TextRotary, embedding_of
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
@@ -78,6 +74,10 @@ class Eagle3Config:
     norm_first: bool
     norm_output: bool
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.llama.vocab_size)
+
     @classmethod
     def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> Eagle3Config:
         """From the drafter's config.json, for a target of this config and so many decoder layers.
@@ -92,22 +92,8 @@ class Eagle3Config:
         use_seams(config)
         _check_known(entries, config, where)
         check_rotary(config, where)
-        vocab, width = config.vocab_size, entries.get("target_hidden_size") or config.hidden_size
-        for what, found, expected in (
-            ("vocab_size", vocab, target.vocab_size),
-            ("target_hidden_size or hidden_size", width, target.hidden_size),
-        ):
-            if found != expected:
-                raise CheckpointError(
-                    f"{where}: {what} is {found}, and the target's is {expected}; use an EAGLE-3 "
-                    "head that was trained for this target"
-                )
-        rows = entries.get("draft_vocab_size") or vocab
-        if rows != vocab and TOKEN_MAP not in checkpoint.draft.tensors:
-            raise CheckpointError(
-                f"{where} lacks {TOKEN_MAP}, which says what tokens the {rows} rows of its head "
-                f"stand for (vocab_size is {vocab}); download or export the head again"
-            )
+        sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+        rows, width = read_vocabulary(checkpoint, sizes, target, "an EAGLE-3 head")
         found = _layer_ids(entries, layers, where)
         rules = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
         return cls(config, found, rows, width, *rules)
@@ -141,13 +127,7 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     if sorted(nested) != authors and layers not in nested:
         nested = [i + 1 for i in nested]
     ids = entries.get(_LAYER_IDS) or nested or authors
-    found = tuple(sorted(set(ids)))
-    if len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
-        raise CheckpointError(
-            f"{where}: the layers to capture are {ids}; expected different ones of the target's "
-            f"{layers}; set {_LAYER_IDS} in its config.json"
-        )
-    return found
+    return check_layer_ids(ids, layers, where, _LAYER_IDS)
 
 
 class Eagle3Layer(MTPLayer):
@@ -222,49 +202,6 @@ class Eagle3Block(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class CapturingTarget(HFTarget):
-    """The decoder over flat tokens: (ids [T], *metadata) -> features [T, H], captured [T, n H].
-
-    Args:
-        layer_ids: the layers whose inputs are captured, ascending.
-    """
-
-    def __init__(
-        self, layer_ids: tuple[int, ...], decoder: Any, pool: CachePool, wiring: MTPWiring
-    ):
-        super().__init__(decoder, pool, wiring)
-        self.layer_ids, self.captured = layer_ids, list[Tensor]()
-        stepped: Any = self.decoder
-        own = decoder_layers(stepped)
-        layers = list(own)
-        for index in layer_ids:
-            if index < len(layers):
-                layers[index] = self._watched(layers[index])
-            else:
-                name = norm_after(stepped, own)
-                stepped._modules[name] = self._watched(stepped._modules[name])
-        name = next(name for name, child in stepped.named_children() if child is own)
-        stepped._modules[name] = nn.ModuleList(layers)
-
-    def _watched(self, module: nn.Module) -> nn.Module:
-        """A module that shares all of this one, and notes what it is given."""
-        watched = copy.copy(module)
-        watched._forward_pre_hooks = OrderedDict()
-        watched._forward_pre_hooks_with_kwargs = OrderedDict()
-        watched.register_forward_pre_hook(self._note, with_kwargs=True)
-        return watched
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        self.captured.append(args[0] if args else given["hidden_states"])
-
-    def forward(self, ids: Tensor, *metadata: Tensor) -> Any:
-        self.captured.clear()
-        features = super().forward(ids, *metadata)
-        captured = torch.cat([hidden[0] for hidden in self.captured], -1)
-        self.captured.clear()
-        return features, captured
-
-
 class Eagle3Draft(nn.Module):
     """A head over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H]."""
 
@@ -278,42 +215,6 @@ class Eagle3Draft(nn.Module):
         if self.layer.wiring.next_features == "before":
             return hidden
         return self.layer.final_norm(hidden)
-
-
-class TokenIds(nn.Module):
-    """Rows of a head [R] -> the token ids that they stand for [R]."""
-
-    offsets: Tensor
-
-    def __init__(self, offsets: Tensor):
-        super().__init__()
-        self.register_buffer("offsets", offsets)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.offsets[rows]
-
-
-class WholeLogits(nn.Module):
-    """Logits of a head [R, V_d] -> of the whole vocabulary [R, V]: -inf where it has no row."""
-
-    offsets: Tensor
-
-    def __init__(self, offsets: Tensor, vocab_size: int):
-        super().__init__()
-        self.register_buffer("offsets", offsets)
-        self.vocab_size = vocab_size
-
-    def forward(self, logits: Tensor) -> Tensor:
-        ids = self.offsets + torch.arange(self.offsets.shape[0], device=logits.device)
-        whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-        return whole.index_copy(1, ids, logits)
-
-
-def _vocabulary(layer: Eagle3Layer) -> DraftVocabulary | None:
-    if layer.d2t is None:
-        return None
-    size = layer.config.llama.vocab_size
-    return DraftVocabulary(TokenIds(layer.d2t), WholeLogits(layer.d2t, size))
 
 
 def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
@@ -337,7 +238,7 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
     layers = target.num_hidden_layers // family.caches_per_layer
     config = Eagle3Config.read(checkpoint, target, layers)
     stored = checkpoint.draft.tensors
-    _check_ends(stored, config, target, where)
+    check_ends(stored, config.llama.hidden_size, config.draft_vocab_size, target, where)
     block = next((b for b in _BLOCKS if any(name.startswith(b) for name in stored)), _BLOCKS[0])
     mapped = {TOKEN_MAP} & stored.keys()
 
@@ -367,21 +268,6 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
             target=partial(CapturingTarget, config.layer_ids),
             draft=Eagle3Draft,
             draft_entry=lambda layer: layer.projection,
-            draft_vocabulary=_vocabulary,
+            draft_vocabulary=draft_vocabulary,
         ),
     )
-
-
-def _check_ends(stored: Collection[str], config: Eagle3Config, target: Any, where: Any) -> None:
-    """Refuse a head without an embedding or an output head that the target's cannot stand for."""
-    same_width = config.llama.hidden_size == target.hidden_size
-    fits = {
-        "embed_tokens.weight": same_width,
-        "lm_head.weight": same_width and config.draft_vocab_size == target.vocab_size,
-    }
-    lacking = [name for name, fit in fits.items() if name not in stored and not fit]
-    if lacking:
-        raise CheckpointError(
-            f"{where} lacks {', '.join(lacking)}, and the target's is of another shape; download "
-            "or export the head again"
-        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mtpc.layout import StepKey
 from mtpc.ops.copy_drafts import LONGEST, SHORTEST
 from mtpc.step.drafting import Drafting, DraftInputs
 
@@ -60,6 +61,9 @@ class Copying(Drafting):
             "earlier; none elsewhere",
             "head": "none",
         }
+
+    def pieces(self, key: StepKey, page_size: int, vocab_size: int) -> dict[str, nn.Module]:
+        return {"copy_text": CopyText(self.most)}
 
     def drafts(self, step: Step, inputs: DraftInputs) -> list[Tensor]:
         """The program's largest number of drafts [R], also where the step's own K is less."""

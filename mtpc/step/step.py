@@ -3,12 +3,11 @@
 begin -> target -> choose -> accept -> drafts over all rows -> single-row drafts -> advance
 
 `Step.forward` reads its inputs from buffers, calls *pieces*, and writes its results to buffers. It
-is traced symbolically with the pieces as leaves. A piece of the model (target, heads, MTP layers)
-is exported once for all buckets and all K. The other pieces are in the modules beside this one,
-each with what it computes in closed form.
+is traced symbolically with the pieces as leaves. A piece of the model is exported once for all
+buckets and all K. The others are in the modules beside this one, each in closed form.
 
 Values make the variants of a step: `Step.choice` says how tokens are chosen (greedily, `choose`; by
-parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`,
+parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`, `blocks`,
 `single_position`, `copying`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
@@ -45,18 +44,20 @@ class StepPieces(nn.Module):
     dictate: nn.Module  # Only with synthetic acceptance.
     record: nn.Module
     drafts: nn.ModuleList
-    later_draft: nn.Module  # Only where a draft hands something on.
     draft_heads: nn.ModuleList
-    draft_entry: nn.Module  # This piece and the next two: only of a drafter of its own.
+    pick: nn.Module
+    advance: nn.Module
+    later_draft: nn.Module  # This piece and what follows: if `Step.drafting` asks for it.
+    draft_entry: nn.Module
     draft_tokens: nn.Module
     draft_logits: nn.Module
+    draft_bias: nn.Module
     chain_metadata: nn.Module
-    copy_text: nn.Module  # Only where drafts are copies.
-    pick: nn.Module
-    widen: nn.Module  # This piece and the next two: only with several MTP layers.
+    block_rows: nn.Module
+    copy_text: nn.Module
+    widen: nn.Module
     move_up: nn.Module
     keep_last: nn.Module
-    advance: nn.Module
 
 
 class Step(nn.Module):
