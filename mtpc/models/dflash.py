@@ -114,7 +114,7 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
         given = False
     causal = tuple(bool(each if given is None else given) for each in slides)
     unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
-    if any(slides) and config.sliding_window is None:
+    if any(slides) and not entries.get("sliding_window"):
         unknown.append("layers of sliding_attention without sliding_window")
     if any(slid and not each for slid, each in zip(slides, causal, strict=True)):
         unknown.append("windows that rows of a block see both ways")

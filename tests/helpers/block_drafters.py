@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
+from helpers.eagle import save_head
 from helpers.released import dflash, eagle3
+from helpers.trained import cyclic_text
 
 CONFIG: dict[str, Any] = dict(
     architectures=["DFlashDraftModel"],
@@ -95,3 +100,13 @@ def train_dflash(
         loss.backward()
         optimizer.step()
     return {**tensors, **{name: t.detach() for name, t in learned.items()}}
+
+
+def beside(target: Path, directory: Path) -> Path:
+    """A copy of a target's checkpoint with a trained drafter in its directory `draft`."""
+    shutil.copytree(target, directory, dirs_exist_ok=True, ignore=lambda *_: ["draft"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config = {**CONFIG, "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1]}}
+    tensors = train_dflash(new_dflash(config), config, model, cyclic_text)
+    save_head(tensors, config, directory / "draft")
+    return directory

@@ -32,7 +32,7 @@ def turned(x: Tensor, places: Tensor, base: float) -> Tensor:
 
 
 def heads(t: Mapping[str, Tensor], c: Mapping[str, Any], at: str, kind: str, x: Tensor) -> Tensor:
-    """Rows [B, L, H] -> queries, keys or values [B, N, L, D] of layer `at`, queries and keys normed."""
+    """Rows [B, L, H] -> queries, keys or values [B, N, L, D]; queries and keys are normed."""
     flat = x @ t[f"{at}.self_attn.{kind}_proj.weight"].t()
     split = flat.unflatten(-1, (-1, c["head_dim"]))
     if kind != "v":
