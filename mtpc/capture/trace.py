@@ -72,6 +72,9 @@ class ModelTraces(nn.Module):
             self.target_head if head is model.target_head else export_piece(head, (read,))
             for head in model.draft_heads
         )
+        if model.draft_bias is not None:
+            example = (_example(self.draft_heads[0]), read, ids)
+            self.draft_bias = export_piece(model.draft_bias, example)
         if model.draft_tokens is not None and model.draft_logits is not None:
             logits = _example(self.draft_heads[0])
             self.draft_tokens = export_piece(model.draft_tokens, (torch.zeros_like(ids),))

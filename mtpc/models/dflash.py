@@ -1,12 +1,16 @@
-"""DFlash: a drafter of a few layers that make all drafts of a step in one pass over a block.
+"""DFlash and DSpark: a few layers that make all drafts of a step in one pass over a block.
 
 A block is the last token and a mask's token for each draft, at the positions L' and on. Its rows
 attend to each other both ways, and to all committed rows. Keys and values of committed rows are not
 the drafter's own hidden states: each layer projects the same rows, which `fc` and `hidden_norm`
 make of the residual stream after some of the target's layers. Embedding and head are the target's.
 
-Source: the authors' dflash/model.py (github.com/z-lab/dflash, at 44947fb) and, for the entries that
-later checkpoints have, vLLM's qwen3_dflash.py; docs/models.md has the rules.
+DSpark's blocks have one row less, because the last token's row gives the first draft. Its Markov
+head adds to the logits of each draft what the token before it says, so drafts are chosen in order.
+
+Source: the authors' dflash/model.py (github.com/z-lab/dflash, at 44947fb), for the entries that
+later checkpoints have vLLM's qwen3_dflash.py, and for DSpark vLLM's qwen3_dspark.py and speculators
+0.9 (models/dspark); docs/models.md has the rules.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import CachePool, paged_kv_specs
 from mtpc.models.drafter import (
@@ -29,6 +33,7 @@ from mtpc.models.drafter import (
     check_ends,
     check_layer_ids,
     draft_vocabulary,
+    mask_token,
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
@@ -41,6 +46,7 @@ from mtpc.step.blocks import Blocks
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
 """What config.json has: the authors', and speculators'."""
 _OWN_IDS, _IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 """speculators' entry has layers whose inputs are captured, the authors' those whose outputs are."""
@@ -60,6 +66,8 @@ class DFlashConfig:
         mask_id: the mask's token.
         causal: for each layer, whether rows of a block see earlier ones of it only.
         skips: whether the first row of a block, the last token's, gives no draft.
+        markov_rank: width of the Markov head; 0: there is none.
+        confidence_width: of the rows that the confidence head takes; 0: there is none.
     """
 
     layers: Any
@@ -69,6 +77,8 @@ class DFlashConfig:
     mask_id: int
     causal: tuple[bool, ...]
     skips: bool
+    markov_rank: int
+    confidence_width: int
 
     @property
     def vocab_size(self) -> int:
@@ -84,26 +94,30 @@ class DFlashConfig:
         """
         given, where = checkpoint.draft.config, checkpoint.draft.directory
         entries = {**given, **(given.get("transformer_layer_config") or {})}
-        entries |= given.get("dflash_config") or {}
-        kinds = entries.get("layer_types")
-        windowed = {"use_sliding_window": bool(kinds) and _SLIDING in kinds}
+        entries |= {**(given.get("dflash_config") or {}), **(given.get("dspark_config") or {})}
+        windowed = {"use_sliding_window": _SLIDING in (entries.get("layer_types") or ())}
         config = Qwen3Config(**{**describing(entries), **windowed})
         use_seams(config)
         check_rotary(config, where)
         causal = _causal(entries, config, where)
         sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-        rows, width = read_vocabulary(checkpoint, sizes, target, "a DFlash drafter")
+        rows, width = read_vocabulary(checkpoint, sizes, target, "a block drafter")
         ids = entries.get("target_layer_ids")
         found = [i + 1 for i in ids] if ids else entries.get(_OWN_IDS) or []
         captured = check_layer_ids(found, layers, where, _IDS)
-        mask = entries.get("mask_token_id")
-        if type(mask) is not int or not 0 <= mask < config.vocab_size:
-            raise CheckpointError(
-                f"{where}: mask_token_id is {mask}; expected one of the {config.vocab_size} token "
-                "ids, by which rows of a block are embedded: download the drafter again"
+        if list(captured) != list(found):
+            raise UnsupportedModelError(
+                f"{where}: the layers to capture are {list(found)}; expected ascending ones: the "
+                "authors join them as they are listed, and servers in the order of layers"
             )
-        skips = not entries.get("sample_from_anchor", False)
-        return cls(config, captured, rows, width, mask, causal, skips)
+        mask = mask_token(entries.get("mask_token_id"), config.vocab_size, where)
+        is_spark = bool(set(given["architectures"]) & set(DSPARK))
+        skips = not entries.get("sample_from_anchor", is_spark)
+        rank = (entries.get("markov_rank") or 0) if is_spark else 0
+        reads_both = entries.get("confidence_head_with_markov", False)
+        confident = config.hidden_size + rank * bool(reads_both) if is_spark else 0
+        confident *= "confidence_head.proj.weight" in checkpoint.draft.tensors
+        return cls(config, captured, rows, width, mask, causal, skips, rank, confident)
 
 
 def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, ...]:
@@ -118,12 +132,14 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
         unknown.append("layers of sliding_attention without sliding_window")
     if any(slid and not each for slid, each in zip(slides, causal, strict=True)):
         unknown.append("windows that rows of a block see both ways")
-    if entries.get("model_type") not in (None, "qwen3", "dflash"):
+    if entries.get("model_type") not in (None, "qwen3", "dflash", "dspark"):
         unknown.append(f"model_type={entries['model_type']!r}")
+    if entries.get("markov_head_type") not in (None, "vanilla"):
+        unknown.append(f"markov_head_type={entries['markov_head_type']!r}")
     if unknown:
         raise UnsupportedModelError(
-            f"{where} is a DFlash drafter with {', '.join(unknown)}; expected layers as Qwen3 has "
-            "them, whose windows end at a row's own position"
+            f"{where} is a block drafter with {', '.join(unknown)}; expected layers as Qwen3 has "
+            "them, whose windows end at a row's own position, and no head but a plain Markov head"
         )
     return causal
 
@@ -151,15 +167,21 @@ class DFlashLayer(MTPLayer):
         self.projection = nn.Linear(captured, hidden, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
         count = range(layers.num_hidden_layers)
-        self.block = nn.ModuleList(qwen3.Qwen3DecoderLayer(layers, i) for i in count)
+        self.block: Any = nn.ModuleList(qwen3.Qwen3DecoderLayer(layers, i) for i in count)
         for number, layer in enumerate(self.block):
             layer.self_attn.layer_idx = index + number
+        rules = layers.base_model_tp_plan
+        self.tp_plan = {name.replace("layers.", "block."): style for name, style in rules.items()}
         self.final_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
         with torch.device("cpu"):  # Frequencies are computed, not read.
             self.rotary = qwen3.Qwen3RotaryEmbedding(layers)
         size, rows = layers.vocab_size, config.draft_vocab_size
         self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
         self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(size, rows, config.markov_rank)
+        if config.confidence_width:  # No step reads it.
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_width, 1)})
         offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
         self.register_buffer(TOKEN_MAP, offsets)
 
@@ -183,6 +205,18 @@ class DFlashLayer(MTPLayer):
             given: dict[str, Any] = {"mtpc_context": seen, CACHE: seen}
             hidden = layer(hidden, position_embeddings=angles, attention_mask=None, **given)
         return hidden[0]
+
+
+class MarkovHead(nn.Module):
+    """What the token before a draft adds to its logits: (logits [R, V_d], features, tokens [R])."""
+
+    def __init__(self, size: int, rows: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(size, rank)
+        self.markov_w2 = nn.Linear(rank, rows, bias=False)
+
+    def forward(self, logits: Tensor, features: Tensor, before: Tensor) -> Tensor:
+        return logits + self.markov_w2(self.markov_w1(before))
 
 
 def _rows_alone(context: StepContext) -> StepContext:
@@ -223,7 +257,7 @@ class DFlashBlock(nn.Module):
 
 
 def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with a DFlash drafter in place of MTP layers.
+    """A target's family with a DFlash or DSpark drafter in place of MTP layers.
 
     Args:
         family: the target's.
@@ -237,7 +271,7 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
     where, stored = checkpoint.draft.directory, checkpoint.draft.tensors
     if family.parts is not None:
         raise UnsupportedModelError(
-            f"{where} is a DFlash drafter, and {family.name} has no residual stream of one row "
+            f"{where} is a block drafter, and {family.name} has no residual stream of one row "
             "that it could be fed; expected another target"
         )
     layers = target.num_hidden_layers // family.caches_per_layer
@@ -252,7 +286,11 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         return tuple(spec for i in caches for spec in paged_kv_specs(config.layers, i, dtype))
 
     blocks = partial(
-        Blocks, mask_id=config.mask_id, skips=config.skips, both_ways=not all(config.causal)
+        Blocks,
+        mask_id=config.mask_id,
+        skips=config.skips,
+        both_ways=not all(config.causal),
+        has_bias=config.markov_rank > 0,
     )
     wiring = MTPWiring(
         embedding_norm="",
@@ -276,6 +314,7 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
             draft=DFlashContext,
             later_draft=DFlashBlock,
             draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
+            draft_bias=lambda layer: layer.markov_head if config.markov_rank else None,
             draft_vocabulary=draft_vocabulary,
             drafting=blocks,
         ),

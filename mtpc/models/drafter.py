@@ -133,6 +133,20 @@ def read_vocabulary(
     return rows, width
 
 
+def mask_token(given: Any, vocab_size: int, where: Any) -> int:
+    """The mask's token of a drafter.
+
+    Raises:
+        CheckpointError: it is no token.
+    """
+    if type(given) is not int or not 0 <= given < vocab_size:
+        raise CheckpointError(
+            f"{where}: mask_token_id is {given}; expected one of the {vocab_size} token ids, by "
+            "which rows of a block are embedded: download the drafter again"
+        )
+    return given
+
+
 def check_layer_ids(ids: Any, layers: int, where: Any, entry: str) -> tuple[int, ...]:
     """Layers whose inputs are captured, ascending; the number of layers stands for the final norm.
 

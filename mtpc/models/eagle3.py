@@ -1,12 +1,15 @@
-"""EAGLE-3 heads: a drafter in a checkpoint of its own, for targets that have no MTP layers.
+"""EAGLE-3 and P-EAGLE heads: drafters in checkpoints of their own, for any target.
 
 A head is fed the residual stream as it enters three layers of the target, joined to one row of 3H
 and projected to the head's own width (`fc`). Its one layer attends with the concatenation of two
 norms, of the token embedding and of the features. What the layer gives, before the head's norm, is
 fed to the next draft. Its output head has a row for frequent tokens only; `d2t` says which.
 
+P-EAGLE makes the drafts after the first one in one pass: their rows hold a mask's token and, in
+place of features, the row that `fc` makes of `mask_hidden`. Such a head may have several layers.
+
 Source: the authors' eagle/model/cnets.py; docs/models.md has the rules, and what vLLM and SGLang
-read differently.
+read differently. P-EAGLE: speculators 0.9 (models/peagle), and vLLM's llm_base_proposer.py.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from mtpc.models.drafter import (
     check_ends,
     check_layer_ids,
     draft_vocabulary,
+    mask_token,
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
@@ -36,6 +40,7 @@ from mtpc.models.hf import MTPLayer, StepParts, TextRotary, embedding_of
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
+from mtpc.step.blocks import Blocks
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 ARCHITECTURES = (
@@ -45,6 +50,10 @@ ARCHITECTURES = (
     "Eagle3Speculator",
 )
 """What config.json of EAGLE-3 heads has: the authors' and SpecForge's, vLLM's, speculators'."""
+PEAGLE = ("PEagleDraftModel", "PEagleSpeculator")
+"""speculators' names of P-EAGLE; other writers have EAGLE-3's. All of its heads store `_MASK`."""
+_MASK = "mask_hidden"
+_MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BLOCKS = ("midlayer.", "layers.0.")
 """Prefixes of the layer's names: the authors' and SpecForge's, and speculators'."""
@@ -65,6 +74,8 @@ class Eagle3Config:
         target_width: width of a captured row.
         norm_first: whether the residual is taken after the norm of the features.
         norm_output: whether the next draft is fed what the head's norm gives (EAGLE-3.1).
+        mask_id: of P-EAGLE, the mask's token; None: drafts follow from each other.
+        mask_shape: of P-EAGLE, the shape of `mask_hidden`.
     """
 
     llama: Any
@@ -73,6 +84,8 @@ class Eagle3Config:
     target_width: int
     norm_first: bool
     norm_output: bool
+    mask_id: int | None = None
+    mask_shape: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -90,19 +103,25 @@ class Eagle3Config:
         entries = {**given, **(given.get("transformer_layer_config") or {})}
         config = LlamaConfig(**describing(entries))
         use_seams(config)
-        _check_known(entries, config, where)
+        is_parallel = _MASK in checkpoint.draft.tensors
+        _check_known(entries, config, where, is_parallel)
         check_rotary(config, where)
         sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
         rows, width = read_vocabulary(checkpoint, sizes, target, "an EAGLE-3 head")
         found = _layer_ids(entries, layers, where)
         rules = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
-        return cls(config, found, rows, width, *rules)
+        head = cls(config, found, rows, width, *rules)
+        if not is_parallel:
+            return head
+        mask = next((entries[n] for n in _MASK_IDS if entries.get(n) is not None), None)
+        shape = tuple(checkpoint.draft.meta_tensor(_MASK).shape)
+        return replace(head, mask_id=mask_token(mask, config.vocab_size, where), mask_shape=shape)
 
 
-def _check_known(entries: Mapping[str, Any], config: Any, where: Any) -> None:
+def _check_known(entries: Mapping[str, Any], config: Any, where: Any, is_parallel: bool) -> None:
     kinds = entries.get("layer_types") or []
     unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
-    if config.num_hidden_layers != 1:
+    if config.num_hidden_layers != 1 and not is_parallel:
         unknown.append(f"num_hidden_layers={config.num_hidden_layers}")
     if "sliding_attention" in kinds:
         unknown.append(f"layer_types={kinds!r}")
@@ -153,7 +172,11 @@ class Eagle3Layer(MTPLayer):
         self.hidden_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         captured = len(config.layer_ids) * config.target_width
         self.projection = nn.Linear(captured, hidden, bias=False)
-        self.block = Eagle3Block(config.llama, index)
+        first, later = Eagle3Block(config.llama, index), range(1, config.llama.num_hidden_layers)
+        others = [llama.LlamaDecoderLayer(config.llama, index + i) for i in later]
+        self.block: Any = nn.ModuleList([first, *others]) if others else first
+        if config.mask_id is not None:
+            self.mask_hidden = nn.Parameter(torch.empty(config.mask_shape))
         self.final_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         with torch.device("cpu"):  # Frequencies are computed, not read.
             self.rotary = llama.LlamaRotaryEmbedding(config.llama)
@@ -164,7 +187,8 @@ class Eagle3Layer(MTPLayer):
         offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
         self.register_buffer(TOKEN_MAP, offsets)
         rules = config.llama.base_model_tp_plan
-        self.tp_plan = {name.replace("layers.*", "block"): style for name, style in rules.items()}
+        blocks = "block.*" if others else "block"
+        self.tp_plan = {name.replace("layers.*", blocks): style for name, style in rules.items()}
 
     def run(self, embedding: Tensor, features: Tensor, context: StepContext) -> Tensor:
         """Embeddings and features of rows, each [T, H] -> the layer's output [T, H]."""
@@ -172,7 +196,12 @@ class Eagle3Layer(MTPLayer):
         residual = normed if self.config.norm_first else features
         rows = torch.cat([self.embedding_norm(embedding), normed], -1)[None]
         angles = self.rotary(rows, context.positions[None])
-        return self.block(rows, residual, angles, context)
+        first, *others = self.block if isinstance(self.block, nn.ModuleList) else [self.block]
+        hidden, given = first(rows, residual, angles, context), {"mtpc_context": context}
+        for layer in others:
+            more = {"position_embeddings": angles, "attention_mask": None, CACHE: context}
+            hidden = layer(hidden[None], **given, **more)[0]
+        return hidden
 
 
 class Eagle3Block(nn.Module):
@@ -217,6 +246,14 @@ class Eagle3Draft(nn.Module):
         return self.layer.final_norm(hidden)
 
 
+class ParallelDraft(Eagle3Draft):
+    """A P-EAGLE head over rows of masks: (ids [T], *metadata) -> features [T, H]."""
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        masked = self.layer.projection(self.layer.mask_hidden.reshape(1, -1))
+        return super().forward(ids, masked.expand(ids.shape[0], -1), *metadata)
+
+
 def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
     """A target's family with an EAGLE-3 head in place of MTP layers.
 
@@ -245,8 +282,13 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
     def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
         if layer < of.num_hidden_layers:
             return family.cache_specs(of, layer, dtype)
-        return paged_kv_specs(config.llama, layer, dtype)
+        caches = range(layer, layer + config.llama.num_hidden_layers)
+        return tuple(spec for i in caches for spec in paged_kv_specs(config.llama, i, dtype))
 
+    parallel: dict[str, Any] = {}
+    if config.mask_id is not None:
+        says = {"mask_id": config.mask_id, "opens": False, "skips": False, "both_ways": False}
+        parallel = {"later_draft": ParallelDraft, "drafting": partial(Blocks, **says)}
     wiring = MTPWiring(
         embedding_norm=f"{block}input_layernorm",
         hidden_norm=f"{block}hidden_norm",
@@ -260,7 +302,7 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         wiring=wiring,
         num_mtp_layers=lambda of: 1,
         layer_prefix=lambda layers, index: DRAFT,
-        block_prefix=block,
+        block_prefix=block if config.llama.num_hidden_layers == 1 else "layers.",
         cache_specs=cache_specs,
         make_layer=lambda wiring, index, own: Eagle3Layer(wiring, config, index, {*own, *mapped}),
         shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
@@ -269,5 +311,6 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
             draft=Eagle3Draft,
             draft_entry=lambda layer: layer.projection,
             draft_vocabulary=draft_vocabulary,
+            **parallel,
         ),
     )

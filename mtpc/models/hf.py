@@ -352,6 +352,7 @@ class StepParts:
         draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
         drafting: makes the declaration of a drafter with one layer, of its first four fields.
         later_draft: makes, of the arguments of `draft`, what `Drafting` calls for later drafts.
+        draft_bias: layer -> module: (logits [R, V], features, tokens [R]) -> logits; or None.
     """
 
     target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
@@ -363,3 +364,4 @@ class StepParts:
     draft_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda layer: None
     drafting: Callable[..., Drafting] = Drafting
     later_draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] | None = None
+    draft_bias: Callable[[Any], nn.Module | None] = lambda layer: None

@@ -233,6 +233,7 @@ class SteppedModel:
         first = next(iter(loaded.mtp_layers), None)
         self.draft_entry = parts.draft_entry(first) if parts.draft_entry else None
         vocabulary = parts.draft_vocabulary(first) if first is not None else None
+        self.draft_bias = parts.draft_bias(first) if first is not None else None
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
         says = (len(given), self.draft_entry is not None, vocabulary is not None, hands_on)

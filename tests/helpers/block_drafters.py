@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from helpers.eagle import save_head
+from helpers.eagle import CONFIG as HEAD
+from helpers.eagle import new_head, save_head
 from helpers.released import dflash, eagle3
 from helpers.trained import cyclic_text
 
@@ -38,6 +39,20 @@ CONFIG: dict[str, Any] = dict(
 """As the authors' checkpoints have it: ids of the layers whose outputs are captured."""
 
 
+SPARK: dict[str, Any] = dict(
+    architectures=["Qwen3DSparkModel"],
+    dflash_config=None,
+    mask_token_id=1,
+    target_layer_ids=[0, 2],
+    block_size=7,
+    markov_rank=8,
+    markov_head_type="vanilla",
+    enable_confidence_head=True,
+    confidence_head_with_markov=True,
+)
+"""What DSpark's checkpoints have beside or in place of `CONFIG`."""
+
+
 def new_dflash(config: Mapping[str, Any], target: int = 64, seed: int = 5) -> dict[str, Tensor]:
     """Random tensors of a drafter by their public names, for a target of a given width."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +73,14 @@ def new_dflash(config: Mapping[str, Any], target: int = 64, seed: int = 5) -> di
         }
         norms |= {f"{at}.{name}_layernorm": hidden for name in ("input", "post_attention")}
         norms |= {f"{at}.self_attn.{name}_norm": width for name in ("q", "k")}
+    rank, size = config.get("markov_rank", 0), config["vocab_size"]
+    if rank:
+        shapes |= {f"markov_head.markov_w{i}": (size, rank) for i in (1, 2)}
+        shapes["confidence_head.proj"] = (1, hidden + rank)
     made = {f"{n}.weight": 0.12 * torch.randn(s, generator=generator) for n, s in shapes.items()}
+    if rank:
+        made["confidence_head.proj.bias"] = torch.zeros(1)
+        made["markov_head.markov_w2.weight"] *= 20
     # Far from equal weights, which would hide which of two norms is applied.
     return made | {
         f"{n}.weight": torch.rand(s, generator=generator) * 1.5 + 0.4 for n, s in norms.items()
@@ -110,3 +132,29 @@ def beside(target: Path, directory: Path) -> Path:
     tensors = train_dflash(new_dflash(config), config, model, cyclic_text)
     save_head(tensors, config, directory / "draft")
     return directory
+
+
+def save_peagle(directory: Path, layers: int = 2, seed: int = 5) -> Path:
+    """A random P-EAGLE head by speculators' names, with an embedding of its own."""
+    inner = {**HEAD, "eagle_config": None, "num_hidden_layers": layers}
+    tensors = new_head(inner, inner["hidden_size"], seed)
+    generator = torch.Generator().manual_seed(seed)
+    made = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+    for index in range(1, layers):
+        for name, tensor in tensors.items():
+            if name.startswith("midlayer.") and "hidden_norm" not in name:
+                wide = tensor.shape[-1] == 2 * inner["hidden_size"]
+                part = tensor[..., : inner["hidden_size"]] if wide else tensor
+                noise = 0.05 * torch.randn(part.shape, generator=generator)
+                made[name.replace("midlayer.", f"layers.{index}.")] = part + noise
+    made["mask_hidden"] = torch.randn(1, 1, 3 * inner["hidden_size"], generator=generator)
+    made["embed_tokens.weight"] = torch.randn(96, inner["hidden_size"], generator=generator)
+    config = {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": inner,
+        "draft_vocab_size": inner["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "mask_token_id": 7,
+    }
+    return save_head(made, config, directory)

@@ -1,4 +1,4 @@
-"""Block drafters: drafts are those of the authors' code, text is plain decoding, and what is refused."""
+"""Block drafters: drafts are the authors' code's, text is plain decoding, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.records import NEW, STOP, Records, wanted
 from helpers.released.dflash import DFlash
+from helpers.released.eagle3 import PEagle
 from helpers.reuse import Conversations, check_reuse
 from helpers.sampling_oracle import FILTERS
 from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
@@ -54,11 +55,16 @@ def oracle_of(directory: Path, family: str = "llama") -> DraftOracle:
         # By the authors' entry, all layers are causal within the block.
         pytest.param(
             *("llama", 3),
-            {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1, 0], "causal": True}},
+            {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 1], "causal": True}},
             marks=pytest.mark.slow,
         ),
         # A block of all rows may be longer than the authors'.
         ("qwen2", 15, {"block_size": 8}),
+        # DSpark: a block of K rows, and each draft depends on the one before it.
+        ("llama", 3, block_drafters.SPARK),
+        pytest.param("qwen3", 1, block_drafters.SPARK, marks=pytest.mark.slow),
+        pytest.param("llama", 7, block_drafters.SPARK, marks=pytest.mark.slow),
+        pytest.param("llama", 15, block_drafters.SPARK, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_equal_the_authors_code(
@@ -73,6 +79,27 @@ def test_drafts_equal_the_authors_code(
     prompts = [PROMPTS[5], PROMPTS[12]]
     wanted = [oracle.oracle.generate(prompt, 12, stop=False) for prompt in prompts]
     assert spec.generate(prompts, 12, ignore_eos=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("spec_tokens", "layers"),
+    [
+        (3, 2),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(7, 4, marks=pytest.mark.slow),
+        pytest.param(15, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_of_p_eagle(spec_tokens: int, layers: int, tmp_path: Path) -> None:
+    """The first draft of a pass over all rows, the others of one over masks; then text."""
+    tiny.make_checkpoint("llama", tmp_path, mtp=False, num_hidden_layers=4)
+    draft = block_drafters.save_peagle(tmp_path / "draft", layers)
+    spec = mtpc.compile(tmp_path, draft=draft, spec_tokens=spec_tokens, **OPTIONS)
+    plain = Oracle("llama", tmp_path)
+    oracle = DraftOracle(plain, PEagle(plain.model, tmp_path))
+    assert check_drafts(spec, oracle, [PROMPTS[3], PROMPTS[9]], 10) >= 6
+    wanted = [plain.generate(prompt, 12, stop=False) for prompt in PROMPTS[5:7]]
+    assert spec.generate(PROMPTS[5:7], 12, ignore_eos=True) == wanted
 
 
 def planted(spec: Any, text: list[int], prompt: list[int], oracle: DraftOracle) -> int:
@@ -212,7 +239,7 @@ def refused(checkpoint: Path, draft: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(vocab_size=90), "vocab_size is 90, and the target's is 96; use a DFlash drafter"),
+        (dict(vocab_size=90), "vocab_size is 90, and the target's is 96; use a block drafter"),
         (dict(target_hidden_size=48), "hidden_size is 48, and the target's is 64"),
         (dict(hidden_size=48), "hidden_size is 48, and the target's is 64"),
         (dict(model_type="llama"), "with model_type='llama'; expected layers as Qwen3"),
@@ -226,8 +253,13 @@ def refused(checkpoint: Path, draft: Path, **options: Any) -> str:
             dict(dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 9]}),
             r"layers to capture are \[1, 10\]; expected different ones of the target's",
         ),
+        (
+            dict(dflash_config={"mask_token_id": 1, "target_layer_ids": [1, 0]}),
+            r"layers to capture are \[2, 1\]; expected ascending ones",
+        ),
         (dict(dflash_config={"mask_token_id": 1}), r"layers to capture are \[\]"),
         (dict(num_hidden_layers=3), "missing block.2"),
+        (dict(markov_head_type="rnn"), "with markov_head_type='rnn'"),
         (
             dict(dflash_config={**block_drafters.CONFIG["dflash_config"], "use_swa": True}),
             "with use_swa=True",

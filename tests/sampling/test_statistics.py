@@ -98,7 +98,8 @@ class TableModel(nn.Module):
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
         self.drafting = Drafting(1)
-        self.draft_entry = self.draft_tokens = self.draft_logits = self.later_draft = None
+        self.draft_entry = self.draft_tokens = self.draft_logits = None
+        self.later_draft = self.draft_bias = None
 
 
 @lru_cache

@@ -3,7 +3,8 @@
 
 It reads a drafter's tensors by their public names, and nothing of it is mtpc's or transformers' but
 the target itself. Training in tests goes through the same functions. Windows are vLLM's
-(qwen3_dflash.py), which the authors' code leaves to its attention function.
+(qwen3_dflash.py), which the authors' code leaves to its attention function. So are DSpark's blocks
+and its Markov head (qwen3_dspark.py; speculators 0.9, models/dspark).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class DFlash:
 
     def layers(self) -> list[int]:
         """The layers whose inputs are captured: hidden_states[i + 1] of the authors' ids."""
-        ids = self.config.get("dflash_config", {}).get("target_layer_ids")
+        ids = {**self.config, **self.config.get("dflash_config", {})}.get("target_layer_ids")
         return [i + 1 for i in ids] if ids else self.config["aux_hidden_state_layer_ids"]
 
     def mask_id(self) -> int:
@@ -127,7 +128,15 @@ class DFlash:
 
     def drafts(self, committed: list[int], count: int) -> list[Tensor]:
         """Logits [V] of `count` drafts after `committed`, whose last token is the bonus token."""
-        skips = not self.config.get("sample_from_anchor", False)
+        is_spark = "DSpark" in self.config["architectures"][0]
+        skips = not self.config.get("sample_from_anchor", is_spark)
         rows = self.block(committed, count + skips)[int(skips) :]
         head = self.stored.get("lm_head.weight", self.head)
-        return [self.whole(logits) for logits in rows @ head.t()]
+        before, found = committed[-1], []
+        for logits in rows @ head.t():
+            if "markov_head.markov_w1.weight" in self.stored:  # vLLM's DSparkMarkovHead
+                one, two = (self.stored[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+                logits = logits + two @ one[before]
+            found.append(self.whole(logits))
+            before = int(found[-1].argmax())
+        return found
