@@ -52,7 +52,7 @@ class ModelTraces(nn.Module):
         features = fed = _example(self.target)
         self.drafting = model.drafting
         if TEXT_IDS in layout:
-            self.drafting = Copying(0, most=layout.value(K_MAX))
+            self.drafting = Copying.beside(model.drafting, layout.value(K_MAX))
         if model.draft_entry is not None:
             self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))
             fed = _example(self.draft_entry)

@@ -3,12 +3,10 @@
 begin -> target -> choose -> accept -> drafts over all rows -> single-row drafts -> advance
 
 `Step.forward` reads its inputs from buffers, calls *pieces*, and writes its results to buffers. It
-is traced symbolically with the pieces as leaves. A piece of the model is exported once for all
-buckets and all K. The others are in the modules beside this one, each in closed form.
-
-Values make the variants of a step: `Step.choice` says how tokens are chosen (greedily, `choose`; by
-parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`, `blocks`,
-`single_position`, `copying`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
+is traced symbolically with the pieces as leaves. Those of the model are exported once for all
+buckets and all K. The others are in the modules beside this one. Values make the variants of a
+step: `Step.choice` (`choose`, `sampling`), `Step.drafting` (`drafting`, `chaining`, `blocks`,
+`single_position`, `copying`), and `Step.dictates` (`synthetic`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
 L' = L + a + 1, and a single-row draft step i >= 1 works on the row at position L' + i - 1.
@@ -55,6 +53,7 @@ class StepPieces(nn.Module):
     chain_metadata: nn.Module
     block_rows: nn.Module
     copy_text: nn.Module
+    weigh_copies: nn.Module
     widen: nn.Module
     move_up: nn.Module
     keep_last: nn.Module
