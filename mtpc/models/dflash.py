@@ -166,10 +166,12 @@ class DFlashLayer(MTPLayer):
         captured = len(config.layer_ids) * config.target_width
         self.projection = nn.Linear(captured, hidden, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
-        count = range(layers.num_hidden_layers)
-        self.block: Any = nn.ModuleList(qwen3.Qwen3DecoderLayer(layers, i) for i in count)
-        for number, layer in enumerate(self.block):
+        made: list[Any] = [
+            qwen3.Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers)
+        ]
+        for number, layer in enumerate(made):
             layer.self_attn.layer_idx = index + number
+        self.block: Any = nn.ModuleList(made)
         rules = layers.base_model_tp_plan
         self.tp_plan = {name.replace("layers.", "block."): style for name, style in rules.items()}
         self.final_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)

@@ -109,8 +109,8 @@ class Eagle3Config:
         sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
         rows, width = read_vocabulary(checkpoint, sizes, target, "an EAGLE-3 head")
         found = _layer_ids(entries, layers, where)
-        rules = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
-        head = cls(config, found, rows, width, *rules)
+        first, output = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
+        head = cls(config, found, rows, width, first, output)
         if not is_parallel:
             return head
         mask = next((entries[n] for n in _MASK_IDS if entries.get(n) is not None), None)
@@ -287,8 +287,8 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
 
     parallel: dict[str, Any] = {}
     if config.mask_id is not None:
-        says = {"mask_id": config.mask_id, "opens": False, "skips": False, "both_ways": False}
-        parallel = {"later_draft": ParallelDraft, "drafting": partial(Blocks, **says)}
+        form = partial(Blocks, opens=False, skips=False, both_ways=False)
+        parallel = {"later_draft": ParallelDraft, "drafting": partial(form, mask_id=config.mask_id)}
     wiring = MTPWiring(
         embedding_norm=f"{block}input_layernorm",
         hidden_norm=f"{block}hidden_norm",

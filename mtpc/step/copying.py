@@ -77,7 +77,7 @@ class Weigh(nn.Module):
             is_kind = torch.zeros_like(is_kind)
         gained = torch.stack([is_kind * num_accepted[:, None], is_kind.int()], -1)
         held = counts[state_slots] + gained.int()
-        kind = 1 + sum((matched >= least).long() for least in _MATCHES)
+        kind = 1 + torch.stack([matched >= least for least in _MATCHES]).sum(0)
         prior = torch.stack([torch.full_like(kind, min(n, 2 * self.most)) for n in EXPECTED], 1)
         accepted, steps = held[:, :, 0].long() + prior, held[:, :, 1].long() + 2
         right, times = accepted.gather(1, kind[:, None])[:, 0], steps.gather(1, kind[:, None])[:, 0]
