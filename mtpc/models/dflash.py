@@ -15,7 +15,7 @@ later checkpoints have vLLM's qwen3_dflash.py, and for DSpark vLLM's qwen3_dspar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,24 +26,26 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec
-from mtpc.models.caches import CachePool, paged_kv_specs
+from mtpc.models.caches import CachePool
 from mtpc.models.drafter import (
     CapturingTarget,
+    DrafterLayer,
     check_ends,
     check_layer_ids,
+    check_stream,
     draft_vocabulary,
+    family_with,
     mask_token,
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import MTPLayer, StepParts, TextRotary, embedding_of
+from mtpc.models.hf import StepParts, TextRotary, embedding_of
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
 from mtpc.ops.ragged import request_of
 from mtpc.step.blocks import Blocks
-from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
@@ -144,22 +146,17 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
     return causal
 
 
-class DFlashLayer(MTPLayer):
+class DFlashLayer(DrafterLayer):
     """A drafter: `projection` (fc), `hidden_norm`, layers in `block`, `final_norm`, head, `d2t`.
 
     Args:
         wiring: names its parts.
         config: the drafter's.
         index: layer index of its first layer's cache.
-        own: what it has of its own, of "embedding", "head" and "d2t".
-
-    Attributes:
-        d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
+        own: what it has of its own; see `DrafterLayer.add_ends`.
     """
 
-    d2t: Tensor | None
-
-    def __init__(self, wiring: MTPWiring, config: DFlashConfig, index: int, own: set[str]):
+    def __init__(self, wiring: MTPWiring, config: DFlashConfig, index: int, own: Collection[str]):
         nn.Module.__init__(self)
         self.wiring, self.config, layers = wiring, config, config.layers
         hidden, eps = layers.hidden_size, layers.rms_norm_eps
@@ -178,14 +175,11 @@ class DFlashLayer(MTPLayer):
         with torch.device("cpu"):  # Frequencies are computed, not read.
             self.rotary = qwen3.Qwen3RotaryEmbedding(layers)
         size, rows = layers.vocab_size, config.draft_vocab_size
-        self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
-        self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
+        self.add_ends(hidden, size, rows, own)
         if config.markov_rank:
             self.markov_head = MarkovHead(size, rows, config.markov_rank)
         if config.confidence_width:  # No step reads it.
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_width, 1)})
-        offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
-        self.register_buffer(TOKEN_MAP, offsets)
 
     def keep(self, rows: Tensor, context: StepContext) -> None:
         """Write keys and values of committed rows [T, H] to each layer's cache."""
@@ -258,6 +252,26 @@ class DFlashBlock(nn.Module):
         return out
 
 
+def _parts(config: DFlashConfig) -> StepParts:
+    """How the target, the drafter and its head are stepped."""
+    blocks = partial(
+        Blocks,
+        mask_id=config.mask_id,
+        skips=config.skips,
+        both_ways=not all(config.causal),
+        has_bias=config.markov_rank > 0,
+    )
+    return StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=DFlashContext,
+        later_draft=DFlashBlock,
+        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
+        draft_bias=lambda layer: layer.markov_head if config.markov_rank else None,
+        draft_vocabulary=draft_vocabulary,
+        drafting=blocks,
+    )
+
+
 def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
     """A target's family with a DFlash or DSpark drafter in place of MTP layers.
 
@@ -271,29 +285,10 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
     """
     where, stored = checkpoint.draft.directory, checkpoint.draft.tensors
-    if family.parts is not None:
-        raise UnsupportedModelError(
-            f"{where} is a block drafter, and {family.name} has no residual stream of one row "
-            "that it could be fed; expected another target"
-        )
+    check_stream(family, where, "a block drafter")
     layers = target.num_hidden_layers // family.caches_per_layer
     config = DFlashConfig.read(checkpoint, target, layers)
     check_ends(stored, config.layers.hidden_size, config.draft_vocab_size, target, where)
-    mapped = {TOKEN_MAP} & stored.keys()
-
-    def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-        if layer < of.num_hidden_layers:
-            return family.cache_specs(of, layer, dtype)
-        caches = range(layer, layer + config.layers.num_hidden_layers)
-        return tuple(spec for i in caches for spec in paged_kv_specs(config.layers, i, dtype))
-
-    blocks = partial(
-        Blocks,
-        mask_id=config.mask_id,
-        skips=config.skips,
-        both_ways=not all(config.causal),
-        has_bias=config.markov_rank > 0,
-    )
     wiring = MTPWiring(
         embedding_norm="",
         hidden_norm="hidden_norm",
@@ -302,22 +297,13 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="before",
         only_rules=("embedding", "head"),
     )
-    return replace(
+    return family_with(
         family,
-        wiring=wiring,
-        num_mtp_layers=lambda of: 1,
-        layer_prefix=lambda layers, index: DRAFT,
+        wiring,
+        config.layers,
+        config.layers.num_hidden_layers,
+        lambda wiring, index, own: DFlashLayer(wiring, config, index, own),
+        stored,
         block_prefix="layers.",
-        cache_specs=cache_specs,
-        make_layer=lambda wiring, index, own: DFlashLayer(wiring, config, index, {*own, *mapped}),
-        shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
-        parts=StepParts(
-            target=partial(CapturingTarget, config.layer_ids),
-            draft=DFlashContext,
-            later_draft=DFlashBlock,
-            draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
-            draft_bias=lambda layer: layer.markov_head if config.markov_rank else None,
-            draft_vocabulary=draft_vocabulary,
-            drafting=blocks,
-        ),
+        parts=_parts(config),
     )

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtpc.errors import CheckpointError
-from mtpc.models.caches import CachePool
-from mtpc.models.family import MTPWiring
-from mtpc.models.hf import DraftVocabulary, HFTarget, decoder_layers, norm_after
-from mtpc.weights.paired_checkpoint import TOKEN_MAP, PairedCheckpoint
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import CachePool, paged_kv_specs
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.hf import DraftVocabulary, HFTarget, MTPLayer, decoder_layers, norm_after
+from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 
 class CapturingTarget(HFTarget):
@@ -59,6 +61,70 @@ class CapturingTarget(HFTarget):
         captured = torch.cat([hidden[0] for hidden in self.captured], -1)
         self.captured.clear()
         return features, captured
+
+
+class DrafterLayer(MTPLayer):
+    """A drafter with a checkpoint of its own, in place of an MTP layer.
+
+    Attributes:
+        d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
+    """
+
+    d2t: Tensor | None
+
+    def add_ends(self, hidden: int, size: int, rows: int, own: Collection[str]) -> None:
+        """Add its embedding [size, hidden], its head hidden -> rows, and `d2t`.
+
+        Args:
+            hidden: width of its rows.
+            size: of the vocabulary.
+            rows: of the head.
+            own: what it has of its own, of "embedding", "head" and "d2t"; the rest is None.
+        """
+        self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
+        self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
+        offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
+        self.register_buffer(TOKEN_MAP, offsets)
+
+
+def family_with(
+    family: ModelFamily,
+    wiring: MTPWiring,
+    config: Any,
+    num_layers: int,
+    make_layer: Callable[[MTPWiring, int, Collection[str]], Any],
+    stored: Collection[str],
+    **more: Any,
+) -> ModelFamily:
+    """A target's family with a drafter whose layers have pages of keys and values.
+
+    Args:
+        family: the target's.
+        wiring: names the drafter's parts.
+        config: transformers', of the drafter's layers.
+        num_layers: so many of them.
+        make_layer: (wiring, layer index, what it has of its own) -> the drafter.
+        stored: names of its tensors.
+        **more: further fields of the family.
+    """
+    mapped = {TOKEN_MAP} & set(stored)
+
+    def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        if layer < of.num_hidden_layers:
+            return family.cache_specs(of, layer, dtype)
+        caches = range(layer, layer + num_layers)
+        return tuple(spec for i in caches for spec in paged_kv_specs(config, i, dtype))
+
+    return replace(
+        family,
+        wiring=wiring,
+        num_mtp_layers=lambda of: 1,
+        layer_prefix=lambda layers, index: DRAFT,
+        cache_specs=cache_specs,
+        make_layer=lambda wiring, index, own: make_layer(wiring, index, {*own, *mapped}),
+        shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
+        **more,
+    )
 
 
 class TokenIds(nn.Module):
@@ -131,6 +197,15 @@ def read_vocabulary(
             f"stand for (vocab_size is {vocab}); download or export the head again"
         )
     return rows, width
+
+
+def check_stream(family: ModelFamily, where: Any, what: str) -> None:
+    """Refuse a target without one residual stream; `where` and `what` name the drafter."""
+    if family.parts is not None:
+        raise UnsupportedModelError(
+            f"{where} is {what}, and {family.name} has no residual stream of one row that it could "
+            "be fed; expected another target"
+        )
 
 
 def mask_token(given: Any, vocab_size: int, where: Any) -> int:

@@ -14,7 +14,7 @@ read differently. P-EAGLE: speculators 0.9 (models/peagle), and vLLM's llm_base_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,23 +25,25 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec
-from mtpc.models.caches import CachePool, paged_kv_specs
+from mtpc.models.caches import CachePool
 from mtpc.models.drafter import (
     CapturingTarget,
+    DrafterLayer,
     check_ends,
     check_layer_ids,
+    check_stream,
     draft_vocabulary,
+    family_with,
     mask_token,
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import MTPLayer, StepParts, TextRotary, embedding_of
+from mtpc.models.hf import StepParts, TextRotary, embedding_of
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
 from mtpc.step.blocks import Blocks
-from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -149,22 +151,17 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     return check_layer_ids(ids, layers, where, _LAYER_IDS)
 
 
-class Eagle3Layer(MTPLayer):
+class Eagle3Layer(DrafterLayer):
     """An EAGLE-3 head: `projection` (fc), norms, the layer, `final_norm`, `head`, `d2t`.
 
     Args:
         wiring: names its parts.
         config: the head's.
         index: layer index of its cache.
-        own: what it has of its own, of "embedding", "head" and "d2t".
-
-    Attributes:
-        d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
+        own: what it has of its own; see `DrafterLayer.add_ends`.
     """
 
-    d2t: Tensor | None
-
-    def __init__(self, wiring: MTPWiring, config: Eagle3Config, index: int, own: set[str]):
+    def __init__(self, wiring: MTPWiring, config: Eagle3Config, index: int, own: Collection[str]):
         nn.Module.__init__(self)
         self.wiring, self.config = wiring, config
         hidden, eps = config.llama.hidden_size, config.llama.rms_norm_eps
@@ -180,12 +177,7 @@ class Eagle3Layer(MTPLayer):
         self.final_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         with torch.device("cpu"):  # Frequencies are computed, not read.
             self.rotary = llama.LlamaRotaryEmbedding(config.llama)
-        size = config.llama.vocab_size
-        self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
-        rows = config.draft_vocab_size
-        self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
-        offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
-        self.register_buffer(TOKEN_MAP, offsets)
+        self.add_ends(hidden, config.vocab_size, config.draft_vocab_size, own)
         rules = config.llama.base_model_tp_plan
         blocks = "block.*" if others else "block"
         self.tp_plan = {name.replace("layers.*", blocks): style for name, style in rules.items()}
@@ -254,6 +246,21 @@ class ParallelDraft(Eagle3Draft):
         return super().forward(ids, masked.expand(ids.shape[0], -1), *metadata)
 
 
+def _parts(config: Eagle3Config) -> StepParts:
+    """How the target, the drafter and its head are stepped."""
+    parallel: dict[str, Any] = {}
+    if config.mask_id is not None:
+        form = partial(Blocks, opens=False, skips=False, both_ways=False)
+        parallel = {"later_draft": ParallelDraft, "drafting": partial(form, mask_id=config.mask_id)}
+    return StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=Eagle3Draft,
+        draft_entry=lambda layer: layer.projection,
+        draft_vocabulary=draft_vocabulary,
+        **parallel,
+    )
+
+
 def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
     """A target's family with an EAGLE-3 head in place of MTP layers.
 
@@ -267,28 +274,12 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         UnsupportedModelError: the head or the target has parts that mtpc does not know.
     """
     where = checkpoint.draft.directory
-    if family.parts is not None:
-        raise UnsupportedModelError(
-            f"{where} is an EAGLE-3 head, and {family.name} has no residual stream of one row that "
-            "it could be fed; expected another target"
-        )
+    check_stream(family, where, "an EAGLE-3 head")
     layers = target.num_hidden_layers // family.caches_per_layer
     config = Eagle3Config.read(checkpoint, target, layers)
     stored = checkpoint.draft.tensors
     check_ends(stored, config.llama.hidden_size, config.draft_vocab_size, target, where)
     block = next((b for b in _BLOCKS if any(name.startswith(b) for name in stored)), _BLOCKS[0])
-    mapped = {TOKEN_MAP} & stored.keys()
-
-    def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-        if layer < of.num_hidden_layers:
-            return family.cache_specs(of, layer, dtype)
-        caches = range(layer, layer + config.llama.num_hidden_layers)
-        return tuple(spec for i in caches for spec in paged_kv_specs(config.llama, i, dtype))
-
-    parallel: dict[str, Any] = {}
-    if config.mask_id is not None:
-        form = partial(Blocks, opens=False, skips=False, both_ways=False)
-        parallel = {"later_draft": ParallelDraft, "drafting": partial(form, mask_id=config.mask_id)}
     wiring = MTPWiring(
         embedding_norm=f"{block}input_layernorm",
         hidden_norm=f"{block}hidden_norm",
@@ -297,20 +288,13 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="after" if config.norm_output else "before",
         only_rules=("next_features", "embedding"),
     )
-    return replace(
+    return family_with(
         family,
-        wiring=wiring,
-        num_mtp_layers=lambda of: 1,
-        layer_prefix=lambda layers, index: DRAFT,
+        wiring,
+        config.llama,
+        config.llama.num_hidden_layers,
+        lambda wiring, index, own: Eagle3Layer(wiring, config, index, own),
+        stored,
         block_prefix=block if config.llama.num_hidden_layers == 1 else "layers.",
-        cache_specs=cache_specs,
-        make_layer=lambda wiring, index, own: Eagle3Layer(wiring, config, index, {*own, *mapped}),
-        shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
-        parts=StepParts(
-            target=partial(CapturingTarget, config.layer_ids),
-            draft=Eagle3Draft,
-            draft_entry=lambda layer: layer.projection,
-            draft_vocabulary=draft_vocabulary,
-            **parallel,
-        ),
+        parts=_parts(config),
     )

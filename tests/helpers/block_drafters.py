@@ -134,9 +134,11 @@ def beside(target: Path, directory: Path) -> Path:
     return directory
 
 
-def save_peagle(directory: Path, layers: int = 2, seed: int = 5) -> Path:
+def save_peagle(
+    directory: Path, layers: int = 2, heads: Mapping[str, Any] | None = None, seed: int = 5
+) -> Path:
     """A random P-EAGLE head by speculators' names, with an embedding of its own."""
-    inner = {**HEAD, "eagle_config": None, "num_hidden_layers": layers}
+    inner = {**HEAD, "eagle_config": None, "num_hidden_layers": layers, **(heads or {})}
     tensors = new_head(inner, inner["hidden_size"], seed)
     generator = torch.Generator().manual_seed(seed)
     made = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}

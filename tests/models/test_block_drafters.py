@@ -102,6 +102,16 @@ def test_drafts_of_p_eagle(spec_tokens: int, layers: int, tmp_path: Path) -> Non
     assert spec.generate(PROMPTS[5:7], 12, ignore_eos=True) == wanted
 
 
+def test_p_eagle_on_the_cpu(trained: Path, tmp_path: Path, oracle: Callable[..., Oracle]) -> None:
+    """From files: an embedding of its own, of the shape of the target's, is read beside it."""
+    draft = block_drafters.save_peagle(tmp_path / "draft", layers=1)
+    options = {**TINY, "backend": "cpu", "dtype": "float64", "batch_buckets": (2,)}
+    spec = mtpc.compile(trained, draft=draft, spec_tokens=3, **options)
+    wanted = [oracle("llama").generate(prompt, 12, stop=False) for prompt in PROMPTS[5:7]]
+    assert spec.generate(PROMPTS[5:7], 12, ignore_eos=True) == wanted
+    assert not spec.stats.fallbacks
+
+
 def planted(spec: Any, text: list[int], prompt: list[int], oracle: DraftOracle) -> int:
     """Decode with right drafts in place of the drafter's; returns how many drafts were compared."""
     poison(spec)
