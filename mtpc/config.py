@@ -12,7 +12,6 @@ from mtpc.declaration import declared, option
 from mtpc.errors import OptionError
 from mtpc.option_checks import (
     AUTO,
-    COPY,
     Check,
     check_backend,
     check_buckets,
@@ -25,6 +24,7 @@ from mtpc.option_checks import (
     check_spec_tokens,
     check_switch,
     check_tiers,
+    copies_text,
     ids_text,
     integer,
     one_of,
@@ -138,7 +138,7 @@ class CompileOptions:
             trim-draft-head.
         draft: checkpoint of a drafter that replaces the model's own MTP layers: an EAGLE-3 head,
             Gemma 4's assistant, or MTP layers of the target's family. "copy" needs no checkpoint:
-            what follows the end of a text where it occurred earlier. See docs/models.md.
+            what followed the end of a text earlier. See docs/models.md, also for "copy+own".
         wiring: rules of the MTP layers that replace those of the model's family, as
             {"first_features": "before"}; see `mtpc.wiring.WiringRules`. `mtpc check` measures them.
         cache_dir: directory of the graph cache. None is `MTPC_CACHE_DIR` or, if it is not set,
@@ -280,8 +280,8 @@ class CompileOptions:
     )
     draft: str | Path | None = option(
         None, "decoding", or_none(check_drafter),
-        "a drafter's checkpoint, or copies of a request's own text", "DIR|copy", common=True,
-        key=lambda draft: COPY if draft == COPY else "",
+        "a drafter's checkpoint, copies of a request's own text, or both", "DIR|copy|copy+DIR",
+        common=True, key=copies_text,
     )
     wiring: Mapping[str, str | bool] | Iterable[tuple[str, str | bool]] = option(
         (), "decoding", lambda _, rules: check_rules(rules),

@@ -22,6 +22,8 @@ AUTO = "auto"
 chooses."""
 COPY = "copy"
 """The value of `draft` with which drafts are copies of a request's own text."""
+OWN, _BESIDE = "own", "copy+"
+"""Names the model's own MTP layers in `draft`; copies stand beside the drafter after the plus."""
 MAX_SPEC_TOKENS = 16
 """The largest number of drafts per step. In published measurements no draft that deep is accepted,
 and every draft costs a full pass of the draft layer."""
@@ -149,8 +151,26 @@ def check_directory(name: str, value: Any) -> Path:
 
 
 def check_drafter(name: str, value: Any) -> Path | str:
-    """A directory, or `COPY`."""
-    return COPY if value == COPY else check_directory(name, value)
+    """A directory, `COPY`, or copies beside another drafter."""
+    if value == COPY or value == _BESIDE + OWN:
+        return str(value)
+    if isinstance(value, str) and value.startswith(_BESIDE):
+        return f"{_BESIDE}{check_directory(name, value.removeprefix(_BESIDE))}"
+    return check_directory(name, value)
+
+
+def drafters_of(draft: Path | str | None) -> tuple[bool, str]:
+    """Whether drafts are copies, and what else drafts: `OWN`, a directory, or "" for nothing."""
+    text = str(draft or OWN)
+    if text == COPY:
+        return True, ""
+    return text.startswith(_BESIDE), text.removeprefix(_BESIDE)
+
+
+def copies_text(draft: Path | str | None) -> str:
+    """What of the option `draft` is no fact of a checkpoint, for keys: whether there are copies."""
+    copies, other = drafters_of(draft)
+    return ("copy+" if other else COPY) if copies else ""
 
 
 def _is_path(text: str) -> bool:

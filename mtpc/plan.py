@@ -15,7 +15,7 @@ from typing import Any
 from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.option_checks import AUTO, COPY, check_int
+from mtpc.option_checks import AUTO, OWN, check_int, drafters_of
 from mtpc.wiring import Rules
 
 DEFAULT_MAX_LEN = 4096
@@ -80,7 +80,7 @@ class Plan(CompileOptions):
     Attributes:
         spec_tokens: the largest K.
         spec_tiers: the values of K that the engine chooses from, ascending; () if K is one number.
-        draft: the drafter's checkpoint, or "copy", if there are drafts.
+        draft: as the option, if there are drafts.
         asked: the options.
         facts: what else it follows from.
         notes: what differs from the options, with the reasons.
@@ -131,18 +131,19 @@ class Plan(CompileOptions):
 
     @property
     def copies(self) -> bool:
-        """Whether drafts are copies of a request's own text (`mtpc.step.copying`)."""
-        return self.draft == COPY
+        """Whether drafts may be copies of a request's own text (`mtpc.step.copying`)."""
+        return drafters_of(self.draft)[0]
 
     @property
     def drafter(self) -> str:
         """The drafter's checkpoint; "" if it has none."""
-        return "" if self.copies else self.draft
+        _, other = drafters_of(self.draft)
+        return "" if other == OWN else other
 
     @property
     def layer_drafts(self) -> int:
         """The most drafts of MTP layers, or of another drafter with weights."""
-        return 0 if self.copies else self.spec_tokens
+        return self.spec_tokens if drafters_of(self.draft)[1] else 0
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def make_plan(asked: CompileOptions, facts: Facts = NO_FACTS) -> Plan:
         CheckpointError: nothing drafts for the model, and K is given, or `strict` is set.
     """
     note, drafting = "", asked
-    if facts.without_drafts and asked.draft is None and asked.spec_tokens != 0:
+    if facts.without_drafts and drafters_of(asked.draft)[1] == OWN and asked.spec_tokens != 0:
         if asked.spec_tokens is not None or asked.strict or facts.must_draft:
             raise CheckpointError(
                 f"{facts.without_drafts}; or use spec_tokens=0 to decode without drafts"

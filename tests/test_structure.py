@@ -240,25 +240,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1990,
+    ".": 2010,
     "backends": 14710,
     "capture": 1330,
     "certificate": 1350,
     "cli": 4980,
-    "engine": 5800,
+    "engine": 5810,
     "evaluation": 610,
     "host": 520,
     "integrations": 4400,
-    "layout": 1110,
-    "models": 8360,
+    "layout": 1130,
+    "models": 8860,
     "ops": 2670,
     "passes": 2510,
     "program": 5380,
     "server": 4420,
-    "step": 1520,
+    "step": 1790,
     "store": 930,
     "tuning": 1070,
-    "weights": 7510,
+    "weights": 7520,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -21,18 +21,15 @@ from mtpc.capture.graph import StepGraph, module_of
 from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import K_MAX, P
-from mtpc.layout.specs import CHAIN_EMBEDS, SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
+from mtpc.layout.specs import SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
-from mtpc.step.chaining import KeepLast, MoveUp, TrueChaining, Widen
 from mtpc.step.choose import Choice, Choose, Pick
-from mtpc.step.copying import Copying, CopyText
-from mtpc.step.drafting import Drafting
-from mtpc.step.metadata import BeginDecode, BeginPrefill, ChainMetadata, LogitsRows
+from mtpc.step.copying import Copying
+from mtpc.step.metadata import BeginDecode, BeginPrefill, LogitsRows
 from mtpc.step.model import StepModel
 from mtpc.step.records import Metadata
 from mtpc.step.sampling import Record, SampleChoice, SampledChoice, SampleDraft
-from mtpc.step.single_position import SinglePosition
 from mtpc.step.step import Step, StepPieces
 from mtpc.step.synthetic import Dictate
 from mtpc.weights.weights import Weights
@@ -53,7 +50,9 @@ class ModelTraces(nn.Module):
         given = _symbolic(layout)
         self.target = export_piece(model.target, (ids, *metadata), ({0}, *given))
         features = fed = _example(self.target)
-        self.drafting = drafting_of(model, layout)
+        self.drafting = model.drafting
+        if TEXT_IDS in layout:
+            self.drafting = Copying.beside(model.drafting, layout.value(K_MAX))
         if model.draft_entry is not None:
             self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))
             fed = _example(self.draft_entry)
@@ -62,17 +61,20 @@ class ModelTraces(nn.Module):
             export_piece(draft, (ids, fed, *metadata), ({0}, {0}, *given)) for draft in model.drafts
         )
         if model.later_draft is not None:
-            example = (ids, fed, *metadata, _example(self.drafts[-1], 1))
-            sizes = enumerate(_result(self.drafts[-1], 1).shape)
-            dims = {0} | {dim for dim, size in sizes if isinstance(size, torch.SymInt)}
-            self.later_draft = export_piece(model.later_draft, example, ({0}, {0}, *given, dims))
-        read = fed
-        if model.chaining == "position" and len(self.drafts):
-            read = _example(self.drafts[0], 1)
+            example, sizes = (ids, *metadata), ({0}, *given)
+            if self.drafting.hands_on:
+                example = (ids, fed, *metadata, _example(self.drafts[-1], 1))
+                sizes = ({0}, {0}, *given, _open_dims(_result(self.drafts[-1], 1)))
+            self.later_draft = export_piece(model.later_draft, example, sizes)
+        place = model.drafting.head_reads
+        read = _example(self.drafts[0], place) if place else fed
         self.draft_heads = nn.ModuleList(
             self.target_head if head is model.target_head else export_piece(head, (read,))
             for head in model.draft_heads
         )
+        if model.draft_bias is not None:
+            example = (_example(self.draft_heads[0]), read, ids)
+            self.draft_bias = export_piece(model.draft_bias, example)
         if model.draft_tokens is not None and model.draft_logits is not None:
             logits = _example(self.draft_heads[0])
             self.draft_tokens = export_piece(model.draft_tokens, (torch.zeros_like(ids),))
@@ -80,21 +82,9 @@ class ModelTraces(nn.Module):
         self.vocab_size = model.vocab_size
 
 
-def drafting_of(model: StepModel, layout: Layout) -> Drafting:
-    """How a model's drafts come about."""
-    given = (
-        len(model.drafts),
-        model.draft_entry is not None,
-        model.draft_tokens is not None,
-        model.later_draft is not None,
-    )
-    if TEXT_IDS in layout:
-        return Copying(*given, layout.value(K_MAX))
-    if model.chaining == "position":
-        return SinglePosition(*given)
-    if len(model.drafts) > 1:
-        return TrueChaining(*given, model.chaining == "target", CHAIN_EMBEDS in layout)
-    return Drafting(*given)
+def _open_dims(value: Tensor) -> set[int]:
+    """The first dimension of a result, and those whose sizes are symbolic."""
+    return {0, *(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))}
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -242,15 +232,10 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     more = layout.shape(PROMPT_EMBEDS)[0] if not is_decode and PROMPT_EMBEDS in layout else 0
     pieces.begin = begin(key, page_size, traces.vocab_size + more)
     pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
-    pieces.chain_metadata = ChainMetadata(key, page_size)
+    for name, piece in traces.drafting.pieces(key, page_size, traces.vocab_size).items():
+        pieces.add_module(name, piece)
     samples = SAMPLING_INTS in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
     pieces.record, pieces.advance = Record(), Advance(SYNTHETIC_DRAWS in layout)
     pieces.dictate = Dictate(key.max_emitted)
-    if TEXT_IDS in layout:
-        pieces.copy_text = CopyText(layout.value(K_MAX))
-    window = len(traces.drafts) - 1
-    if window > 0:
-        pieces.widen, pieces.move_up = Widen(key, window, page_size), MoveUp()
-        pieces.keep_last = KeepLast(window, traces.vocab_size)
     return pieces

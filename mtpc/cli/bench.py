@@ -21,12 +21,10 @@ from mtpc.cli.run import Prompt, check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
-from mtpc.option_checks import AUTO
+from mtpc.option_checks import AUTO, OWN
 from mtpc.plan import make_plan
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
-OWN = "own"
-"""Names the model's own MTP layers in `--draft`."""
 WARM_UP_TOKENS = 4
 COLUMNS = (
     *("K", "with", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text"),

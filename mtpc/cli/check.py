@@ -20,7 +20,7 @@ from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import output, print_table
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
-from mtpc.option_checks import COPY
+from mtpc.option_checks import drafters_of
 from mtpc.wiring import Rules, check_rules, choices, rule_text
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.program.planning import drafter_of
 
         set_threads(args.threads, checkpoint)
-        drafter, copies = drafter_of(options), options.draft == COPY
+        drafter, (copies, other) = drafter_of(options), drafters_of(options.draft)
         tell(f"examine the MTP tensors of {drafter or checkpoint}")
         if drafter is not None:
             faults = find_draft_faults(checkpoint, drafter, options.dtype)
         else:
-            faults = [] if copies else find_faults(checkpoint, options.dtype)
+            faults = find_faults(checkpoint, options.dtype) if other else []
         samples: list[Sample] = []
         if not faults:
             check_tokenizer(checkpoint, prompts)

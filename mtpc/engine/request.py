@@ -173,8 +173,8 @@ class Request:
 
     @property
     def most_committed(self) -> int:
-        """The largest possible `num_committed` after all launched steps are read."""
-        longest = len(self.prompt_ids) + self.max_new_tokens - 1
+        """The largest possible `num_committed` of a decode step after all launched ones."""
+        longest = len(self.prompt_ids) + self.max_new_tokens - 2
         return min(self.num_committed + self.num_unread, longest)
 
     @property

@@ -242,7 +242,8 @@ class Scheduler:
 
     def _missing_pages(self, request: Request) -> int:
         """The number of pages that a request lacks for its next step."""
-        return self._pages_for(request.most_committed) - len(request.pages)
+        # If all drafts are accepted, the last row of a block of drafts is one further.
+        return self._pages_for(request.most_committed + 1) - len(request.pages)
 
     def _decode_turn(self) -> Turn | None:
         """A turn of all decoding requests, with their pages allocated; None if there are none.

@@ -24,7 +24,7 @@ from mtpc.layout import (
     Writer,
 )
 from mtpc.layout.open_sizes import Size
-from mtpc.layout.specs import Dim
+from mtpc.layout.specs import NUM_SOURCES, Dim
 from mtpc.sampling_params import FLOATS, INTS
 
 R, Q, K, M, P, N, S, E = sympy.symbols("R Q K M P N S E", integer=True, nonnegative=True)
@@ -219,9 +219,23 @@ def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tup
     return tuple(specs)
 
 
-def copy_specs() -> tuple[BufferSpec, ...]:
-    """What drafts that are copies of a request's own text add."""
+def copy_specs(beside: bool) -> tuple[BufferSpec, ...]:
+    """What drafts that are copies of a request's own text add.
+
+    Args:
+        beside: whether another drafter drafts where copies do not.
+    """
+    moved = HOST + PROPOSE
+    counts = (
+        _state("copy_counts", (S, NUM_SOURCES, 2), torch.int32, 0,
+               "with copies beside a drafter: accepted drafts, and steps that verified some, by "
+               "their source. Written at join: 0", moved),
+        _state("draft_source", (S,), torch.int32, 0,
+               "with copies beside a drafter: the source of the drafts to verify next. Written at "
+               "join: 0", moved),
+    )  # fmt: skip
     return (
+        *counts[: 2 * beside],
         _state("text_ids", (S, M * P), torch.int32, 0,
                "with copies: the request's tokens by position, up to the last emitted one. Written "
                "at join: those of the pages that are reused", HOST + PROPOSE),

@@ -39,6 +39,10 @@ CHAIN_EMBEDS = "state.chain_embeds"
 SAMPLING_INTS, SYNTHETIC_DRAWS = "state.sampling_ints", "state.synthetic_draws"
 TEXT_IDS, NUM_DRAFTS = "state.text_ids", "batch.num_drafts"
 """Buffers that copies add."""
+COPY_COUNTS, DRAFT_SOURCE = "state.copy_counts", "state.draft_source"
+"""Buffers that copies beside another drafter add."""
+NUM_SOURCES = 5
+"""Sources of drafts that are counted: the other drafter, and copies by the length of a match."""
 IMAGE_STATE = (PROMPT_EMBEDS, ROPE_OFFSETS, CHAIN_EMBEDS)
 """Buffers that images add."""
 MAX_STOP_IDS = 8

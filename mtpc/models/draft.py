@@ -1,4 +1,4 @@
-"""Drafters in checkpoints of their own: an EAGLE-3 head, Gemma 4's assistant, or MTP layers.
+"""Drafters in checkpoints of their own: heads, block drafters, Gemma 4's assistant, or MTP layers.
 
 All make of a target's family one that says how the drafter is loaded and stepped.
 """
@@ -9,10 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from mtpc.errors import CheckpointError
-from mtpc.models.eagle3 import ARCHITECTURES, eagle3_family
+from mtpc.models import dflash, eagle3
 from mtpc.models.family import ModelFamily
 from mtpc.models.gemma4_assistant import TARGETS, assistant_family
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
+
+KINDS = (
+    ((*eagle3.ARCHITECTURES, *eagle3.PEAGLE), eagle3.eagle3_family),
+    ((*dflash.ARCHITECTURES, *dflash.DSPARK), dflash.dflash_family),
+    (TARGETS, assistant_family),
+)
+"""Architectures of drafters -> what makes the family; any other drafter is MTP layers."""
 
 
 def drafted_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
@@ -28,11 +35,8 @@ def drafted_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: An
         UnsupportedModelError: mtpc does not know the drafter, or not for this target.
     """
     names = checkpoint.draft.config.get("architectures") or []
-    if set(names) & set(ARCHITECTURES):
-        return eagle3_family(family, checkpoint, target)
-    if set(names) & set(TARGETS):
-        return assistant_family(family, checkpoint, target)
-    return _mtp_family(family, checkpoint, target)
+    make = next((make for known, make in KINDS if set(names) & set(known)), _mtp_family)
+    return make(family, checkpoint, target)
 
 
 def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
@@ -49,8 +53,8 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
         raise CheckpointError(
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
             f"{draft.config.get('architectures')}, and no tensor is named {prefix}*; "
-            f"expected an EAGLE-3 head ({ARCHITECTURES[0]}), Gemma 4's assistant or MTP "
-            "layers of the target's family"
+            f"expected an EAGLE-3 head ({eagle3.ARCHITECTURES[0]}), a DFlash drafter "
+            f"({dflash.ARCHITECTURES[0]}), Gemma 4's assistant or MTP layers of the target's family"
         )
     for entry in ("hidden_size", "vocab_size"):
         found, expected = draft.text_config.get(entry), getattr(target, entry)

@@ -28,6 +28,7 @@ from mtpc.models.hf import MTPLayer, StepParts, TextRotary
 from mtpc.models.read_config import describing
 from mtpc.models.refused_config import said
 from mtpc.models.seams import StepContext, use_seams
+from mtpc.step.single_position import SinglePosition
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 TARGETS = {
@@ -171,7 +172,7 @@ def assistant_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: 
             wiring, getattr(transformers, name)(config), kv_layers
         ),
         shared_tensors={"model.embed_tokens.weight": "head", "lm_head.weight": "head"},
-        parts=StepParts(draft=AssistantDraft, draft_head=_head, single_position=True),
+        parts=StepParts(draft=AssistantDraft, draft_head=_head, drafting=SinglePosition),
     )
 
 

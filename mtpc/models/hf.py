@@ -16,6 +16,7 @@ from mtpc.models.caches import CachePool
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.heads import draft_head, final_norm_of, target_head
 from mtpc.models.seams import CACHE, StepContext
+from mtpc.step.drafting import Drafting
 
 
 def model_class(family: ModelFamily) -> Any:
@@ -349,8 +350,9 @@ class StepParts:
         draft_entry: layer -> module: what `target` gives beside its features, [T, ...] -> what
             the first draft is fed. `target` then gives both. None: the features are fed.
         draft_vocabulary: layer -> its vocabulary; None, or one that gives None: the target's.
-        single_position: whether the drafter keeps no state, and makes all drafts at the last
-            accepted row. `draft` then gives the next features and what `draft_head` takes.
+        drafting: makes the declaration of a drafter with one layer, of its first four fields.
+        later_draft: makes, of the arguments of `draft`, what `Drafting` calls for later drafts.
+        draft_bias: layer -> module: (logits [R, V], features, tokens [R]) -> logits; or None.
     """
 
     target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
@@ -360,4 +362,6 @@ class StepParts:
     stream_head: Callable[[Any, Any], nn.Module] | None = None
     draft_entry: Callable[[Any], nn.Module] | None = None
     draft_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda layer: None
-    single_position: bool = False
+    drafting: Callable[..., Drafting] = Drafting
+    later_draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] | None = None
+    draft_bias: Callable[[Any], nn.Module | None] = lambda layer: None

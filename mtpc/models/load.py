@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
-from mtpc.layout import BufferSpec
+from mtpc.layout import CHAIN_EMBEDS, BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
@@ -39,7 +39,8 @@ from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import share_model
 from mtpc.plan import Plan
-from mtpc.step.model import Chaining
+from mtpc.step.chaining import TrueChaining
+from mtpc.step.drafting import Drafting
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
@@ -223,18 +224,23 @@ class SteppedModel:
             for rotary, layer in zip(rotaries, loaded.mtp_layers, strict=True)
         ]
         hands_on = bool(given) and family.hands_on(config)
-        make = HandingDraft if hands_on else parts.draft
+        make, later = (HandingDraft, LaterDraft) if hands_on else (parts.draft, parts.later_draft)
         self.drafts = nn.ModuleList(make(*each) for each in given)
-        self.later_draft: nn.Module | None = LaterDraft(*given[-1]) if hands_on else None
+        self.later_draft: nn.Module | None = later(*given[-1]) if later and given else None
         self.draft_heads = nn.ModuleList(
             parts.draft_head(target, layer) for layer in loaded.mtp_layers
         )
         first = next(iter(loaded.mtp_layers), None)
         self.draft_entry = parts.draft_entry(first) if parts.draft_entry else None
         vocabulary = parts.draft_vocabulary(first) if first is not None else None
+        self.draft_bias = parts.draft_bias(first) if first is not None else None
         self.draft_tokens = vocabulary.tokens if vocabulary else None
         self.draft_logits = vocabulary.logits if vocabulary else None
-        self.chaining: Chaining = "position" if parts.single_position else family.wiring.chaining
+        says = (len(given), self.draft_entry is not None, vocabulary is not None, hands_on)
+        self.drafting: Drafting = parts.drafting(*says) if given else Drafting(*says)
+        if len(given) > 1:
+            fed = family.wiring.chaining == "target"
+            self.drafting = TrueChaining(*says, feeds_target=fed, has_images=CHAIN_EMBEDS in pools)
         self.vocab_size = loaded.vocab_size
 
 

@@ -235,7 +235,7 @@ def stored_name(name: str, family: ModelFamily) -> str:
     if joint == "stream_head" and family.wiring.stream_head:
         head, inner = family.wiring.stream_head
         return head + leaf.removeprefix(inner)
-    return f"{family.wiring.joints()[joint]}.{leaf}"
+    return f"{family.wiring.joints().get(joint, joint)}.{leaf}"
 
 
 def layer_names(name: str, family: ModelFamily) -> tuple[str, ...]:

@@ -205,6 +205,8 @@ class ShardPlan:
         caches = self._loaded.family.caches_per_layer
         later = layer - self._loaded.config.num_hidden_layers
         block = f"{self._layers}{layer // caches}" if later < 0 else f"mtp.{later}.block"
+        if later >= 0 and "block.*.self_attn.k_proj" in self._drafter:  # It has several layers.
+            block = f"mtp.0.block.{later}"
         has_several = caches > 1 and not (self._drafter and later >= 0)
         return f"{block}.self_attn" + (f".{layer % caches}" if has_several else "")
 

@@ -179,7 +179,7 @@ class StepCompiler:
         if plan.images:
             specs += image_buffers(self.loaded)
         if plan.copies:
-            specs += copy_specs()
+            specs += copy_specs(plan.layer_drafts > 0)
         if plan.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if plan.sampling:

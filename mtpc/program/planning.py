@@ -10,7 +10,7 @@ from mtpc.backends import backend_facts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import log
-from mtpc.option_checks import AUTO, COPY
+from mtpc.option_checks import AUTO, OWN, drafters_of
 from mtpc.plan import Facts, Plan, make_plan
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
@@ -48,8 +48,8 @@ def plan_model(model: Any, asked: CompileOptions, must_draft: bool = False) -> t
 
 def drafter_of(asked: CompileOptions) -> Path | None:
     """The checkpoint that drafts; None where the model or its text does, or nothing."""
-    has_drafter = asked.draft not in (None, COPY) and asked.spec_tokens != 0
-    return Path(str(asked.draft)) if has_drafter else None
+    _, other = drafters_of(asked.draft)
+    return Path(other) if other not in ("", OWN) and asked.spec_tokens != 0 else None
 
 
 def facts_of(source: Any, backend: str, must_draft: bool = False) -> Facts:

@@ -178,6 +178,15 @@ class TrueChaining(Drafting):
             "over single rows",
         }
 
+    def pieces(self, key: StepKey, page_size: int, vocab_size: int) -> dict[str, nn.Module]:
+        window = self.num_layers - 1
+        return {
+            **super().pieces(key, page_size, vocab_size),
+            "widen": Widen(key, window, page_size),
+            "move_up": MoveUp(),
+            "keep_last": KeepLast(window, vocab_size),
+        }
+
     def over_rows(
         self, step: Step, inputs: DraftInputs
     ) -> tuple[DraftInputs, tuple[Tensor, ...], list[Tensor]]:

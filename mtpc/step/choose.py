@@ -78,3 +78,11 @@ class Choice:
         """Draft `index` of each request: logits [R, V], or [R, V_d] -> token ids [R]."""
         token: Tensor = step.pieces.pick(logits)
         return step.pieces.draft_tokens(token) if step.drafting.has_vocabulary else token
+
+    def pick_rows(
+        self, step: Step, first: int, count: int, logits: Tensor, inputs: DraftInputs
+    ) -> list[Tensor]:
+        """Drafts `first` to `first` + `count` - 1: logits [R * count, V] -> token ids, [R] each."""
+        shape = [step.key.bucket.num_reqs, count]
+        tokens = aten.view.default(self.pick(step, first, logits, inputs), shape)
+        return [aten.select.int(tokens, 1, place) for place in range(count)]

@@ -1,17 +1,21 @@
 """Drafts of MTP layers: how K drafts come about, as a value that a step is made of.
 
 `Drafting` is one MTP layer, over all rows and then on single rows. `mtpc.step.chaining` has several
-truly chained layers, and `mtpc.step.single_position` a drafter that keeps no state.
+truly chained layers, `mtpc.step.blocks` drafters that make all drafts in one pass, and
+`mtpc.step.single_position` a drafter that keeps no state. A value of these classes is all that a
+step knows of a drafter.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mtpc.layout import StepKey
+from mtpc.step.metadata import ChainMetadata
 from mtpc.step.records import Accepted, Begun, Chained, Metadata, unpack
 
 if TYPE_CHECKING:
@@ -55,8 +59,10 @@ class Drafting:
             `draft_tokens` and `draft_logits`).
         hands_on: whether a layer gives a second value for each row, which the piece `later_draft`
             takes in place of the layer.
+        head_reads: which result of a layer its head takes.
     """
 
+    head_reads: ClassVar[int] = 0
     num_layers: int
     has_entry: bool = False
     has_vocabulary: bool = False
@@ -75,6 +81,10 @@ class Drafting:
             "drafts": "a pass over all rows, then K - 1 passes over single rows",
             "head": vocabulary,
         }
+
+    def pieces(self, key: StepKey, page_size: int, vocab_size: int) -> dict[str, nn.Module]:
+        """The pieces of a step that are not the model's, by their names in `StepPieces`."""
+        return {"chain_metadata": ChainMetadata(key, page_size)}
 
     def enter(self, step: Step, results: Any) -> tuple[Tensor, Tensor]:
         """The target's results -> its features [T, ...], and what the first draft is fed."""

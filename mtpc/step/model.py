@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 from torch import nn
 
-Chaining: TypeAlias = Literal["layers", "target", "recycle", "position"]
-"""How one draft follows from another: as MTP layers have it (`MTPWiring.chaining`), or at one
-position, by a drafter that keeps no state (`mtpc.step.single_position`)."""
+from mtpc.step.drafting import Drafting
 
 
 class StepModel(Protocol):
@@ -21,13 +19,15 @@ class StepModel(Protocol):
     target: nn.Module  # (ids [T], *metadata) -> features [T, ...], and what `draft_entry` takes
     target_head: nn.Module  # features [T, ...] -> logits [T, V]
     drafts: nn.ModuleList  # each (ids [T], features, *metadata) -> features [T, ...]; see below
-    later_draft: nn.Module | None  # The last layer, for drafts after all layers; see below.
+    later_draft: nn.Module | None  # For drafts after those of `drafts`; see below.
     draft_heads: nn.ModuleList  # each features -> logits [T, V], or [T, V_d] of `draft_tokens`
     draft_entry: nn.Module | None  # The target's second result -> what the first draft is fed.
+    draft_bias: nn.Module | None  # (Logits, features, tokens [R]) -> logits; of a block drafter.
     draft_tokens: nn.Module | None  # Rows of a draft's head, int64 [R] -> token ids [R].
     draft_logits: nn.Module | None  # Logits of these rows [R, V_d] -> of all tokens [R, V].
-    # With `later_draft`, `drafts` return features and a second value for each row, [T, ...].
-    # Drafts after the last layer call `later_draft` (ids, features, *metadata, second value) ->
-    # features instead. With "position", `drafts` return features and the rows that the head takes.
-    chaining: Chaining
+    # Where a draft hands something on, `drafts` return features and a second value for each row,
+    # [T, ...], and `later_draft` is (ids, features, *metadata, second value) -> features. In a
+    # block drafter it is (ids, *metadata) -> features. At one position, `drafts` return features
+    # and the rows that the head takes.
+    drafting: Drafting  # How drafts come about.
     vocab_size: int

@@ -150,6 +150,17 @@ class Chained(Rows):
 
 
 @dataclass(frozen=True)
+class Blocked(Rows):
+    """The rows of the blocks of a step, the same number for each request.
+
+    Attributes:
+        ids: int64 [T], the tokens of the rows.
+    """
+
+    ids: Tensor
+
+
+@dataclass(frozen=True)
 class Widened(Rows):
     """The T' rows that several MTP layers work on: earlier rows of a request, then this step's.
 

@@ -134,6 +134,15 @@ class SampledChoice(Choice):
         token: Tensor = step.pieces.pick(logits, before, slots, *rows)
         return token
 
+    def pick_rows(
+        self, step: Step, first: int, count: int, logits: Tensor, inputs: DraftInputs
+    ) -> list[Tensor]:
+        """As `Choice.pick_rows`; each draft has random numbers and a mask of its own."""
+        rows = aten.view.default(logits, [step.key.bucket.num_reqs, count, -1])
+        places = range(count)
+        each = [(first + place, aten.select.int(rows, 1, place)) for place in places]
+        return [self.pick(step, index, row, inputs) for index, row in each]
+
 
 def sampling_rows(step: Step) -> tuple[Tensor, ...]:
     """The rows by request slot that `mtpc::sample` takes, in its order."""

@@ -9,7 +9,7 @@ needs no rows of a prompt. It writes no cache, so a rejected draft leaves nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class SinglePosition(Drafting):
     """K passes at one position, whose metadata is published once."""
+
+    head_reads: ClassVar[int] = 1
 
     @property
     def declared(self) -> dict[str, str]:

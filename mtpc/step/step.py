@@ -3,13 +3,10 @@
 begin -> target -> choose -> accept -> drafts over all rows -> single-row drafts -> advance
 
 `Step.forward` reads its inputs from buffers, calls *pieces*, and writes its results to buffers. It
-is traced symbolically with the pieces as leaves. A piece of the model (target, heads, MTP layers)
-is exported once for all buckets and all K. The other pieces are in the modules beside this one,
-each with what it computes in closed form.
-
-Values make the variants of a step: `Step.choice` says how tokens are chosen (greedily, `choose`; by
-parameters, `sampling`), `Step.drafting` how drafts come about (`drafting`, `chaining`,
-`single_position`, `copying`), and `Step.dictates` whether acceptance is synthetic (`synthetic`).
+is traced symbolically with the pieces as leaves. Those of the model are exported once for all
+buckets and all K. The others are in the modules beside this one. Values make the variants of a
+step: `Step.choice` (`choose`, `sampling`), `Step.drafting` (`drafting`, `chaining`, `blocks`,
+`single_position`, `copying`), and `Step.dictates` (`synthetic`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
 L' = L + a + 1, and a single-row draft step i >= 1 works on the row at position L' + i - 1.
@@ -45,18 +42,21 @@ class StepPieces(nn.Module):
     dictate: nn.Module  # Only with synthetic acceptance.
     record: nn.Module
     drafts: nn.ModuleList
-    later_draft: nn.Module  # Only where a draft hands something on.
     draft_heads: nn.ModuleList
-    draft_entry: nn.Module  # This piece and the next two: only of a drafter of its own.
+    pick: nn.Module
+    advance: nn.Module
+    later_draft: nn.Module  # This piece and what follows: if `Step.drafting` asks for it.
+    draft_entry: nn.Module
     draft_tokens: nn.Module
     draft_logits: nn.Module
+    draft_bias: nn.Module
     chain_metadata: nn.Module
-    copy_text: nn.Module  # Only where drafts are copies.
-    pick: nn.Module
-    widen: nn.Module  # This piece and the next two: only with several MTP layers.
+    block_rows: nn.Module
+    copy_text: nn.Module
+    weigh_copies: nn.Module
+    widen: nn.Module
     move_up: nn.Module
     keep_last: nn.Module
-    advance: nn.Module
 
 
 class Step(nn.Module):

@@ -124,6 +124,13 @@ class PairedCheckpoint(Checkpoint):
     def files(self) -> Iterable[TensorFile]:
         return (*super().files, *self.draft.files)
 
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        own = self._ask(Checkpoint.parts_of, name)
+        return own if name in self.target_tensors else tuple(DRAFT + part for part in own)
+
+    def read(self, name: str) -> Tensor:
+        return self._ask(Checkpoint.read, name)
+
     def spans(self, name: str) -> list[Span]:
         return self._ask(Checkpoint.spans, name)
 
@@ -141,7 +148,7 @@ class PairedCheckpoint(Checkpoint):
 
     def _ask(self, method: Callable[[Checkpoint, str], Answer], name: str) -> Answer:
         """What a method of `Checkpoint` gives for a tensor: of the target, or of the drafter."""
-        if name in self.target_tensors:
+        if name in self.target_tensors or not name.startswith(DRAFT):
             return method(self, name)
         return method(self.draft, name.removeprefix(DRAFT))
 

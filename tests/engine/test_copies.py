@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.copies import CopyOracle, copied, repeating
+from helpers.copies import BesideOracle, CopyOracle, copied, repeating
 from helpers.families import TINY
-from helpers.oracles import Oracle
+from helpers.oracles import DraftOracle, Oracle
 from helpers.records import NEW, STOP, Records, wanted
 from helpers.reuse import Conversations, check_reuse
 from helpers.sampling_oracle import FILTERS
@@ -134,6 +134,53 @@ def test_a_step_without_copies_verifies_none(
     assert text == prompt + oracle("mimo").generate(prompt, 40, stop=False)
     assert {k for has_copies, k in kinds if not has_copies} == {0}
     assert {k for has_copies, k in kinds if has_copies} >= {3}
+
+
+BESIDE: dict[str, Any] = {**ASKED, "draft": "copy+own"}
+
+
+@pytest.mark.parametrize("spec_tokens", [1, 3])
+def test_copies_beside_mtp_layers(
+    spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Each request takes what its own counts say: copies of some lengths, else the layer's."""
+    spec, plain = compiled("mimo", spec_tokens, **BESIDE), oracle("mimo")
+    rule, rows = BesideOracle(DraftOracle(plain)), spec.program.shared["state.token_ids"]
+    poison(spec)
+    prompts = [p * 2 for p in PROMPTS[5:9]] + REPEATING[3:]
+    texts = {spec.engine.add(prompt, 24): list(prompt) for prompt in prompts}
+    new = dict.fromkeys(texts, 0)
+    while spec.engine.has_work:
+        ready = {r.request_id for r in spec.engine.running if r.is_prefilled}
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+            new[output.request_id] = len(output.token_ids)
+        for request in spec.engine.running:
+            if request.is_prefilled:
+                name = request.request_id
+                accepted = new[name] - 1 if name in ready else None
+                wanted = rule.drafts(name, texts[name], spec_tokens, accepted)
+                assert rows[request.slot].tolist() == [texts[name][-1], *wanted]
+    pairs = zip(prompts, texts.values(), strict=True)
+    assert all(text == p + plain.generate(p, 24, stop=False) for p, text in pairs)
+    assert rule.taken[0] > 5
+    assert sum(rule.taken.values()) - rule.taken[0] > 5
+
+
+def test_reuse_beside_mtp_layers(compiled: Callable[..., Any]) -> None:
+    """Turns, forks, preemption and aborts: a slot's counts are those of its request."""
+    check_reuse(Conversations(compiled("mimo", 3, **BESIDE)), 2)
+
+
+def test_sampled_text_beside_mtp_layers(
+    compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]
+) -> None:
+    spec, plain = compiled("mimo", 3, **BESIDE), sampling_oracle("mimo")
+    poison(spec)
+    prompts = [REPEATING[2 + i % 4] for i in range(len(FILTERS))]
+    found = spec.generate(prompts, 14, sampling=list(FILTERS.values()))
+    pairs = zip(prompts, FILTERS.values(), strict=True)
+    assert found == [plain.generate(prompt, 14, params) for prompt, params in pairs]
 
 
 def test_what_is_no_drafter_is_refused(checkpoint: Callable[..., Path]) -> None:

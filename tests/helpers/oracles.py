@@ -63,9 +63,9 @@ class Oracle:
 class DraftOracle:
     """The drafts of the MTP layers after a committed sequence, in a page of plain uncached code."""
 
-    def __init__(self, oracle: Oracle):
+    def __init__(self, oracle: Oracle, page: Any = None):
         self.oracle = oracle
-        self.page = PAGES[oracle.family.name](
+        self.page = page or PAGES[oracle.family.name](
             oracle.model, oracle.directory, num_layers(oracle.name)
         )
 

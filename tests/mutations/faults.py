@@ -80,6 +80,8 @@ QWEN4_FAMILY = "models/families/qwen4_exp.py"
 ASSISTANT = "models/gemma4_assistant.py"
 SHARD = "passes/shard.py"
 SINGLE = "step/single_position.py"
+BLOCKS, DFLASH = "step/blocks.py", "models/dflash.py"
+_BLOCK_DRAFTS = "models/test_block_drafters.py::test_drafts_equal_the_authors_code"
 SEAMS = "models/seams.py"
 HEADS = "models/heads.py"
 GRAMMAR = "engine/grammar.py"
@@ -441,6 +443,92 @@ FAULTS = (
         "rows = torch.cat([self.embedding_norm(embedding), normed], -1)[None]",
         "rows = torch.cat([normed, self.embedding_norm(embedding)], -1)[None]",
         f"{_DRAFTS}[llama-trained]",
+    ),
+    # Drafters that make all drafts in one pass over a block.
+    Fault(
+        "a block stands one position late",
+        BLOCKS,
+        "lens, active, block_table, starts, num_reqs * self.rows, self.page_size",
+        "lens + 1, active, block_table, starts, num_reqs * self.rows, self.page_size",
+        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+    ),
+    Fault(
+        "rows of a block see earlier ones only",
+        DFLASH,
+        "seen = context if is_causal else alone",
+        "seen = context",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
+    ),
+    Fault(
+        "rows of a causal layer see the whole block",
+        DFLASH,
+        "seen = context if is_causal else alone",
+        "seen = alone",
+        f"{_BLOCK_DRAFTS}[llama-7-changes2]",
+    ),
+    Fault(
+        "a block drafter is fed what enters its layers, not what they give",
+        DFLASH,
+        "[i + 1 for i in ids]",
+        "list(ids)",
+        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+    ),
+    Fault(
+        "the row of the last token gives the first draft",
+        BLOCKS,
+        "aten.slice.Tensor(features, 1, 1, rows)",
+        "aten.slice.Tensor(features, 1, 0, rows - 1)",
+        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+    ),
+    Fault(
+        "a block begins with a mask",
+        BLOCKS,
+        "if self.opens else masks",
+        "if not self.opens else masks",
+        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+    ),
+    Fault(
+        "keys of the context are not turned",
+        DFLASH,
+        "write(turned, values, context)",
+        "write(keys, values, context)",
+        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+    ),
+    Fault(
+        "a block's last row has no page after all drafts are accepted",
+        "engine/scheduler.py",
+        "self._pages_for(request.most_committed + 1)",
+        "self._pages_for(request.most_committed)",
+        "models/test_block_drafters.py::test_a_block_has_pages_after_all_drafts_are_accepted",
+    ),
+    Fault(
+        "a Markov head reads the last token for every draft",
+        BLOCKS,
+        "pieces.draft_bias(*row, found[-1])",
+        "pieces.draft_bias(*row, found[0])",
+        f"{_BLOCK_DRAFTS}[llama-3-changes5]",
+    ),
+    Fault(
+        "masked rows of P-EAGLE are fed nothing",
+        EAGLE3,
+        "masked.expand(ids.shape[0], -1)",
+        "0 * masked.expand(ids.shape[0], -1)",
+        "models/test_block_drafters.py::test_drafts_of_p_eagle[3-2]",
+    ),
+    # Copies beside another drafter.
+    Fault(
+        "the drafter's drafts are counted as the copies'",
+        "step/copying.py",
+        "torch.where(takes, kind, 0).int())",
+        "kind.int())",
+        "engine/test_copies.py::test_copies_beside_mtp_layers[3]",
+    ),
+    Fault(
+        "a slot keeps the counts of its last request",
+        "engine/rows.py",
+        "write(shared[name][slot], 0)",
+        "write(shared[name][slot], shared[name][slot])",
+        "engine/test_copies.py::test_copies_beside_mtp_layers[3]",
     ),
     # A drafter that reads the target's keys and values.
     Fault(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import assistant, eagle
+from helpers import assistant, block_drafters, eagle
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.ranks import Group
+from helpers.released.dflash import DFlash
 from helpers.theorem import PROMPTS, check_drafts, check_theorem
 from helpers.tiny import apart
 from helpers.trained import make_trained_checkpoint
@@ -75,6 +76,23 @@ def test_text_and_drafts_are_those_of_one_rank(
     name: str, two: Group, drafted: Callable[[str], Path]
 ) -> None:
     check_both(two, Oracle(name, drafted(name)), drafted(name), 1, spec_tokens=3)
+
+
+def test_a_block_drafter_is_shared(
+    two: Group, drafted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each rank has some heads of each layer's cache, and rows of a block see each other."""
+    directory = block_drafters.beside(drafted("llama"), tmp_path)
+    plain = Oracle("llama", directory)
+    spec = two.compile(
+        directory, **OPTIONS, backend="eager", draft=directory / "draft", spec_tokens=3
+    )
+    assert not spec.stats.fallbacks
+    oracle = DraftOracle(plain, DFlash(plain.model, directory))
+    assert check_drafts(spec, oracle, [PROMPTS[4], PROMPTS[9]], 8) > 3
+    wanted = [plain.generate(prompt, 16, stop=False) for prompt in PROMPTS[3:9]]
+    assert spec.generate(PROMPTS[3:9], 16, ignore_eos=True) == wanted
+    assert 0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ from mtpc.ops.accept import REPORTS
 from mtpc.passes import Verifier, run_pipeline
 from mtpc.program.program import CapturedStep, Program
 from mtpc.step.accept import Accept
+from mtpc.step.drafting import Drafting
 from mtpc.weights.weights import Weights
 
 TOKENS, REQUESTS, ROUNDS, START = 6, 256, 192, 2
@@ -96,8 +97,9 @@ class TableModel(nn.Module):
         nn.init.eye_(self.target_head.weight)
         self.draft_heads = nn.ModuleList([self.target_head])
         self.vocab_size = TOKENS
-        self.chaining = "layers"
-        self.draft_entry = self.draft_tokens = self.draft_logits = self.later_draft = None
+        self.drafting = Drafting(1)
+        self.draft_entry = self.draft_tokens = self.draft_logits = None
+        self.later_draft = self.draft_bias = None
 
 
 @lru_cache

@@ -135,3 +135,43 @@ class Eagle3:
                 last = normed(self.stored, self.config, last)
             ids, fed = [*ids, int(found[-1].argmax())], torch.cat([fed, last], 1)
         return found
+
+
+class PEagle(Eagle3):
+    """A P-EAGLE head (speculators 0.9, models/peagle/core.py; tensors below `layers.0.`, and plain
+    Llama layers behind it): all drafts but the first hold the mask's token and `mask_hidden`."""
+
+    def __init__(self, model: Any, directory: Path, count: int = 1):
+        super().__init__(model, directory, count)
+        stored = {n.replace("layers.0.", "midlayer."): t for n, t in self.stored.items()}
+        self.stored = stored
+        self.config = {**self.config, **self.config.get("transformer_layer_config", {})}
+
+    def layers(self) -> list[int]:
+        return list(self.config["eagle_aux_hidden_state_layer_ids"])
+
+    def plain_layer(self, index: int, x: Tensor) -> Tensor:
+        """A Llama layer over rows [B, L, H], by the code of the first one."""
+        t = {
+            n.replace(f"layers.{index}.", "midlayer."): w
+            for n, w in self.stored.items()
+            if n.startswith(f"layers.{index}.")
+        }
+        eps = self.config["rms_norm_eps"]
+        hidden = x + attend(t, self.config, rms(x, t["midlayer.input_layernorm.weight"], eps))
+        x = rms(hidden, t["midlayer.post_attention_layernorm.weight"], eps)
+        gate, up, down = (t[f"midlayer.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        return hidden + (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    @torch.no_grad()
+    def drafts(self, committed: list[int], count: int) -> list[Tensor]:
+        """As `Eagle3.drafts`, in one pass."""
+        states = captured(self.model, torch.tensor([committed[:-1]]), self.layers())
+        masked = self.stored["mask_hidden"].reshape(1, 1, -1).expand(1, count - 1, -1)
+        fed = torch.cat([states, masked], 1) @ self.stored["fc.weight"].t()
+        ids = [*committed[1:], *[self.config["mask_token_id"]] * (count - 1)]
+        given = layer(self.stored, self.config, self.embedding[torch.tensor([ids])], fed)
+        for index in range(1, self.config["num_hidden_layers"]):
+            given = self.plain_layer(index, given)
+        rows = given[0, len(committed) - 2 :]
+        return [self.whole(head(self.stored, self.config, row)) for row in rows]

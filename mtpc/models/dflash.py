@@ -1,0 +1,309 @@
+"""DFlash and DSpark: a few layers that make all drafts of a step in one pass over a block.
+
+A block is the last token and a mask's token for each draft, at the positions L' and on. Its rows
+attend to each other both ways, and to all committed rows. Keys and values of committed rows are not
+the drafter's own hidden states: each layer projects the same rows, which `fc` and `hidden_norm`
+make of the residual stream after some of the target's layers. Embedding and head are the target's.
+
+DSpark's blocks have one row less, because the last token's row gives the first draft. Its Markov
+head adds to the logits of each draft what the token before it says, so drafts are chosen in order.
+
+Source: the authors' dflash/model.py (github.com/z-lab/dflash, at 44947fb), for the entries that
+later checkpoints have vLLM's qwen3_dflash.py, and for DSpark vLLM's qwen3_dspark.py and speculators
+0.9 (models/dspark); docs/models.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from mtpc.errors import UnsupportedModelError
+from mtpc.models.caches import CachePool
+from mtpc.models.drafter import (
+    CapturingTarget,
+    DrafterLayer,
+    check_ends,
+    check_layer_ids,
+    check_stream,
+    draft_vocabulary,
+    family_with,
+    mask_token,
+    read_vocabulary,
+)
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.hf import StepParts, TextRotary, embedding_of
+from mtpc.models.read_config import describing
+from mtpc.models.rotary import check_rotary
+from mtpc.models.seams import CACHE, StepContext, use_seams
+from mtpc.ops.ragged import request_of
+from mtpc.step.blocks import Blocks
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
+
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
+"""What config.json has: the authors', and speculators'."""
+_OWN_IDS, _IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
+"""speculators' entry has layers whose inputs are captured, the authors' those whose outputs are."""
+_UNKNOWN = ("attention_sink_bias", "use_swa", "projector_type")
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """What config.json of a drafter says.
+
+    Attributes:
+        layers: transformers' config of its layers.
+        layer_ids: the target's layers whose inputs are captured, ascending.
+        draft_vocab_size: rows of the head.
+        target_width: width of a captured row.
+        mask_id: the mask's token.
+        causal: for each layer, whether rows of a block see earlier ones of it only.
+        skips: whether the first row of a block, the last token's, gives no draft.
+        markov_rank: width of the Markov head; 0: there is none.
+        confidence_width: of the rows that the confidence head takes; 0: there is none.
+    """
+
+    layers: Any
+    layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    target_width: int
+    mask_id: int
+    causal: tuple[bool, ...]
+    skips: bool
+    markov_rank: int
+    confidence_width: int
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.layers.vocab_size)
+
+    @classmethod
+    def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> DFlashConfig:
+        """From the drafter's config.json, for a target of this config and so many decoder layers.
+
+        Raises:
+            CheckpointError: the drafter was made for a target of other sizes, or an entry is wrong.
+            UnsupportedModelError: the drafter has parts that mtpc does not know.
+        """
+        given, where = checkpoint.draft.config, checkpoint.draft.directory
+        entries = {**given, **(given.get("transformer_layer_config") or {})}
+        entries |= {**(given.get("dflash_config") or {}), **(given.get("dspark_config") or {})}
+        windowed = {"use_sliding_window": _SLIDING in (entries.get("layer_types") or ())}
+        config = Qwen3Config(**{**describing(entries), **windowed})
+        use_seams(config)
+        check_rotary(config, where)
+        causal = _causal(entries, config, where)
+        sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+        rows, width = read_vocabulary(checkpoint, sizes, target, "a block drafter")
+        ids = entries.get("target_layer_ids")
+        found = [i + 1 for i in ids] if ids else entries.get(_OWN_IDS) or []
+        captured = check_layer_ids(found, layers, where, _IDS)
+        if list(captured) != list(found):
+            raise UnsupportedModelError(
+                f"{where}: the layers to capture are {list(found)}; expected ascending ones: the "
+                "authors join them as they are listed, and servers in the order of layers"
+            )
+        mask = mask_token(entries.get("mask_token_id"), config.vocab_size, where)
+        is_spark = bool(set(given["architectures"]) & set(DSPARK))
+        skips = not entries.get("sample_from_anchor", is_spark)
+        rank = (entries.get("markov_rank") or 0) if is_spark else 0
+        reads_both = entries.get("confidence_head_with_markov", False)
+        confident = config.hidden_size + rank * bool(reads_both) if is_spark else 0
+        confident *= "confidence_head.proj.weight" in checkpoint.draft.tensors
+        return cls(config, captured, rows, width, mask, causal, skips, rank, confident)
+
+
+def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, ...]:
+    """For each layer, whether it is causal within a block; as vLLM resolves it."""
+    slides = [kind == _SLIDING for kind in config.layer_types]
+    given = next((entries[n] for n in ("is_causal", "causal") if entries.get(n) is not None), None)
+    if entries.get("sliding_window_non_causal"):
+        given = False
+    causal = tuple(bool(each if given is None else given) for each in slides)
+    unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
+    if any(slides) and not entries.get("sliding_window"):
+        unknown.append("layers of sliding_attention without sliding_window")
+    if any(slid and not each for slid, each in zip(slides, causal, strict=True)):
+        unknown.append("windows that rows of a block see both ways")
+    if entries.get("model_type") not in (None, "qwen3", "dflash", "dspark"):
+        unknown.append(f"model_type={entries['model_type']!r}")
+    if entries.get("markov_head_type") not in (None, "vanilla"):
+        unknown.append(f"markov_head_type={entries['markov_head_type']!r}")
+    if unknown:
+        raise UnsupportedModelError(
+            f"{where} is a block drafter with {', '.join(unknown)}; expected layers as Qwen3 has "
+            "them, whose windows end at a row's own position, and no head but a plain Markov head"
+        )
+    return causal
+
+
+class DFlashLayer(DrafterLayer):
+    """A drafter: `projection` (fc), `hidden_norm`, layers in `block`, `final_norm`, head, `d2t`.
+
+    Args:
+        wiring: names its parts.
+        config: the drafter's.
+        index: layer index of its first layer's cache.
+        own: what it has of its own; see `DrafterLayer.add_ends`.
+    """
+
+    def __init__(self, wiring: MTPWiring, config: DFlashConfig, index: int, own: Collection[str]):
+        nn.Module.__init__(self)
+        self.wiring, self.config, layers = wiring, config, config.layers
+        hidden, eps = layers.hidden_size, layers.rms_norm_eps
+        captured = len(config.layer_ids) * config.target_width
+        self.projection = nn.Linear(captured, hidden, bias=False)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
+        made: list[Any] = [
+            qwen3.Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers)
+        ]
+        for number, layer in enumerate(made):
+            layer.self_attn.layer_idx = index + number
+        self.block: Any = nn.ModuleList(made)
+        rules = layers.base_model_tp_plan
+        self.tp_plan = {name.replace("layers.", "block."): style for name, style in rules.items()}
+        self.final_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
+        with torch.device("cpu"):  # Frequencies are computed, not read.
+            self.rotary = qwen3.Qwen3RotaryEmbedding(layers)
+        size, rows = layers.vocab_size, config.draft_vocab_size
+        self.add_ends(hidden, size, rows, own)
+        if config.markov_rank:
+            self.markov_head = MarkovHead(size, rows, config.markov_rank)
+        if config.confidence_width:  # No step reads it.
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_width, 1)})
+
+    def keep(self, rows: Tensor, context: StepContext) -> None:
+        """Write keys and values of committed rows [T, H] to each layer's cache."""
+        angles = self.rotary(rows[None], context.positions[None])
+        for layer in self.block:
+            attention: Any = layer.self_attn
+            heads = (1, rows.shape[0], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(rows).view(heads)).transpose(1, 2)
+            values = attention.v_proj(rows).view(heads).transpose(1, 2)
+            _, turned = qwen3.apply_rotary_pos_emb(keys, keys, *angles)
+            context.layers[attention.layer_idx].write(turned, values, context)
+
+    def run(self, rows: Tensor, context: StepContext) -> Tensor:
+        """Embeddings of the blocks' rows [T, H] -> what the last layer gives, [T, H]."""
+        hidden, alone = rows[None], _rows_alone(context)
+        angles = self.rotary(hidden, context.positions[None])
+        for layer, is_causal in zip(self.block, self.config.causal, strict=True):
+            seen = context if is_causal else alone
+            given: dict[str, Any] = {"mtpc_context": seen, CACHE: seen}
+            hidden = layer(hidden, position_embeddings=angles, attention_mask=None, **given)
+        return hidden[0]
+
+
+class MarkovHead(nn.Module):
+    """What the token before a draft adds to its logits: (logits [R, V_d], features, tokens [R])."""
+
+    def __init__(self, size: int, rows: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(size, rank)
+        self.markov_w2 = nn.Linear(rank, rows, bias=False)
+
+    def forward(self, logits: Tensor, features: Tensor, before: Tensor) -> Tensor:
+        return logits + self.markov_w2(self.markov_w1(before))
+
+
+def _rows_alone(context: StepContext) -> StepContext:
+    """Metadata in which each row is a request of one row that has the length of its own request.
+
+    So it attends to all rows of its block. Each row reads the cache by itself.
+    """
+    token = torch.arange(context.positions.shape[0], device=context.positions.device)
+    request = request_of(token, context.query_start_loc).clamp(max=context.seq_lens.shape[0] - 1)
+    starts = torch.arange(token.shape[0] + 1, device=token.device, dtype=torch.int32)
+    table, lens = context.block_table[request], context.seq_lens[request]
+    return replace(context, block_table=table, seq_lens=lens, query_start_loc=starts)
+
+
+class DFlashContext(nn.Module):
+    """The pass over all rows: (ids [T], rows [T, H], *metadata) -> rows; writes their keys."""
+
+    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
+        super().__init__()
+        self.layer, self.pool = layer, pool
+
+    def forward(self, ids: Tensor, rows: Tensor, *metadata: Tensor) -> Tensor:
+        self.layer.keep(rows, StepContext.of(metadata, self.pool.layers()))
+        return rows
+
+
+class DFlashBlock(nn.Module):
+    """The pass over blocks: (ids [T], *metadata) -> features before the norm [T, H]."""
+
+    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
+        super().__init__()
+        self.embedding, self.layer, self.pool = embedding_of(decoder, layer), layer, pool
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        context = StepContext.of(metadata, self.pool.layers())
+        out: Tensor = self.layer.run(self.embedding(ids), context)
+        return out
+
+
+def _parts(config: DFlashConfig) -> StepParts:
+    """How the target, the drafter and its head are stepped."""
+    blocks = partial(
+        Blocks,
+        mask_id=config.mask_id,
+        skips=config.skips,
+        both_ways=not all(config.causal),
+        has_bias=config.markov_rank > 0,
+    )
+    return StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=DFlashContext,
+        later_draft=DFlashBlock,
+        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
+        draft_bias=lambda layer: layer.markov_head if config.markov_rank else None,
+        draft_vocabulary=draft_vocabulary,
+        drafting=blocks,
+    )
+
+
+def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
+    """A target's family with a DFlash or DSpark drafter in place of MTP layers.
+
+    Args:
+        family: the target's.
+        checkpoint: the target's, with the drafter's.
+        target: the target's config, of its language model.
+
+    Raises:
+        CheckpointError: the drafter does not fit the target, or lacks what it needs.
+        UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
+    """
+    where, stored = checkpoint.draft.directory, checkpoint.draft.tensors
+    check_stream(family, where, "a block drafter")
+    layers = target.num_hidden_layers // family.caches_per_layer
+    config = DFlashConfig.read(checkpoint, target, layers)
+    check_ends(stored, config.layers.hidden_size, config.draft_vocab_size, target, where)
+    wiring = MTPWiring(
+        embedding_norm="",
+        hidden_norm="hidden_norm",
+        projection="fc",
+        final_norm="norm",
+        next_features="before",
+        only_rules=("embedding", "head"),
+    )
+    return family_with(
+        family,
+        wiring,
+        config.layers,
+        config.layers.num_hidden_layers,
+        lambda wiring, index, own: DFlashLayer(wiring, config, index, own),
+        stored,
+        block_prefix="layers.",
+        parts=_parts(config),
+    )

@@ -1,0 +1,266 @@
+"""What drafters with a checkpoint of their own have in common: the layers of the target that they
+read, a vocabulary of their own, and checks that they fit."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import CachePool, paged_kv_specs
+from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.hf import DraftVocabulary, HFTarget, MTPLayer, decoder_layers, norm_after
+from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
+
+
+class CapturingTarget(HFTarget):
+    """The decoder over flat tokens: (ids [T], *metadata) -> features [T, H], captured [T, n H].
+
+    Args:
+        layer_ids: the layers whose inputs are captured, ascending.
+    """
+
+    def __init__(
+        self, layer_ids: tuple[int, ...], decoder: Any, pool: CachePool, wiring: MTPWiring
+    ):
+        super().__init__(decoder, pool, wiring)
+        self.layer_ids, self.captured = layer_ids, list[Tensor]()
+        stepped: Any = self.decoder
+        own = decoder_layers(stepped)
+        layers = list(own)
+        for index in layer_ids:
+            if index < len(layers):
+                layers[index] = self._watched(layers[index])
+            else:
+                name = norm_after(stepped, own)
+                stepped._modules[name] = self._watched(stepped._modules[name])
+        name = next(name for name, child in stepped.named_children() if child is own)
+        stepped._modules[name] = nn.ModuleList(layers)
+
+    def _watched(self, module: nn.Module) -> nn.Module:
+        """A module that shares all of this one, and notes what it is given."""
+        watched = copy.copy(module)
+        watched._forward_pre_hooks = OrderedDict()
+        watched._forward_pre_hooks_with_kwargs = OrderedDict()
+        watched.register_forward_pre_hook(self._note, with_kwargs=True)
+        return watched
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        self.captured.append(args[0] if args else given["hidden_states"])
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Any:
+        self.captured.clear()
+        features = super().forward(ids, *metadata)
+        captured = torch.cat([hidden[0] for hidden in self.captured], -1)
+        self.captured.clear()
+        return features, captured
+
+
+class DrafterLayer(MTPLayer):
+    """A drafter with a checkpoint of its own, in place of an MTP layer.
+
+    Attributes:
+        d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
+    """
+
+    d2t: Tensor | None
+
+    def add_ends(self, hidden: int, size: int, rows: int, own: Collection[str]) -> None:
+        """Add its embedding [size, hidden], its head hidden -> rows, and `d2t`.
+
+        Args:
+            hidden: width of its rows.
+            size: of the vocabulary.
+            rows: of the head.
+            own: what it has of its own, of "embedding", "head" and "d2t"; the rest is None.
+        """
+        self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
+        self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
+        offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
+        self.register_buffer(TOKEN_MAP, offsets)
+
+
+def family_with(
+    family: ModelFamily,
+    wiring: MTPWiring,
+    config: Any,
+    num_layers: int,
+    make_layer: Callable[[MTPWiring, int, Collection[str]], Any],
+    stored: Collection[str],
+    **more: Any,
+) -> ModelFamily:
+    """A target's family with a drafter whose layers have pages of keys and values.
+
+    Args:
+        family: the target's.
+        wiring: names the drafter's parts.
+        config: transformers', of the drafter's layers.
+        num_layers: so many of them.
+        make_layer: (wiring, layer index, what it has of its own) -> the drafter.
+        stored: names of its tensors.
+        **more: further fields of the family.
+    """
+    mapped = {TOKEN_MAP} & set(stored)
+
+    def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        if layer < of.num_hidden_layers:
+            return family.cache_specs(of, layer, dtype)
+        caches = range(layer, layer + num_layers)
+        return tuple(spec for i in caches for spec in paged_kv_specs(config, i, dtype))
+
+    return replace(
+        family,
+        wiring=wiring,
+        num_mtp_layers=lambda of: 1,
+        layer_prefix=lambda layers, index: DRAFT,
+        cache_specs=cache_specs,
+        make_layer=lambda wiring, index, own: make_layer(wiring, index, {*own, *mapped}),
+        shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
+        **more,
+    )
+
+
+class TokenIds(nn.Module):
+    """Rows of a head [R] -> the token ids that they stand for [R]."""
+
+    offsets: Tensor
+
+    def __init__(self, offsets: Tensor):
+        super().__init__()
+        self.register_buffer("offsets", offsets)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.offsets[rows]
+
+
+class WholeLogits(nn.Module):
+    """Logits of a head [R, V_d] -> of the whole vocabulary [R, V]: -inf where it has no row."""
+
+    offsets: Tensor
+
+    def __init__(self, offsets: Tensor, vocab_size: int):
+        super().__init__()
+        self.register_buffer("offsets", offsets)
+        self.vocab_size = vocab_size
+
+    def forward(self, logits: Tensor) -> Tensor:
+        ids = self.offsets + torch.arange(self.offsets.shape[0], device=logits.device)
+        whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+        return whole.index_copy(1, ids, logits)
+
+
+def draft_vocabulary(layer: Any) -> DraftVocabulary | None:
+    """The vocabulary of a drafter by its `d2t`; None: the target's."""
+    if layer.d2t is None:
+        return None
+    size = layer.config.vocab_size
+    return DraftVocabulary(TokenIds(layer.d2t), WholeLogits(layer.d2t, size))
+
+
+def read_vocabulary(
+    checkpoint: PairedCheckpoint, entries: Mapping[str, Any], target: Any, what: str
+) -> tuple[int, int]:
+    """A drafter's rows of its head, and the width of a captured row.
+
+    Args:
+        checkpoint: the target's, with the drafter's.
+        entries: the drafter's, with its vocabulary and widths.
+        target: the target's config.
+        what: the drafter is, for messages.
+
+    Raises:
+        CheckpointError: the drafter was made for a target of other sizes, or lacks the map of its
+            vocabulary.
+    """
+    where, vocab = checkpoint.draft.directory, entries["vocab_size"]
+    width = entries.get("target_hidden_size") or entries["hidden_size"]
+    for name, found, expected in (
+        ("vocab_size", vocab, target.vocab_size),
+        ("target_hidden_size or hidden_size", width, target.hidden_size),
+    ):
+        if found != expected:
+            raise CheckpointError(
+                f"{where}: {name} is {found}, and the target's is {expected}; use {what} that was "
+                "trained for this target"
+            )
+    rows = entries.get("draft_vocab_size") or vocab
+    if rows != vocab and TOKEN_MAP not in checkpoint.draft.tensors:
+        raise CheckpointError(
+            f"{where} lacks {TOKEN_MAP}, which says what tokens the {rows} rows of its head "
+            f"stand for (vocab_size is {vocab}); download or export the head again"
+        )
+    return rows, width
+
+
+def check_stream(family: ModelFamily, where: Any, what: str) -> None:
+    """Refuse a target without one residual stream; `where` and `what` name the drafter."""
+    if family.parts is not None:
+        raise UnsupportedModelError(
+            f"{where} is {what}, and {family.name} has no residual stream of one row that it could "
+            "be fed; expected another target"
+        )
+
+
+def mask_token(given: Any, vocab_size: int, where: Any) -> int:
+    """The mask's token of a drafter.
+
+    Raises:
+        CheckpointError: it is no token.
+    """
+    if type(given) is not int or not 0 <= given < vocab_size:
+        raise CheckpointError(
+            f"{where}: mask_token_id is {given}; expected one of the {vocab_size} token ids, by "
+            "which rows of a block are embedded: download the drafter again"
+        )
+    return given
+
+
+def check_layer_ids(ids: Any, layers: int, where: Any, entry: str) -> tuple[int, ...]:
+    """Layers whose inputs are captured, ascending; the number of layers stands for the final norm.
+
+    Args:
+        ids: as the config has them.
+        layers: of the target.
+        where: the drafter's directory, for messages.
+        entry: of its config.json that says them.
+
+    Raises:
+        CheckpointError: they are no different layers of the target.
+    """
+    found = tuple(sorted(set(ids)))
+    if not ids or len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
+        raise CheckpointError(
+            f"{where}: the layers to capture are {ids}; expected different ones of the target's "
+            f"{layers}; set {entry} in its config.json"
+        )
+    return found
+
+
+def check_ends(stored: Collection[str], width: int, rows: int, target: Any, where: Any) -> None:
+    """Refuse a drafter without an embedding or a head that the target's cannot stand for.
+
+    Args:
+        stored: names of its tensors.
+        width: of its rows.
+        rows: of its head.
+        target: the target's config.
+        where: its directory, for messages.
+    """
+    same_width = width == target.hidden_size
+    fits = {
+        "embed_tokens.weight": same_width,
+        "lm_head.weight": same_width and rows == target.vocab_size,
+    }
+    lacking = [name for name, fit in fits.items() if name not in stored and not fit]
+    if lacking:
+        raise CheckpointError(
+            f"{where} lacks {', '.join(lacking)}, and the target's is of another shape; download "
+            "or export the head again"
+        )
