@@ -18,7 +18,6 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.bindings import Binding, BindKernels, Configure, by_default
@@ -39,6 +38,7 @@ from mtpc.backends.measured import Table
 from mtpc.backends.repeats import CutStep, cut_repeats
 from mtpc.backends.torch_experts import torch_bindings
 from mtpc.backends.triton_kernels import early_bindings, invariantly, load_kernels, triton_bindings
+from mtpc.capture.fake_calls import map_tensors, tensors_in
 from mtpc.capture.graph import StepGraph, get_tensor, operators
 from mtpc.errors import BackendError
 from mtpc.layout.progress import Report, silent
@@ -339,9 +339,9 @@ def compile_call(
         args: its arguments, which each run reads.
         kwargs: others by name.
     """
-    mode, given = FakeTensorMode(), tree_leaves((args, dict(kwargs)))
-    tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
-    fakes = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+    mode, given = FakeTensorMode(), (args, dict(kwargs))
+    tensors = tensors_in(given)
+    fakes = map_tensors(mode.from_tensor, given)
     compiled = compile_flat(trace_call(mode, function, *fakes), tensors)
     return partial(compiled, *tensors)
 

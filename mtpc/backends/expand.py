@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mtpc.capture.fake_calls import form_of
+from mtpc.capture.fake_calls import form_of, map_tensors, tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
 from mtpc.ops.signatures import arguments_of, given_to
@@ -66,16 +65,13 @@ def trace_call(
         args: its arguments, tensors fake.
         kwargs: others by name.
     """
-    leaves, tree = tree_flatten((args, dict(kwargs)))
+    given = (args, dict(kwargs))
 
     def call(*tensors: Tensor) -> tuple[Tensor]:
-        given = iter(tensors)
-        filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(filled, tree)
+        left = iter(tensors)
+        args, kwargs = map_tensors(lambda _: next(left), given)
         return (function(*args, **kwargs),)
 
     with mode:
-        traced: fx.GraphModule = make_fx(call, pre_dispatch=True)(
-            *(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        )
+        traced: fx.GraphModule = make_fx(call, pre_dispatch=True)(*tensors_in(given))
     return traced

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from mtpc.backends.base import Run
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import check_addresses, empty_batch, static_tensors
 from mtpc.backends.memory import GRANULE
-from mtpc.capture.fake_calls import tensors_in
+from mtpc.capture.fake_calls import map_tensors, tensors_in
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CaptureError
 
@@ -101,7 +101,7 @@ class Pool:
                 moved[old.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
-        return tree_map_only(Tensor, move, result)
+        return map_tensors(move, result)
 
     def place(self, tensor: Tensor) -> Tensor | Place:
         """Where a tensor is on a block; the tensor itself if it is on none."""
@@ -185,7 +185,7 @@ class _Recorder(TorchDispatchMode):
         result = self._pool.adopt(func(*args, **kwargs), tensors_in((args, kwargs)))
         # Places, because a tensor on the tape would keep its memory in use.
         whole = (args, kwargs, tuple(tensors_in(result)))
-        call = tree_map_only(Tensor, self._pool.place, whole)
+        call = map_tensors(self._pool.place, whole)
         self._calls.append((func, call))
         return result
 
@@ -193,7 +193,11 @@ class _Recorder(TorchDispatchMode):
         super().__exit__(*error)
         with torch.inference_mode():
             for op, call in self._calls:
-                self._tape.entries.append(TapeEntry(op, *tree_map_only(Place, Place.tensor, call)))
+                self._tape.entries.append(TapeEntry(op, *map_aggregate(call, _at_place)))
+
+
+def _at_place(value: Any) -> Any:
+    return value.tensor() if isinstance(value, Place) else value
 
 
 def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:

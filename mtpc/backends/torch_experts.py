@@ -5,7 +5,7 @@ the results go back to their rows. A binding puts these ATen calls into the step
 fuses the gathers, the activation and the sum. They are taken where a measurement on the device says
 that they are faster than mtpc's kernels (`triton_kernels.tuning.Contest`).
 
-`torch._grouped_mm` reads where groups end on the device alone: on NVIDIA's devices of compute
+`F.grouped_mm` reads where groups end on the device alone: on NVIDIA's devices of compute
 capability 9 and 10, in bfloat16. In all else PyTorch goes through the groups one by one, and copies
 their ends to the host, which no capture permits (its `_grouped_mm_cuda`, in GroupedBlas.cpp, and
 `_grouped_mm_fallback`, in GroupedMMUtils.h). It is built for 9.0 and 10.0, takes fewer than 1,024
@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from mtpc.backends.bindings import Binding, Limits
 from mtpc.backends.expand import Function, expand
@@ -136,8 +137,8 @@ def _by_groups(
     chosen, pick = ids.flatten().sort(stable=True)
     each = torch.arange(count, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(chosen, each, right=True, out_int32=True)
-    hidden = activate(torch._grouped_mm(x[pick // picks], first.transpose(1, 2), offs=ends))
-    parts = torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    hidden = activate(F.grouped_mm(x[pick // picks], first.transpose(1, 2), offs=ends))
+    parts = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     places = torch.arange(len(pick), device=x.device)
     parts = parts[torch.empty_like(pick).scatter(0, pick, places)].view(num_rows, picks, -1)
     parts = parts.masked_fill((ids == count)[..., None], 0)

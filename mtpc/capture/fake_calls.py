@@ -7,13 +7,14 @@ again, so most of them need no operator to be run.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
 
 
 class _UnlikeError(Exception):
@@ -104,6 +105,12 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = tuple(value.values())
     is_row = isinstance(value, (tuple, list))
     return [tensor for item in value for tensor in tensors_in(item)] if is_row else []
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Arguments or results with what a function makes of their tensors, in the order of
+    `tensors_in`."""
+    return map_aggregate(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def form_of(value: Any) -> Hashable:

@@ -20,6 +20,7 @@ from helpers.tapes import lower_eagerly
 from helpers.triton_steps import compile_on
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from mtpc.api import SpecModel
 from mtpc.backends import torch_experts
@@ -49,13 +50,13 @@ def mixture(tokens: int = 40, chosen: int = 3, **sizes: int) -> Mixture:
 
 def hidden_memory(patch: pytest.MonkeyPatch) -> None:
     """Rows for which no product is computed hold NaN, as they may on a device."""
-    multiply = torch._grouped_mm
+    multiply = functional.grouped_mm
 
     def poisoned(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         is_live = torch.arange(len(rows)) < offs[-1]
         return torch.where(is_live[:, None], multiply(rows, weight, offs=offs), NAN)
 
-    patch.setattr(torch, "_grouped_mm", poisoned)
+    patch.setattr(functional, "grouped_mm", poisoned)
 
 
 # ---- numbers ----------------------------------------------------------------------------------
