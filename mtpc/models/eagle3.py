@@ -49,7 +49,8 @@ ARCHITECTURES = (
     "Eagle3Speculator",
 )
 """What config.json of EAGLE-3 heads has: the authors' and SpecForge's, vLLM's, speculators'."""
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Entry of config.json that names the layers whose inputs a head is fed."""
 _BLOCKS = ("midlayer.", "layers.0.")
 """Prefixes of the layer's names: the authors' and SpecForge's, and speculators'."""
 _NORM_FIRST, _NORM_OUTPUT = "norm_before_residual", "norm_output"
@@ -137,15 +138,15 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     the authors' own choice of inputs, and ids that name the final norm, are taken as they are.
     """
     authors = [2, layers // 2, layers - 3]
-    nested = (entries.get("eagle_config") or {}).get(_LAYER_IDS) or []
+    nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
     if sorted(nested) != authors and layers not in nested:
         nested = [i + 1 for i in nested]
-    ids = entries.get(_LAYER_IDS) or nested or authors
+    ids = entries.get(LAYER_IDS) or nested or authors
     found = tuple(sorted(set(ids)))
     if len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
         raise CheckpointError(
             f"{where}: the layers to capture are {ids}; expected different ones of the target's "
-            f"{layers}; set {_LAYER_IDS} in its config.json"
+            f"{layers}; set {LAYER_IDS} in its config.json"
         )
     return found
 
