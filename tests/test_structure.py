@@ -244,7 +244,7 @@ LINES = {
     "backends": 14710,
     "capture": 1330,
     "certificate": 1350,
-    "cli": 4980,
+    "cli": 5040,
     "engine": 5810,
     "evaluation": 610,
     "host": 520,
@@ -257,7 +257,7 @@ LINES = {
     "server": 4420,
     "step": 1790,
     "store": 930,
-    "tuning": 1070,
+    "tuning": 1720,
     "weights": 7520,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""

@@ -20,17 +20,16 @@ from mtpc.cli.compile_arguments import (
 from mtpc.cli.file_arguments import add_graft, add_models, add_quantize, add_vocab
 from mtpc.cli.parsing import (
     SuggestingParser,
-    above_zero,
     acceptance_length,
     add_switches,
     add_values,
     ids,
     positive,
     shares,
-    whole,
 )
 from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.serve_arguments import add_server_options
+from mtpc.cli.train_arguments import add_train_draft, add_tune_head
 from mtpc.errors import OptionError
 
 DEFAULT_NEW_TOKENS = 128
@@ -87,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
         ("eval", "count right answers of a task, by transformers and by mtpc", _add_eval),
         ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
-        ("tune-head", "train the MTP layers of a checkpoint on your texts", _add_tune_head),
+        ("tune-head", "train the MTP layers of a checkpoint on your texts", add_tune_head),
+        ("train-draft", "train drafts for a model that ships none", add_train_draft),
         ("quantize", "write a quantised copy of a checkpoint", add_quantize),
         ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
         ("models", "list the models that run", add_models),
@@ -199,35 +199,6 @@ def _add_eval(parser: SuggestingParser) -> None:
     add_threads(parser)
     several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
     add_compile_options(parser, several_k=True, **several)
-    add_cache_options(parser)
-
-
-def _add_tune_head(parser: SuggestingParser) -> None:
-    add = parser.add_argument
-    text = "directory with config.json and *.safetensors, or an id of the local hub cache"
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
-    text = "UTF-8 files to train on; the last tenth of each is held out"
-    add("texts", nargs="+", type=Path, metavar="TEXT", help=text)
-    add("--out", type=Path, required=True, metavar="OUT", help="the new directory")
-    text = "a file of held-out text instead; repeatable"
-    add("--held-out", action="append", default=[], type=Path, metavar="TEXT", help=text)
-    text = "number of texts whose last three quarters the model writes"
-    add_values(
-        parser,
-        ("--minutes", above_zero, "M", "train for M minutes (default: 10, without --steps)"),
-        ("--steps", positive, "N", "train for at most N steps"),
-        ("--learning-rate", above_zero, "R", "the highest learning rate", 1e-3),
-        ("--batch", positive, "N", "texts per step", 12),
-        ("--length", positive, "N", "tokens of a text", 192),
-        ("--seed", whole, "N", "seed of the order of texts", 0),
-        ("--continuations", whole, "N", text, 1024),
-        ("--prompts", positive, "N", "held-out prompts", 64),
-    )
-    _add_new_tokens(parser, 64, "held-out prompt")
-    add_switches(parser, ("--resume", "continue an interrupted run"))
-    add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
-    add_threads(parser)
-    add_compile_options(parser, spec_tokens="3", batch_buckets="8")
     add_cache_options(parser)
 
 

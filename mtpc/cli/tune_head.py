@@ -25,6 +25,11 @@ COLUMNS = ("MTP layers", "accepted/step", "by position", "accepted")
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
+    return tune(args, None)
+
+
+def tune(args: argparse.Namespace, form: str | None) -> int:
+    """Train MTP layers or, with a form, a new drafter; and print what came of it."""
     checkpoint = find_directory(args.checkpoint)
     options = {"spec_tokens": DEFAULT_SPEC_TOKENS, **compile_options(args)}
     with show_progress(sys.stderr) as tell:
@@ -34,7 +39,7 @@ def command(args: argparse.Namespace) -> int:
         set_threads(args.threads, checkpoint)
         check_tokenizer(checkpoint, [str(path) for path in args.texts])
         given = (args.texts, args.held_out, args.out, _plan(args), options, tell)
-        tuned = Tuning(checkpoint, *given).run(args.resume)
+        tuned = Tuning(checkpoint, *given, form).run(args.resume)
     _print(args, tuned)
     if args.json:
         write_output(args.json, (json.dumps(asdict(tuned)) + "\n").encode())
@@ -48,7 +53,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     minutes = DEFAULT_MINUTES if args.minutes is None and args.steps is None else args.minutes
     schedule = Schedule(args.steps, minutes, args.batch, args.learning_rate, args.seed)
     numbers = (args.length, args.continuations, args.prompts, args.max_new_tokens)
-    return Plan(schedule, *numbers)
+    return Plan(schedule, *numbers, args.vocabulary, args.disk)
 
 
 def _print(args: argparse.Namespace, tuned: Tuned) -> None:
@@ -61,13 +66,15 @@ def _print(args: argparse.Namespace, tuned: Tuned) -> None:
             f"{sum(found.accepted)} of {sum(found.drafted)}",
         )
         for name, found in (("before", tuned.before), ("after", tuned.after))
+        if found is not None
     ]
     print_table("Accepted drafts on held-out text", COLUMNS, rows)
+    gain = f"{tuned.gain:+.1%} accepted drafts a step; " if tuned.before else ""
     console.print(
-        f"{args.out}: {tuned.gain:+.1%} accepted drafts a step; {len(tuned.tensors)} tensors "
+        f"{args.out}: {gain}{len(tuned.tensors)} tensors "
         f"trained on {tuned.texts[0]} texts of {tuned.texts[1]} tokens in {tuned.progress.step} "
         f"steps ({tuned.progress.seconds:.0f} s)",
         soft_wrap=True,
     )
-    if tuned.gain <= 0:
+    if tuned.before and tuned.gain <= 0:
         console.print(f"no gain: keep {args.checkpoint}, or train longer on more text")

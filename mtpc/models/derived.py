@@ -46,10 +46,12 @@ class ObservedCaches:
     def __call__(self, config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
         """The buffers of a layer; none for one that keeps nothing.
 
+        MTP layers, which follow the target's, keep what its last layer keeps.
+
         Raises:
             UnsupportedModelError: a step cannot run the class; the message says why.
         """
-        state = self._layers(config).get(layer)
+        state = self._layers(config).get(min(layer, config.num_hidden_layers - 1))
         if state is None:
             return ()
         if not state.heads:

@@ -10,7 +10,8 @@ from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.models import dflash, eagle3
-from mtpc.models.family import ModelFamily
+from mtpc.models.families.mimo import MIMO
+from mtpc.models.family import ModelFamily, layers_after
 from mtpc.models.gemma4_assistant import TARGETS, assistant_family
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
@@ -45,6 +46,9 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
     Or under those of a model that has no other layers, as exporters write them.
     """
     draft, layers = checkpoint.draft, target.num_hidden_layers
+    names = draft.config.get("architectures") or []
+    if not family.wiring.joints() and set(names) & {*MIMO.architectures, "MiMoMTPModel"}:
+        family = with_mimo_layers(family)
     start = next(
         (n for n in (layers, 0) if any(_is_layer(name, family, n) for name in draft.tensors)), None
     )
@@ -67,6 +71,21 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
         family,
         layer_prefix=lambda layers, index: DRAFT + family.layer_prefix(start, index),
         num_mtp_layers=lambda config: None,
+    )
+
+
+def with_mimo_layers(family: ModelFamily) -> ModelFamily:
+    """A derived family with MTP layers as MiMo has them.
+
+    Their block is of the class of the target's own layers, and of the kind of the last one.
+    """
+
+    def block_config(config: Any) -> Any:
+        kinds = getattr(config, "layer_types", None)
+        return layers_after(config, 1, layer_types=kinds[-1]) if kinds else config
+
+    return replace(
+        family, wiring=MIMO.wiring, layer_prefix=MIMO.layer_prefix, block_config=block_config
     )
 
 

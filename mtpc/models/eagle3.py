@@ -56,7 +56,8 @@ PEAGLE = ("PEagleDraftModel", "PEagleSpeculator")
 """speculators' names of P-EAGLE; other writers have EAGLE-3's. All of its heads store `_MASK`."""
 _MASK = "mask_hidden"
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Entry of config.json that names the layers whose inputs a head is fed."""
 _BLOCKS = ("midlayer.", "layers.0.")
 """Prefixes of the layer's names: the authors' and SpecForge's, and speculators'."""
 _NORM_FIRST, _NORM_OUTPUT = "norm_before_residual", "norm_output"
@@ -144,11 +145,11 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     the authors' own choice of inputs, and ids that name the final norm, are taken as they are.
     """
     authors = [2, layers // 2, layers - 3]
-    nested = (entries.get("eagle_config") or {}).get(_LAYER_IDS) or []
+    nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
     if sorted(nested) != authors and layers not in nested:
         nested = [i + 1 for i in nested]
-    ids = entries.get(_LAYER_IDS) or nested or authors
-    return check_layer_ids(ids, layers, where, _LAYER_IDS)
+    ids = entries.get(LAYER_IDS) or nested or authors
+    return check_layer_ids(ids, layers, where, LAYER_IDS)
 
 
 class Eagle3Layer(DrafterLayer):

@@ -347,7 +347,7 @@ def _load_directory(
 ) -> LoadedModel:
     """Load the target by transformers, and the MTP layers by mtpc."""
     directory = checkpoint.directory
-    family = _drafted(family, checkpoint).wired(wiring)
+    family = drafted(family, checkpoint).wired(wiring)
     model = read_target(checkpoint, family, dtype, headers)
     target = _share(model, family, str(directory), has_values=headers is None)
     layers = load_mtp_layers(checkpoint, family, target, headers) if needs_mtp else ()
@@ -357,7 +357,7 @@ def _load_directory(
     return LoadedModel(family, target, layers, stop_ids, str(directory), checkpoint, True, headers)
 
 
-def _drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
+def drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
     """The family of a target, with the drafter of its checkpoint if that has one of its own."""
     if not isinstance(checkpoint, PairedCheckpoint):
         return family
@@ -444,7 +444,7 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None)
         )
     check_object(model, family)
     checkpoint = checkpoint_of(model, needs_mtp, draft)
-    family = _drafted(family, checkpoint).wired(wiring)
+    family = drafted(family, checkpoint).wired(wiring)
     source = model.name_or_path or "model object"
     layers: tuple[MTPLayer, ...] = ()
     target = _share(model, family, source)

@@ -8,20 +8,23 @@ needs no other drafts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.heads import draft_head, final_norm_of, target_head
+from mtpc.models.caches import CachePool
+from mtpc.models.eagle3 import CapturingTarget, Eagle3Layer
+from mtpc.models.family import MTPWiring
+from mtpc.models.heads import final_norm_of, head_of, target_head
 from mtpc.models.hf import TextRotary, embedding_of, rotary_of, run_mtp_layer, stepped_decoder
-from mtpc.models.load import LoadedModel, family_of, read_target
+from mtpc.models.load import LoadedModel, drafted, family_of, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.place import place
 from mtpc.models.seams import share_model
@@ -29,6 +32,11 @@ from mtpc.store.machine import cpu_flags
 from mtpc.tuning.experts import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
+
+_LOGIT_ROWS = 512
+"""Rows of the target's features whose logits are in memory at once."""
+_GROUP = 64
+"""Logits of a group of `_largest`."""
 
 
 class DraftRows:
@@ -134,22 +142,111 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class TrainedModel:
-    """A frozen target, and its MTP layers with gradients.
+class Teacher:
+    """A frozen target over whole texts: its features, and its most probable tokens.
 
     Args:
-        checkpoint: holds the tensors.
-        spec_tokens: K.
-        dtype: name of the dtype to load the weights in; None keeps the checkpoint's. Trained
-            tensors are at least float32.
-        wiring: rules that replace those of the family.
-        device: the device to train on.
+        checkpoint: holds the target's tensors.
+        wiring: rules of the drafter, which say what of the target it is fed.
+        layer_ids: layers whose inputs the drafter is fed, ascending; () feeds it the features.
+        dtype: name of the dtype to load the weights in; None keeps the checkpoint's.
+        device: the device to run on.
 
     Attributes:
-        loaded: target and MTP layers, with transformers' own experts.
+        family: the target's, before a drafter changes it.
+        model: transformers' model, with its own attention and experts.
+
+    Raises:
+        CheckpointError: see `mtpc.models.load.read_target`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wiring: MTPWiring,
+        layer_ids: tuple[int, ...] = (),
+        dtype: str | None = None,
+        device: str = "cpu",
+    ):
+        self.family, self.device = family_of(checkpoint), torch.device(device)
+        self.model = read_target(checkpoint, self.family, dtype).eval().requires_grad_(False)
+        self.family.as_decoded(self.model)
+        self.model.to(self.device)
+        decoder = self.model.get_decoder()
+        self._decoder: Any = stepped_decoder(decoder, wiring)
+        self._capturing: CapturingTarget | None = None
+        if layer_ids:
+            self._capturing = CapturingTarget(layer_ids, decoder, CachePool({}, 1), wiring)
+            self._decoder = self._capturing.decoder
+        self._head = target_head(self.model, wiring)
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the language model."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the drafter is fed, and the target's features: ids [B, L] -> [B, L, F], [B, L, H].
+
+        Without `layer_ids` both are the same tensor.
+        """
+        captured = self._capturing.captured if self._capturing else []
+        captured.clear()
+        features = self._decoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+        if self._capturing is None:
+            return features, features
+        fed = torch.cat(captured, -1)
+        captured.clear()
+        return fed, features
+
+    @torch.no_grad()
+    def most_probable(self, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` most probable tokens after each row of features [T, H].
+
+        Returns:
+            int32 ids and float32 log-probabilities, [T, count] each, the most probable first.
+        """
+        found = [_largest(self._head(part).float(), count) for part in features.split(_LOGIT_ROWS)]
+        values, ids = (torch.cat(each) for each in zip(*found, strict=True))
+        return ids.int(), values
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the largest logits [T, V].
+
+    The largest are in the groups with the largest maxima, so few logits are sorted.
+    """
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    if logits.shape[-1] <= 4 * count * _GROUP:
+        values, ids = logits.topk(count)
+        return values - normaliser, ids
+    groups = functional.pad(logits, (0, -logits.shape[-1] % _GROUP), value=float("-inf"))
+    groups = groups.unflatten(-1, (-1, _GROUP))
+    chosen = groups.amax(-1).topk(count).indices
+    inner = groups.gather(1, chosen[..., None].expand(-1, -1, _GROUP)).flatten(1)
+    values, places = inner.topk(count)
+    ids = chosen.gather(1, places // _GROUP) * _GROUP + places % _GROUP
+    return values - normaliser, ids
+
+
+class TrainedModel:
+    """A drafter with gradients: MTP layers, or an EAGLE-3 head.
+
+    Args:
+        checkpoint: the target's, or a `PairedCheckpoint` with the drafter's.
+        spec_tokens: K.
+        teacher: the frozen target.
+        wiring: rules that replace those of the family.
+        vocabulary: ascending ids of the tokens that drafts may be, [V_d]; None: all. A head with a
+            vocabulary of its own keeps that.
+
+    Attributes:
+        loaded: target and drafter, with transformers' own experts.
         count: K.
+        vocabulary: int64 [V_d], the tokens that the rows of the head stand for.
         trained: the trained tensors by name: the layer's index, a dot, and the name in `MTPLayer`.
-            Embeddings and heads that are copies of the target's are not trained.
+            Embeddings and heads whose rows are the target's are not trained.
 
     Raises:
         UnsupportedModelError: the family's layers have no gradient here.
@@ -160,58 +257,75 @@ class TrainedModel:
         self,
         checkpoint: Checkpoint,
         spec_tokens: int,
-        dtype: str | None = None,
+        teacher: Teacher,
         wiring: Rules = (),
-        device: str = "cpu",
+        vocabulary: Tensor | None = None,
     ):
-        family = family_of(checkpoint).wired(wiring)
-        if family.parts is not None:
+        family = drafted(teacher.family, checkpoint).wired(wiring)
+        if family.parts is not None and family.parts.draft_entry is None:
             raise _no_gradient(family.name, "its MTP layer is fed residual streams")
-        self._model = read_target(checkpoint, family, dtype).eval().requires_grad_(False)
-        family.as_decoded(self._model)
-        target: Any = share_model(self._model, {})
+        target: Any = share_model(teacher.model, {})
         ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)
         for part in (target.config, target.config.get_text_config(decoder=True)):
             part._experts_implementation = ROUNDED_EXPERTS
         layers = load_mtp_layers(checkpoint, replace(family, canonical={}), target)
         loaded = LoadedModel(family, target, layers, (), str(checkpoint.directory), None, True)
-        self.loaded = place(loaded.with_layers(spec_tokens), device)
-        self._model.to(device)
-        self.count, self._device = spec_tokens, torch.device(device)
+        self.loaded = place(loaded.with_layers(spec_tokens), str(teacher.device))
+        self.count, self._device = spec_tokens, teacher.device
         self._cache = self._cache_kind()
+        self.trained = self._trained()
+        has_halves = self.loaded.dtype.itemsize == 2
+        self._halves = has_halves and _multiplies_halves(self._device)
+        self._rotaries = [
+            TextRotary(
+                rotary_of(target.get_decoder()),
+                family.position_grids,
+                family.rotary_type(self.loaded.config, index),
+            )
+            for index in range(len(self.loaded.mtp_layers))
+        ]
+        self._choose_rows(vocabulary)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The tensors to train, widened to float32 at least."""
         target = self.loaded.target
         ends = (target.get_input_embeddings(), target.get_output_embeddings())
         copies = {end.weight.data_ptr() for end in ends}
-        self.trained = {
+        kept = "head.weight" if self.loaded.has_draft_vocabulary else ""
+        trained: dict[str, Tensor] = {
             f"{index}.{name}": parameter
             for index, layer in enumerate(self.loaded.mtp_layers)
             for name, parameter in layer.named_parameters()
-            if parameter.data_ptr() not in copies
+            if parameter.data_ptr() not in copies and name != kept
         }
-        for parameter in self.trained.values():
+        for layer in self.loaded.mtp_layers:
+            layer.requires_grad_(False)
+        for parameter in trained.values():
             parameter.data = _wide(parameter.data)
             parameter.requires_grad_(True)
-        has_halves = self.loaded.dtype.itemsize == 2
-        self._halves = has_halves and _multiplies_halves(self._device)
-        if has_halves and not self._halves:
-            self._widen_heads(target)
-        family, rotary = self.loaded.family, rotary_of(target.get_decoder())
-        self._rotaries = [
-            TextRotary(rotary, family.position_grids, family.rotary_type(self.loaded.config, index))
-            for index in range(len(self.loaded.mtp_layers))
-        ]
-        decoder = self._model.get_decoder()
-        self._decoder = stepped_decoder(decoder, self.loaded.family.wiring)
-        self._head = target_head(target, self.loaded.family.wiring)
+        return trained
 
-    def _widen_heads(self, target: Any) -> None:
-        """Give the copies of the target's head weights in float32; the target's own stays."""
-        head = target.get_output_embeddings()
-        wide = copy.deepcopy(head).float()
-        target.set_output_embeddings(wide)
+    def _choose_rows(self, vocabulary: Tensor | None) -> None:
+        """Set `vocabulary`, and the frozen rows of each layer's head, in the dtype of products."""
+        size, rows = self.loaded.vocab_size, vocabulary
+        own = self.loaded.mtp_layers[0]
+        if isinstance(own, Eagle3Layer):
+            offsets = 0 if own.d2t is None else own.d2t
+            self.vocabulary = offsets + torch.arange(own.config.draft_vocab_size)
+            rows = None
+        else:
+            self.vocabulary = torch.arange(size) if rows is None else rows
+        self.places = torch.full((size,), -1)
+        self.places[self.vocabulary] = torch.arange(len(self.vocabulary))
+        self._rows = None if rows is None or len(rows) == size else rows.to(self._device)
+        self._heads: list[Tensor | None] = []
         for layer in self.loaded.mtp_layers:
-            if layer.head is not None and layer.head.weight.data_ptr() == head.weight.data_ptr():
-                layer.head = wide
+            weight: Any = head_of(self.loaded.target, layer).weight
+            frozen = None if weight.requires_grad else self._as_fed(self._chosen(weight))
+            self._heads.append(frozen)
+
+    def _chosen(self, weight: Tensor) -> Tensor:
+        return weight if self._rows is None else weight[self._rows]
 
     def _cache_kind(self) -> type[DraftRows]:
         loaded = self.loaded
@@ -227,48 +341,42 @@ class TrainedModel:
         dtype = self.loaded.dtype if self._halves else None
         return torch.autocast(self._device.type, dtype, self._halves)
 
-    @torch.no_grad()
-    def features(self, ids: Tensor) -> Tensor:
-        """The target's features, which the MTP layers are fed: token ids [B, L] -> [B, L, H]."""
-        out = self._decoder(input_ids=ids.to(self._device), use_cache=False)
-        return out.last_hidden_state
-
-    @torch.no_grad()
-    def target_logits(self, features: Tensor) -> Tensor:
-        """Logits of the target's features, [..., H] -> [..., V]."""
-        return self._head(self._as_fed(features))
-
-    def draft_states(self, ids: Tensor, features: Tensor) -> Iterator[Tensor]:
+    def draft_states(self, ids: Tensor, fed: Tensor) -> Iterator[Tensor]:
         """The features of the K drafts, one draft after the other.
 
         Args:
             ids: int64 [B, L].
-            features: [B, L, H], the target's.
+            fed: [B, L, F], what `Teacher.read` gives.
 
         Yields:
             [B, L - 1 - d, H] for draft d; row t drafts token t + d + 2.
         """
-        ids = ids.to(self._device)
-        length, last, fed = ids.shape[1], len(self.loaded.mtp_layers) - 1, features
+        ids, entry = ids.to(self._device), self.loaded.parts.draft_entry
+        length, last = ids.shape[1], len(self.loaded.mtp_layers) - 1
+        fed = self._as_fed(fed.to(self._device))
+        first = fed = entry(self.loaded.mtp_layers[0])(fed) if entry else fed
         for depth in range(self.count):
             index = min(depth, last)
             if depth <= last:
                 cache = self._cache(len(ids))
                 if self.loaded.family.wiring.chaining == "target":
-                    fed = features
+                    fed = first
             rows = length - 1 - depth
             fed = self._run(index, ids[:, depth + 1 :], fed[:, :rows], depth - index, cache)
             yield fed
 
     def _run(self, index: int, ids: Tensor, fed: Tensor, chained: int, cache: DraftRows) -> Tensor:
-        """Run one MTP layer over rows [B, L]; row t is at position t + `chained`."""
+        """Run one layer over rows [B, L]; row t is at position t + `chained`."""
         layer, decoder = self.loaded.mtp_layers[index], self.loaded.target.get_decoder()
-        positions = torch.arange(ids.shape[1], device=ids.device) + chained
+        positions = (torch.arange(ids.shape[1], device=ids.device) + chained).repeat(len(ids))
         number = self.loaded.config.num_hidden_layers + index
-        context = _Context(positions.repeat(len(ids)), {number: cache})
+        context: Any = _Context(positions, {number: cache})
         embedding = self._as_fed(embedding_of(decoder, layer)(ids.flatten()))
         fed = self._as_fed(fed.flatten(0, 1))
-        hidden, _ = run_mtp_layer(layer, self._rotaries[index], embedding, fed, context)
+        if isinstance(layer, Eagle3Layer):
+            hidden = layer.run(embedding, fed, context)
+        else:
+            hidden, _ = run_mtp_layer(layer, self._rotaries[index], embedding, fed, context)
         if layer.wiring.next_features == "after":
             hidden = final_norm_of(decoder, layer)(hidden)
         return hidden.unflatten(0, ids.shape)
@@ -277,10 +385,19 @@ class TrainedModel:
         """What layers and heads multiply: in float32, unless products are of 16 bits."""
         return x if self._halves else _wide(x)
 
-    def draft_logits(self, depth: int, states: Tensor) -> Tensor:
-        """Logits of draft `depth` from its features, [..., H] -> [..., V]."""
-        layer = self.loaded.mtp_layers[min(depth, len(self.loaded.mtp_layers) - 1)]
-        return draft_head(self.loaded.target, layer)(states)
+    def head_rows(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What makes logits of draft `depth`: rows [..., H] of its features, and the head [V_d, H].
+
+        Row i of the head is of token `vocabulary[i]`.
+        """
+        index = min(depth, len(self.loaded.mtp_layers) - 1)
+        layer, head = self.loaded.mtp_layers[index], self._heads[index]
+        if layer.wiring.next_features == "before":
+            states = final_norm_of(self.loaded.target.get_decoder(), layer)(states)
+        if head is None:
+            weight: Any = head_of(self.loaded.target, layer).weight
+            head = self._chosen(weight)
+        return states, head
 
 
 def _multiplies_halves(device: torch.device) -> bool:
@@ -291,6 +408,6 @@ def _multiplies_halves(device: torch.device) -> bool:
 
 def _no_gradient(family: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"mtpc tune-head has no gradient for {family}: {reason}; expected a family whose MTP "
+        f"training has no gradient for {family}: {reason}; expected a family whose MTP "
         "layers attend to all positions of their cache or window: docs/evaluation.md lists them"
     )

@@ -1,8 +1,8 @@
-"""A whole run of `mtpc tune-head`.
+"""A whole run of `mtpc tune-head` or `mtpc train-draft`.
 
-A run reads texts, measures acceptance, trains, writes the new checkpoint and measures acceptance
-again. It keeps its state in a directory next to the new checkpoint, from which `resume` continues.
-Files there are replaced atomically.
+A run reads texts, lets the target continue them, keeps what the target says of them, trains, and
+writes the drafter. Its files lie in a directory next to the new one, from which `resume` continues.
+They are replaced atomically.
 """
 
 from __future__ import annotations
@@ -25,15 +25,30 @@ from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.plan import make_plan
-from mtpc.tuning.chain import TrainedModel
-from mtpc.tuning.texts import PROMPT_TOKENS, Texts, continue_rows, measure_drafts, read_texts
-from mtpc.tuning.train import Progress, Schedule, Tell, Training, replacing, unreadable
+from mtpc.tuning.chain import Teacher, TrainedModel
+from mtpc.tuning.files import replacing, unreadable
+from mtpc.tuning.forms import FORMS, write_new_drafter
+from mtpc.tuning.store import Chunks, TargetRows, row_bytes
+from mtpc.tuning.texts import (
+    PROMPT_TOKENS,
+    Limits,
+    Texts,
+    continue_rows,
+    measure_drafts,
+    read_texts,
+)
+from mtpc.tuning.train import Progress, Schedule, Tell, Training
 from mtpc.weights.checkpoint import Checkpoint, listing
+from mtpc.weights.paired_checkpoint import DRAFT, INVERSE_MAP, PairedCheckpoint
 from mtpc.weights.shards import copy_replacing, files_beside, refuse_existing
 from mtpc.weights.tensor_file import save_tensors
 from mtpc.wiring import check_rules
 
 _PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
+_NEW = "new"
+"""Directory of a drafter that is not trained yet."""
+HELD_OUT_ROWS = 32
+"""The most held-out texts that choose the best weights."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,8 @@ class Plan:
         continuations: the most training texts whose last three quarters the target writes.
         prompts: the most held-out prompts.
         new_tokens: tokens to decode after each held-out prompt.
+        vocabulary: the most tokens that drafts learn: the target's most frequent ones.
+        disk: the most bytes to keep of what the target says; fewer texts are used for less.
     """
 
     schedule: Schedule
@@ -53,6 +70,8 @@ class Plan:
     continuations: int
     prompts: int
     new_tokens: int
+    vocabulary: int = 8192
+    disk: int = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -60,14 +79,14 @@ class Tuned:
     """The result of a run.
 
     Attributes:
-        before: drafts of the old checkpoint on held-out text.
-        after: drafts of the new checkpoint on the same text.
+        before: drafts of the old checkpoint on held-out text; None if there was no drafter.
+        after: drafts of the new one on the same text.
         texts: number of training texts, and of tokens in each.
         progress: steps and times of the training.
-        tensors: names of the replaced tensors.
+        tensors: names of the trained tensors.
     """
 
-    before: DraftCounts
+    before: DraftCounts | None
     after: DraftCounts
     texts: tuple[int, int]
     progress: Progress
@@ -76,24 +95,27 @@ class Tuned:
     @property
     def gain(self) -> float:
         """Relative gain in accepted drafts per step: 0.1 is ten per cent more."""
-        return self.after.per_step / self.before.per_step - 1 if self.before.per_step else 0.0
+        before = self.before.per_step if self.before else 0.0
+        return self.after.per_step / before - 1 if before else 0.0
 
 
 class Tuning:
     """One run.
 
     Args:
-        checkpoint: the directory; its target is not trained.
+        checkpoint: the directory or GGUF file; its target is not trained.
         texts: UTF-8 files to train on.
         held_out: files of held-out text; () holds out the end of each text.
         out: the new directory; it appears when it is complete.
         plan: the run's settings.
         options: options of `mtpc.compile`, for decoding; `spec_tokens` is K.
         tell: receives lines that report progress.
+        form: of `FORMS`: train a new drafter, which `out` holds alone; None: train the
+            checkpoint's MTP layers, and write all of it.
 
     Raises:
-        OptionError: `out` exists.
-        CheckpointError: the MTP layers are absent, faulty or quantised.
+        OptionError: `out` exists, or `disk` holds no text.
+        CheckpointError: the MTP layers to train are absent, faulty or quantised.
     """
 
     def __init__(
@@ -105,6 +127,7 @@ class Tuning:
         plan: Plan,
         options: dict[str, Any],
         tell: Tell = lambda line: None,
+        form: str | None = None,
     ):
         refuse_existing(out)
         self._paths, self._held_out, self._out = list(texts), list(held_out), out
@@ -113,8 +136,36 @@ class Tuning:
         parsed = mtpc.CompileOptions.parse(self._options)
         self._spec_tokens, self._parsed = _one_number(parsed, plan), parsed
         self._checkpoint, self._plan, self._tell = Checkpoint(checkpoint), plan, tell
+        self._form = form
+        if parsed.draft:
+            raise OptionError(
+                f"draft is {str(parsed.draft)!r}; leave it out: a new drafter is trained by mtpc "
+                "train-draft, and MTP layers that the checkpoint holds by mtpc tune-head"
+            )
         self.directory = out.absolute().with_name(f"{out.name}.tuning")
-        _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
+        if form is None:
+            _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
+        read = MTPTensors.of(self._checkpoint)
+        layers = read.config.num_hidden_layers
+        self._layer_ids = FORMS[form].layer_ids(layers) if form else ()
+        rules = check_rules(parsed.wiring)
+        wiring = FORMS[form].wiring(read.family) if form else read.family.wired(rules).wiring
+        self._wiring = wiring
+        self._limits = self._room(read.config.hidden_size * wiring.streams(read.config))
+
+    def _room(self, width: int) -> Limits:
+        """How much text the disk holds, of `width` features."""
+        plan = self._plan
+        dtype: torch.dtype = getattr(torch, self._parsed.dtype or self._checkpoint.dtype)
+        width *= len(self._layer_ids) or 1
+        one = row_bytes(plan.length, width, dtype.itemsize)
+        rows = plan.disk // one
+        if rows < 2:
+            raise OptionError(
+                f"disk is {plan.disk} bytes, and what the target says of one text of {plan.length} "
+                f"tokens takes {one}; expected {2 * one} at least"
+            )
+        return Limits(plan.length, rows, HELD_OUT_ROWS, plan.prompts)
 
     def run(self, resume: bool = False) -> Tuned:
         """Run from the start, or continue an interrupted run.
@@ -127,29 +178,54 @@ class Tuning:
                 is resumed is damaged.
         """
         texts, before = self._prepare(resume)
-        self._tell("load the target and its MTP layers")
-        model = TrainedModel(
+        self._tell("load the target")
+        teacher = Teacher(
             self._checkpoint,
-            self._spec_tokens,
+            self._wiring,
+            self._layer_ids,
             self._parsed.dtype,
-            check_rules(self._parsed.wiring),
             _device(self._parsed.backend),
         )
-        self._stored(model)  # Raises now if the trained tensors could not be written.
-        state = self.directory / _STATE
-        training = Training(model, texts.rows, self._plan.schedule, state)
+        source = TargetRows(self.directory, texts.rows)
+        source.fill(teacher, lambda share: self._tell(f"the target reads the texts: {share:.0%}"))
+        size = teacher.model.get_input_embeddings().weight.shape[0]
+        vocabulary = source.frequent(self._plan.vocabulary, texts.trained, size)
+        drafted = self._drafted(teacher, vocabulary)
+        rules = check_rules(self._parsed.wiring)
+        model = TrainedModel(drafted, self._spec_tokens, teacher, rules, vocabulary)
+        files = drafted.draft if isinstance(drafted, PairedCheckpoint) else drafted
+        _stored(model, files)  # Raises now if the trained tensors could not be written.
+        schedule, state = self._plan.schedule, self.directory / _STATE
+        training = Training(model, source, texts.held_out, schedule, state)
         progress = training.run(self._tell)
         self._tell(f"write {self._out}")
-        tensors = self._stored(model)
-        copy_replacing(self._checkpoint, tensors, self._out)
-        del model, training
+        tensors = _stored(model, files)
+        copy_replacing(files, tensors, self._out)
+        del model, training, source, teacher, drafted, files
         shutil.rmtree(self.directory)
-        self._tell("decode held-out text with the new MTP layers")
-        after = self._measure(mtpc.compile(self._out, self._tell_stage, **self._options), texts)
-        count, length = texts.rows.shape
-        return Tuned(before, after, (count, length), progress, tuple(tensors))
+        self._tell("decode held-out text with the new drafter")
+        after = self._measure(self._compiled(self._out), texts)
+        return Tuned(before, after, (texts.trained, self._plan.length), progress, tuple(tensors))
 
-    def _prepare(self, resume: bool) -> tuple[Texts, DraftCounts]:
+    def _drafted(self, teacher: Teacher, vocabulary: Tensor) -> Checkpoint:
+        """The checkpoint whose drafter is trained: the given one, or with a new drafter."""
+        if self._form is None:
+            return self._checkpoint
+        new = self.directory / _NEW
+        if not new.exists():
+            write_new_drafter(self._form, teacher, vocabulary, new)
+        return PairedCheckpoint(self._checkpoint.directory, new)
+
+    def _compiled(self, out: Path | None) -> mtpc.SpecModel:
+        """The model with its drafter, that of `out` if there is one; a new one begins without."""
+        checkpoint, options = self._checkpoint.directory, self._options
+        if self._form is None:
+            checkpoint = out or checkpoint
+        else:
+            options = {**options, **({"draft": out} if out else {"spec_tokens": 0})}
+        return mtpc.compile(checkpoint, self._tell_stage, **options)
+
+    def _prepare(self, resume: bool) -> tuple[Texts, DraftCounts | None]:
         """The texts and the acceptance before training, from an interrupted run or made now."""
         here = self.directory
         if here.exists() and not resume:
@@ -158,33 +234,51 @@ class Tuning:
             )
         if resume and not here.exists():
             raise OptionError(f"there is no {here} to resume; expected that of an interrupted run")
-        settings = self._settings()
+        settings, model = self._settings(), None
         if (here / _PREPARED).is_file():
-            return _read_prepared(here / _PREPARED, settings)
-        self._tell("read the texts")
-        model = mtpc.compile(self._checkpoint.directory, self._tell_stage, **self._options)
-        lengths = (self._plan.length, self._plan.prompts)
-        texts = read_texts(self._paths, self._held_out, model.served, *lengths)
-        self._tell(f"decode {len(texts.prompts)} held-out prompts")
-        before = self._measure(model, texts)
-        count = min(self._plan.continuations, len(texts.rows))
-        self._tell(f"let the target continue {count} of {len(texts.rows)} texts")
-        texts = Texts(continue_rows(model, texts.rows, count), texts.prompts)
-        here.mkdir(exist_ok=True)
-        _write_prepared(here / _PREPARED, texts, before, settings)
-        return texts, before
+            texts, before = _read_prepared(here / _PREPARED, settings)
+        else:
+            self._tell("read the texts")
+            model, before = self._compiled(None), None
+            texts = read_texts(self._paths, self._held_out, model.served, self._limits)
+            if self._form is None:
+                self._tell(f"decode {len(texts.prompts)} held-out prompts")
+                before = self._measure(model, texts)
+            here.mkdir(exist_ok=True)
+            _write_prepared(here / _PREPARED, texts, before, settings)
+        return self._continued(texts, model), before
+
+    def _continued(self, texts: Texts, model: mtpc.SpecModel | None) -> Texts:
+        """The texts, of which the target has written the rest of some, spread evenly."""
+        count = min(self._plan.continuations, texts.trained)
+        places = torch.linspace(0, texts.trained - 1, count).long()
+        if count:
+            places = torch.cat([places, torch.arange(texts.trained, len(texts.rows))])
+        written = Chunks(self.directory, "text", len(places))
+        if not written.is_whole:
+            model = model or self._compiled(None)
+
+        def write(part: slice) -> dict[str, Tensor]:
+            assert model is not None
+            return {"ids": continue_rows(model, texts.rows[places[part]])}
+
+        what = f"the target continues {len(places)} of {len(texts.rows)} texts"
+        written.fill(write, lambda share: self._tell(f"{what}: {share:.0%}"))
+        rows = texts.rows.clone()
+        if count:
+            rows[places] = written.get("ids", torch.arange(len(places)))
+        return Texts(rows, texts.held_out, texts.prompts)
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must be the same when a run is resumed."""
         digests = {
-            str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in [*self._paths, *self._held_out]
-            if path.is_file()
+            str(path): _digest(path) for path in [*self._paths, *self._held_out] if path.is_file()
         }
         plan = asdict(self._plan)
         return {
             **plan.pop("schedule"),
             **plan,
+            "form": self._form,
             "spec_tokens": self._spec_tokens,
             "wiring": [list(rule) for rule in check_rules(self._parsed.wiring)],
             "dtype": self._parsed.dtype,
@@ -199,29 +293,34 @@ class Tuning:
         if progress.stage:
             self._tell(progress.stage)
 
-    def _stored(self, model: TrainedModel) -> dict[str, Tensor]:
-        """The trained tensors by their names in the checkpoint's files.
 
-        Raises:
-            CheckpointError: a stored tensor corresponds to no tensor of an MTP layer.
-        """
-        stored, family = MTPTensors.of(self._checkpoint), model.loaded.family
-        found: dict[str, Tensor] = {}
-        layers = zip(stored.layers(), model.loaded.mtp_layers, strict=False)
-        for index, (names, layer) in enumerate(layers):
-            prefix = stored.prefix(index)
-            inner = [name.removeprefix(prefix) for name in names]
-            ends = {name: f"{index}.{role}.weight" for name, role in family.shared_tensors.items()}
-            wanted = [n for n in inner if n not in ends or ends[n] in model.trained]
-            known = tensors_as_stored(layer, wanted, family)
-            lost = [prefix + name for name in wanted if name not in known]
-            if lost:
-                raise CheckpointError(
-                    f"{self._checkpoint.directory} stores {listing(lost)} in a form that mtpc "
-                    "tune-head does not write; expected a tensor for each weight of an MTP layer"
-                )
-            found |= {prefix + name: tensor for name, tensor in known.items()}
-        return found
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stored(model: TrainedModel, files: Checkpoint) -> dict[str, Tensor]:
+    """The trained tensors by their names in a checkpoint's files.
+
+    Raises:
+        CheckpointError: a stored tensor corresponds to no tensor of a drafter.
+    """
+    family, count = model.loaded.family, model.loaded.config.num_hidden_layers
+    found: dict[str, Tensor] = {}
+    for index, layer in enumerate(model.loaded.mtp_layers):
+        prefix = family.layer_prefix(count, index).removeprefix(DRAFT)
+        inner = [name[len(prefix) :] for name in files.stored if name.startswith(prefix)]
+        ends = {name: f"{index}.{role}.weight" for name, role in family.shared_tensors.items()}
+        wanted = [n for n in inner if n not in ends or ends[n] in model.trained]
+        known = tensors_as_stored(layer, wanted, family)
+        lost = [prefix + name for name in wanted if name not in known and name != INVERSE_MAP]
+        if lost:
+            raise CheckpointError(
+                f"{files.directory} stores {listing(lost)} in a form that mtpc tune-head does not "
+                "write; expected a tensor for each weight of an MTP layer"
+            )
+        found |= {prefix + name: tensor for name, tensor in known.items()}
+    return found
 
 
 def _one_number(options: mtpc.CompileOptions, plan: Plan) -> int:
@@ -269,19 +368,20 @@ def _device(backend: str) -> str:
 
 
 def _write_prepared(
-    path: Path, texts: Texts, before: DraftCounts, settings: dict[str, Any]
+    path: Path, texts: Texts, before: DraftCounts | None, settings: dict[str, Any]
 ) -> None:
     tensors = {
         "rows": texts.rows.contiguous(),
+        "held_out": torch.tensor(texts.held_out),
         "prompts": texts.prompts.contiguous(),
-        "accepted": torch.tensor(before.accepted),
-        "drafted": torch.tensor(before.drafted),
+        "accepted": torch.tensor(before.accepted if before else [], dtype=torch.int64),
+        "drafted": torch.tensor(before.drafted if before else [], dtype=torch.int64),
     }
     with replacing(path) as scratch:
         save_tensors(tensors, scratch, **{_SETTINGS: json.dumps(settings)})
 
 
-def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCounts]:
+def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCounts | None]:
     """Read what `_write_prepared` wrote.
 
     Raises:
@@ -292,8 +392,9 @@ def _read_prepared(path: Path, settings: dict[str, Any]) -> tuple[Texts, DraftCo
         with safe_open(path, framework="pt") as file:
             begun = json.loads(file.metadata()[_SETTINGS])
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        texts = Texts(found["rows"], found["prompts"])
-        before = DraftCounts(found["accepted"].tolist(), found["drafted"].tolist())
+        texts = Texts(found["rows"], int(found["held_out"]), found["prompts"])
+        counts = (found["accepted"].tolist(), found["drafted"].tolist())
+        before = DraftCounts(*counts) if counts[0] else None
         differ = [name for name, value in settings.items() if begun[name] != value]
     except Exception as error:  # A file of another kind lacks anything.
         raise unreadable(path, error) from error

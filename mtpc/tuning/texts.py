@@ -21,6 +21,8 @@ HELD_OUT = 10
 """If no held-out text is given, the last 1/HELD_OUT of each text is held out."""
 PROMPT_TOKENS = 64
 """Tokens of a held-out prompt."""
+_CHARACTERS = 16
+"""Characters of a token, at most on average: a file is read no further than its rows need."""
 KNOWN_SHARE = 4
 """If the target continues a text, it keeps the first 1/KNOWN_SHARE of it."""
 
@@ -30,20 +32,40 @@ class Texts:
     """Token ids of a run.
 
     Attributes:
-        rows: int64 [N, L], training texts.
-        prompts: int64 [M, P], beginnings of held-out text.
+        rows: int64 [N + M, L], training texts and then held-out ones.
+        held_out: M.
+        prompts: int64 [M', P], beginnings of held-out text.
     """
 
     rows: Tensor
+    held_out: int
     prompts: Tensor
+
+    @property
+    def trained(self) -> int:
+        """N."""
+        return len(self.rows) - self.held_out
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much text a run takes.
+
+    Attributes:
+        length: L.
+        rows: the largest N + M. Texts with more are taken in parts, evenly.
+        held_out: the largest M.
+        prompts: the largest M'. The prompts are spread evenly over the held-out text.
+    """
+
+    length: int
+    rows: int
+    held_out: int
+    prompts: int
 
 
 def read_texts(
-    paths: Sequence[Path],
-    held_out: Sequence[Path],
-    served: ServedModel,
-    length: int,
-    prompts: int,
+    paths: Sequence[Path], held_out: Sequence[Path], served: ServedModel, limits: Limits
 ) -> Texts:
     """Read texts and cut them into rows.
 
@@ -51,28 +73,39 @@ def read_texts(
         paths: UTF-8 files to train on.
         held_out: files of held-out text; () holds out the end of each of `paths`.
         served: has the tokenizer.
-        length: L.
-        prompts: the largest M. The prompts are spread evenly over the held-out text.
+        limits: how much to take.
 
     Raises:
         RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.
     """
-    known = [_encode(path, served) for path in paths]
+    most = limits.rows * limits.length * _CHARACTERS
+    known = [_encode(path, served, most) for path in paths]
     if held_out:
-        unseen = [_encode(path, served) for path in held_out]
+        unseen = [_encode(path, served, most) for path in held_out]
     else:
         cuts = [len(ids) - len(ids) // HELD_OUT for ids in known]
         unseen = [ids[cut:] for ids, cut in zip(known, cuts, strict=True)]
         known = [ids[:cut] for ids, cut in zip(known, cuts, strict=True)]
-    rows = _cut(known, length, "to learn from")
+    rows = _cut(known, limits.length, "to learn from")
     pieces = _cut(unseen, PROMPT_TOKENS, "held out")
-    chosen = torch.linspace(0, len(pieces) - 1, min(prompts, len(pieces))).long()
-    return Texts(rows, pieces[chosen])
+    ids = pieces.flatten()
+    ids = ids.repeat(-(-limits.length // len(ids)))  # A short text is told again.
+    tests = ids[: len(ids) // limits.length * limits.length].view(-1, limits.length)
+    tests = _spread(tests, max(1, min(limits.held_out, limits.rows // 2)))
+    rows = _spread(rows, limits.rows - len(tests))
+    return Texts(torch.cat([rows, tests]), len(tests), _spread(pieces, limits.prompts))
 
 
-def _encode(path: Path, served: ServedModel) -> list[int]:
+def _spread(rows: Tensor, most: int) -> Tensor:
+    """At most so many of some rows, evenly."""
+    return rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()]
+
+
+def _encode(path: Path, served: ServedModel, most: int) -> list[int]:
+    """The tokens of a file's first `most` characters."""
     try:
-        text = path.read_text("utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(most)
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}; expected a text in UTF-8") from None
     if not text.strip():
@@ -91,28 +124,14 @@ def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
-def continue_rows(model: SpecModel, rows: Tensor, count: int) -> Tensor:
-    """Let the target write the rest of some rows, greedily, after the beginning of each.
+def continue_rows(model: SpecModel, rows: Tensor) -> Tensor:
+    """Let the target write the rest of rows [N, L], greedily, after the beginning of each.
 
     In decoding, drafts follow text that the target has written, which may differ from the user's.
-
-    Args:
-        model: decodes with the target.
-        rows: [N, L].
-        count: number of rows to change, spread evenly; at most N.
-
-    Returns:
-        int64 [N, L].
     """
-    length = rows.shape[1]
-    known = max(1, length // KNOWN_SHARE)
-    places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()
-    if len(places) == 0:
-        return rows
-    new = model.generate(rows[places, :known].tolist(), length - known, ignore_eos=True)
-    changed = rows.clone()
-    changed[places, known:] = torch.tensor(new)
-    return changed
+    known = max(1, rows.shape[1] // KNOWN_SHARE)
+    new = model.generate(rows[:, :known].tolist(), rows.shape[1] - known, ignore_eos=True)
+    return torch.cat([rows[:, :known], torch.tensor(new)], 1)
 
 
 def measure_drafts(model: SpecModel, prompts: Tensor, new_tokens: int) -> DraftCounts:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -14,20 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from mtpc.errors import CheckpointError
 from mtpc.tuning.chain import TrainedModel
+from mtpc.tuning.files import replacing, unreadable
+from mtpc.tuning.store import Rows, TargetRows
 
 DEPTH_DECAY = 0.8
 """Weight of a draft's loss relative to the draft before it, as in EAGLE-3 (arXiv:2503.01840)."""
 WARM_UP, LAST_RATE = 0.03, 0.02
 """Share of a run in which the learning rate grows; and its last value, relative to the highest."""
 CLIP = 1.0
-FEATURE_BYTES = 2 << 30
-"""The most bytes of the target's features to keep; others are computed again for each use."""
-LOGIT_VALUES = 1 << 26
-"""The most logits of drafts in memory at once: 256 MiB in float32. A step with more splits its
-batch."""
+LOGIT_VALUES = 1 << 24
+"""The most logits of drafts in memory at once: 64 MiB in float32."""
+MEASURE_STEPS = 50
+"""Steps from one measurement on held-out text to the next."""
 TELL_SECONDS, SAVE_SECONDS = 5.0, 60.0
 
 Tell = Callable[[str], None]
@@ -89,81 +89,104 @@ class Progress:
         step: number of finished steps.
         seconds: wall time of these steps.
         processor_seconds: CPU time of these steps, of all threads.
-        curve: entries every few seconds: step, mean loss, and share of right drafts by position.
+        curve: entries every few seconds: step, mean loss, and share of right drafts by position,
+            of the texts that are trained on. A draft counts if those before it are right.
+        held_out: the same shares on held-out texts, every `MEASURE_STEPS` steps.
     """
 
     step: int = 0
     seconds: float = 0.0
     processor_seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
 
 
-class FeatureCache:
-    """The target's features of texts, kept up to a limit.
-
-    Args:
-        model: has the target.
-        texts: token ids, [N, L].
-        limit: the most bytes to keep.
-    """
-
-    def __init__(self, model: TrainedModel, texts: Tensor, limit: int = FEATURE_BYTES):
-        self._model, self._texts, self._left = model, texts, limit
-        self._kept: dict[int, Tensor] = {}
-
-    def get(self, places: Tensor) -> Tensor:
-        """Features of the texts at `places`, [B, L, H]."""
-        return torch.stack([self._one(place) for place in places.tolist()])
-
-    def _one(self, place: int) -> Tensor:
-        if place in self._kept:
-            return self._kept[place]
-        # One text at a time, so that rounding does not depend on the other texts of a batch.
-        features = self._model.features(self._texts[place : place + 1])[0]
-        if features.nbytes <= self._left:
-            self._kept[place] = features
-            self._left -= features.nbytes
-        return features
-
-
-def draft_losses(model: TrainedModel, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted loss of all drafts of texts [B, L], and the share of right drafts [K].
+def draft_losses(model: TrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The weighted loss of all drafts of texts, and their acceptance [K].
 
     The loss of a draft is its cross-entropy to the target's distribution, not to the text's next
-    token, because a draft is accepted if it is the target's choice.
+    token, because a draft is accepted if it is the target's choice. Of the distribution counts
+    what is kept and is in the draft vocabulary. Where the target's choice is not, nothing is
+    learned, and the draft is wrong. Entry d of the acceptance is the share of rows in which
+    drafts 0 to d are all right.
     """
-    truth = model.target_logits(features[:, 1:]).float()
-    best, wanted = truth.argmax(-1, keepdim=True), truth.softmax(-1)
-    total, right = truth.new_zeros(()), []
+    places = model.places[rows.tokens.long()]
+    shares = rows.logprobs.exp() * (places >= 0) * (places[..., :1] >= 0)
+    shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-9)
     weights = [DEPTH_DECAY**depth for depth in range(model.count)]
-    for depth, states in enumerate(model.draft_states(ids, features)):
-        logits = model.draft_logits(depth, states).float()
-        total = total + weights[depth] / sum(weights) * Loss.apply(logits, wanted[:, depth:])
-        seen = logits.detach()
-        # argmax takes six times as long as amax.
-        right.append((seen.gather(-1, best[:, depth:]) == seen.amax(-1, keepdim=True)).float())
-    return total, torch.stack([hits.mean() for hits in right])
+    total, right = torch.zeros(()), []
+    common = rows.ids.shape[1] - model.count
+    for depth, states in enumerate(model.draft_states(rows.ids, rows.fed)):
+        given, head = model.head_rows(depth, states)
+        wanted = [each[:, depth + 1 :].flatten(0, 1).to(given.device) for each in (places, shares)]
+        loss, hits = HeadLoss.apply(given.flatten(0, 1), head, *wanted)
+        total = total.to(loss.device) + weights[depth] / sum(weights) * loss
+        right.append(hits.unflatten(0, given.shape[:2])[:, :common])
+    return total, torch.stack(right).cumprod(0).float().mean((1, 2))
 
 
-class Loss(torch.autograd.Function):
-    """Mean cross-entropy of logits [..., V] to distributions [..., V].
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of a head's logits to distributions over few tokens.
 
-    It is `functional.cross_entropy` in fewer passes: the gradient is made in softmax's memory.
+    The logits exist for `LOGIT_VALUES` at a time: the gradient is made with them, in their memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
-        softmax = logits.softmax(-1)
-        # The largest probability is 1 / sum(exp(logits - largest)).
-        log_sums = logits.amax(-1) - softmax.amax(-1).log()
-        loss = (log_sums - torch.linalg.vecdot(logits, wanted)).mean()
-        ctx.save_for_backward(softmax.sub_(wanted).div_(log_sums.numel()))
-        return loss
+    def forward(
+        ctx: Any, states: Tensor, head: Tensor, places: Tensor, shares: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The mean over the rows with shares, and whether the largest logit is the wanted one.
+
+        Args:
+            ctx: keeps the gradients.
+            states: [T, H].
+            head: [V_d, H].
+            places: rows of the head, the wanted one first; -1 where it has none, int64 [T, N].
+            shares: their probabilities, which sum to 1, or to 0 in a row that does not count.
+        """
+        counted = shares.sum(-1, keepdim=True)
+        number = counted.sum().clamp(min=1)
+        of_states = torch.empty_like(states)
+        of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        loss, hits = shares.new_zeros(()), []
+        size = max(1, LOGIT_VALUES // len(head))
+        for x, out, *row in zip(
+            *(each.split(size) for each in (states, of_states, places, shares, counted)),
+            strict=True,
+        ):
+            found, gradient, hit = _head_part(functional.linear(x, head), *row)
+            gradient = (gradient / number).to(head.dtype)
+            out.copy_(gradient @ head)
+            if of_head is not None:
+                of_head += gradient.T @ x
+            loss = loss + found
+            hits.append(hit)
+        ctx.save_for_backward(of_states, of_head)
+        right = torch.cat(hits)
+        ctx.mark_non_differentiable(right)
+        return loss / number, right
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (of_logits,) = ctx.saved_tensors
-        return of_logits * gradient, None
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        of_states, of_head = ctx.saved_tensors
+        return of_states * gradient, None if of_head is None else of_head * gradient, None, None
+
+
+def _head_part(
+    logits: Tensor, places: Tensor, shares: Tensor, counted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of some rows, its gradient in the logits' memory, and which are right."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    known = places.clamp(min=0)
+    largest, wanted = logits.amax(-1, keepdim=True), logits.gather(1, known)
+    # argmax takes six times as long as amax.
+    hits = (wanted[:, 0] == largest[:, 0]) & (places[:, 0] >= 0)
+    softmax = logits.sub_(largest).exp_()
+    sums = softmax.sum(-1, keepdim=True)
+    loss = ((largest + sums.log()) * counted).sum() - (wanted * shares).sum()
+    gradient = softmax.mul_(counted / sums)
+    gradient.scatter_add_(1, known, -shares.to(gradient.dtype))
+    return loss, gradient, hits
 
 
 class Training:
@@ -171,47 +194,65 @@ class Training:
 
     Args:
         model: the model to train.
-        texts: token ids, int64 [N, L].
+        source: what the target says of the texts.
+        held_out: number of the last texts of `source`, which measure and are not trained on.
         schedule: the schedule.
         state: the file of the saved state; if it exists, the training continues from it.
     """
 
-    def __init__(self, model: TrainedModel, texts: Tensor, schedule: Schedule, state: Path):
-        self._model, self._texts, self._schedule, self._state = model, texts, schedule, state
-        self._features = FeatureCache(model, texts)
-        values = model.count * texts.shape[1] * model.loaded.vocab_size
-        self._together = max(1, LOGIT_VALUES // values)
+    def __init__(
+        self,
+        model: TrainedModel,
+        source: TargetRows,
+        held_out: int,
+        schedule: Schedule,
+        state: Path,
+    ):
+        self._model, self._source, self._schedule, self._state = model, source, schedule, state
+        self._count = len(source.ids) - held_out
+        self._held = torch.arange(self._count, len(source.ids))
         self._optimizer = torch.optim.AdamW(
             model.trained.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.progress = Progress()
+        self.progress, self._best = Progress(), dict[str, Tensor]()
         if state.is_file():
             self._restore()
 
     def run(self, tell: Tell) -> Progress:
-        """Train to the end of the schedule. Saves the state every minute and at the end."""
+        """Train to the end of the schedule, and keep the best weights.
+
+        The state is saved every minute and at the end.
+        """
         at, saved, found = self.progress, time.monotonic(), list[tuple[float, list[float]]]()
         told = saved
         while self._share() < 1:
             start, used = time.monotonic(), time.process_time()
             found.append(self._step())
-            now = time.monotonic()
-            at.step, at.seconds = at.step + 1, at.seconds + now - start
+            at.step += 1
+            at.seconds += time.monotonic() - start
             at.processor_seconds += time.process_time() - used
-            is_over = self._share() >= 1
+            now, is_over = time.monotonic(), self._share() >= 1
+            if at.step % MEASURE_STEPS == 0 or is_over:
+                self._measure()
             if now - told > TELL_SECONDS or is_over:
-                point = {"step": at.step, "seconds": round(at.seconds, 1), **_means(found)}
-                at.curve.append(point)
-                right = " ".join(f"{share:.1%}" for share in point["right"])
-                tell(
-                    f"{self._share():.0%}: step {at.step}, loss {point['loss']:.3f}, "
-                    f"right drafts {right}"
-                )
+                at.curve.append({"step": at.step, "seconds": round(at.seconds, 1), **_means(found)})
+                tell(self._line())
                 told, found = now, []
             if now - saved >= SAVE_SECONDS or is_over:
                 self.save()
                 saved = now
+        self._set(self._best)
         return at
+
+    def _line(self) -> str:
+        """Where the run is, for whoever waits."""
+        at, share = self.progress, self._share()
+        left = at.seconds * (1 - share) / max(share, 1e-9)
+        line = f"{share:.0%}, {left / 60:.0f} min left: step {at.step}"
+        line += f", loss {at.curve[-1]['loss']:.3f}, right drafts {_percent(at.curve[-1]['right'])}"
+        if at.held_out:
+            line += f"; held out {_percent(at.held_out[-1]['right'])}"
+        return line
 
     def _share(self) -> float:
         return self._schedule.progress(self.progress.step, self.progress.seconds)
@@ -219,25 +260,41 @@ class Training:
     def _step(self) -> tuple[float, list[float]]:
         for group in self._optimizer.param_groups:
             group["lr"] = self._schedule.rate(self._share())
-        places = self._schedule.drawn(self.progress.step, len(self._texts))
+        places = self._schedule.drawn(self.progress.step, self._count)
         self._optimizer.zero_grad()
-        loss, right = 0.0, torch.zeros(self._model.count)
-        for part in places.split(self._together):
-            share = len(part) / len(places)
-            with self._model.mixed():
-                features = self._features.get(part)
-                one, hits = draft_losses(self._model, self._texts[part], features)
-            (share * one).backward()
-            loss, right = loss + share * one.item(), right + share * hits.cpu()
+        with self._model.mixed():
+            loss, right = draft_losses(self._model, self._source.get(places))
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.trained.values(), CLIP)
         self._optimizer.step()
-        return loss, right.tolist()
+        return loss.item(), right.tolist()
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Note the acceptance on held-out texts, and keep the weights if it is the best so far."""
+        found = []
+        for places in self._held.split(self._schedule.batch):
+            with self._model.mixed():
+                right = draft_losses(self._model, self._source.get(places))[1]
+            found.append(len(places) / len(self._held) * right.cpu())
+        right, at = torch.stack(found).sum(0), self.progress
+        best = max((sum(point["right"]) for point in at.held_out), default=-1.0)
+        rounded = [round(share, 4) for share in right.tolist()]
+        at.held_out.append({"step": at.step, "seconds": round(at.seconds, 1), "right": rounded})
+        if sum(rounded) > best:
+            self._best = {name: p.detach().clone() for name, p in self._model.trained.items()}
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._model.trained.items():
+            parameter.copy_(values[name])
 
     def save(self) -> None:
         """Save the state; the file is replaced atomically."""
         value = {
             "progress": asdict(self.progress),
             "trained": self._model.trained,
+            "best": self._best,
             "optimizer": self._optimizer.state_dict(),
         }
         with replacing(self._state) as scratch, scratch.open("wb") as file:
@@ -245,43 +302,19 @@ class Training:
             file.flush()
             os.fsync(file.fileno())
 
-    @torch.no_grad()
     def _restore(self) -> None:
         try:
             value = torch.load(self._state, weights_only=True, map_location="cpu")
             self.progress = Progress(**value["progress"])
-            for name, parameter in self._model.trained.items():
-                parameter.copy_(value["trained"][name])
+            self._set(value["trained"])
+            self._best = value["best"]
             self._optimizer.load_state_dict(value["optimizer"])
         except Exception as error:  # torch raises errors of any kind.
             raise unreadable(self._state, error) from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write within the block, which then takes the place of `path`.
-
-    Raises:
-        CheckpointError: it cannot be written; nothing is left of it.
-    """
-    scratch = path.with_suffix(".new")
-    try:
-        yield scratch
-        scratch.replace(path)
-    except (OSError, RuntimeError) as error:  # torch hides the error of the system.
-        raise CheckpointError(
-            f"cannot write {path}: {error}; free space, and continue with --resume"
-        ) from error
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file of an interrupted run that is damaged."""
-    reason = f"{type(error).__name__}: {error}"
-    return CheckpointError(
-        f"cannot read {path}: {reason:.300}; remove {path.parent} to begin anew, without --resume"
-    )
+def _percent(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.1%}" for share in shares)
 
 
 def _means(found: list[tuple[float, list[float]]]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ LARGEST = 2**31 - 1
 """No size of a model, and no token id, exceeds this."""
 _MOST_LAYERS = 4096
 """No released model has a tenth of this."""
+_FEW_LAYERS = 256
+"""Layers that a checkpoint may count without tensors: a drafter's config.json is its target's."""
 _SIZE = re.compile(
     r"(num|n|max|moe|head|hidden|vocab|index|top|kv_lora|q_lora|o_lora|v_head|qk_\w+)_\w+"
 )
@@ -124,7 +126,7 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None 
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(path, name, value, "a whole number")
-        most = _MOST_LAYERS if num_tensors is None else num_tensors
+        most = _MOST_LAYERS if num_tensors is None else max(num_tensors, _FEW_LAYERS)
         if not 0 <= value <= most:
             of = "" if num_tensors is None else ", the tensors of the checkpoint"
             raise wrong(path, name, value, f"0 to {most}{of}")

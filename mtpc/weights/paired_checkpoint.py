@@ -25,7 +25,7 @@ from mtpc.weights.tensor_file import TensorFile
 Answer = TypeVar("Answer")
 DRAFT = "draft."
 """Prefix of the names of the drafter's tensors."""
-TOKEN_MAP, _INVERSE_MAP = "d2t", "t2d"
+TOKEN_MAP, INVERSE_MAP = "d2t", "t2d"
 """Names of an EAGLE-3 head's map: what to add to a row of its head for the token id, int [V_d]; and
 which tokens have a row, bool [V], which says no more and is not read."""
 TOKEN_ORDER = "masked_embedding.token_ordering"
@@ -50,7 +50,7 @@ class PairedCheckpoint(Checkpoint):
     def __init__(self, directory: Path, draft: Path):
         super().__init__(directory)
         self.draft = Checkpoint(draft)
-        names = [name for name in self.draft.tensors if name != _INVERSE_MAP]
+        names = [name for name in self.draft.tensors if name != INVERSE_MAP]
         theirs = {DRAFT + name: self.draft.tensors[name] for name in names}
         self.tensors = {**self.target_tensors, **theirs}
         size = self.text_config.get("vocab_size")

@@ -11,9 +11,11 @@ import torch
 from helpers.families import EVERY_FAMILY
 from helpers.oracles import DraftOracle
 from helpers.theorem import PROMPTS
+from torch.nn import functional
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.tuning.chain import TrainedModel
+from mtpc.models.load import family_of
+from mtpc.tuning.chain import Teacher, TrainedModel
 from mtpc.weights.checkpoint import Checkpoint
 
 HERE = ("mimo", "step3p5@3", "qwen3_next", "glm4_moe")
@@ -35,7 +37,9 @@ def test_draft_logits_equal_the_oracle(
     family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Any]
 ) -> None:
     """K = 4, beyond the layers of each; two texts in a batch, each with its oracle's drafts."""
-    model = TrainedModel(Checkpoint(checkpoint(family)), 4, "float64")
+    files = Checkpoint(checkpoint(family))
+    teacher = Teacher(files, family_of(files).wiring, dtype="float64")
+    model = TrainedModel(files, 4, teacher)
     page = DraftOracle(oracle(family)).page
     texts = [PROMPTS[9][:13], PROMPTS[10][:13]]
     wanted = [page.drafts(text, 4) for text in texts]
@@ -44,15 +48,16 @@ def test_draft_logits_equal_the_oracle(
         for text, found in zip(texts, wanted, strict=True)
     ]
     ids = torch.tensor(rows)
-    states = model.draft_states(ids, model.features(ids))
+    states = model.draft_states(ids, teacher.read(ids)[0])
     for depth, state in enumerate(states):
         assert state.shape[:2] == (2, ids.shape[1] - 1 - depth)
-        logits = model.draft_logits(depth, state)[:, 11]
+        logits = functional.linear(*model.head_rows(depth, state))[:, 11]
         expected = torch.stack([found[depth] for found in wanted])
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", UNSUPPORTED)
 def test_families_without_gradients(family: str, checkpoint: Callable[..., Path]) -> None:
+    files = Checkpoint(checkpoint(family, "random"))
     with pytest.raises(UnsupportedModelError, match=f"no gradient for {family}: its MTP layer"):
-        TrainedModel(Checkpoint(checkpoint(family, "random")), 3)
+        TrainedModel(files, 3, Teacher(files, family_of(files).wiring))

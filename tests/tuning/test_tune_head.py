@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bounded import full_disk
+from helpers.killed import in_a_child, kill_at
 from helpers.trained import cyclic_text
 from helpers.word_model import word_checkpoint
 from safetensors.torch import load_file, save, save_file
@@ -23,11 +23,13 @@ from torch.nn import functional
 from mtpc.cli.main import main
 from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.tuning.chain import TrainedModel
+from mtpc.models.load import family_of
+from mtpc.tuning.chain import Teacher, TrainedModel, _largest
 from mtpc.tuning.experts import ROUNDED_EXPERTS
 from mtpc.tuning.run import Plan, Tuning, _write_prepared
+from mtpc.tuning.store import Rows, TargetRows
 from mtpc.tuning.texts import Texts
-from mtpc.tuning.train import FeatureCache, Loss, Schedule, Training, draft_losses
+from mtpc.tuning.train import HeadLoss, Schedule, Training, draft_losses
 from mtpc.weights import shards
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.json_file import INDEX
@@ -117,11 +119,26 @@ def test_the_command_trains_mtp_tensors_only(
     assert {name: t.dtype for name, t in old.items()} == {n: t.dtype for n, t in new.items()}
 
 
+def told(model: TrainedModel, teacher: Teacher, ids: torch.Tensor) -> Rows:
+    """What the target says of texts, as a run keeps it."""
+    fed, features = teacher.read(ids)
+    found = teacher.most_probable(features.flatten(0, 1), 64)
+    tokens, logprobs = (each.unflatten(0, ids.shape) for each in found)
+    return Rows(ids, fed, tokens, logprobs)
+
+
+def model_of(
+    base: Path, count: int, dtype: str | None = None, vocabulary: torch.Tensor | None = None
+) -> tuple[Teacher, TrainedModel]:
+    files = Checkpoint(base)
+    teacher = Teacher(files, family_of(files).wiring, dtype=dtype)
+    return teacher, TrainedModel(files, count, teacher, vocabulary=vocabulary)
+
+
 def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     """The target has none; of the layers, all but copies of embedding and head."""
-    model = TrainedModel(Checkpoint(words), 3)
-    ids = torch.arange(32).view(2, 16)
-    loss, right = draft_losses(model, ids, model.features(ids))
+    teacher, model = model_of(words, 3)
+    loss, right = draft_losses(model, told(model, teacher, torch.arange(32).view(2, 16)))
     loss.backward()
     assert right.shape == (3,)
     assert all(parameter.grad is None for parameter in model.loaded.target.parameters())
@@ -129,20 +146,42 @@ def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     assert unreached == []
 
 
-def test_the_loss_is_cross_entropy() -> None:
-    """Value and gradient, for logits that differ by thousands and certain distributions."""
+def test_the_most_probable_tokens_are_those_of_all_logits() -> None:
+    """Of a vocabulary that is no multiple of a group, with negative logits alone."""
+    logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(3)) - 50
+    values, ids = _largest(logits, 30)
+    wanted = logits.log_softmax(-1).topk(30)
+    torch.testing.assert_close(values, wanted.values)
+    assert torch.equal(ids, wanted.indices)
+
+
+@pytest.mark.parametrize("values", [33, 1 << 24])
+def test_the_loss_is_cross_entropy(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients of states and head, a row at a time and together; of the rows, one has
+    logits that differ by thousands, one a certain distribution, and one does not count."""
+    monkeypatch.setattr("mtpc.tuning.train.LOGIT_VALUES", values)
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(2, 9, 33, generator=generator).double() * 10
-    logits[0, 0] *= 1e3
-    wanted = torch.randn(2, 9, 33, generator=generator).double().mul(5).softmax(-1)
-    wanted[1, 1] = functional.one_hot(torch.tensor(3), 33)
-    found = []
-    for loss in (Loss.apply, lambda x, y: functional.cross_entropy(x.mT, y.mT)):
-        given = logits.clone().requires_grad_()
-        value = loss(given, wanted)
-        found.append([value, *torch.autograd.grad(3 * value, given)])
-    for ours, theirs in zip(*found, strict=True):
+    states = torch.randn(9, 7, generator=generator).double()
+    states[0] *= 1e3
+    head = torch.randn(33, 7, generator=generator).double()
+    places = torch.stack([torch.randperm(33, generator=generator)[:5] for _ in range(9)])
+    shares = torch.rand(9, 5, generator=generator).double()
+    places[2, 3], shares[2, 3] = -1, 0
+    shares[1] = functional.one_hot(torch.tensor(0), 5)
+    shares = shares / shares.sum(-1, keepdim=True)
+    shares[4], places[4, 0] = 0, -1
+    given = [x.clone().requires_grad_() for x in (states, head)]
+    loss, hits = HeadLoss.apply(*given, places, shares)
+    found = torch.autograd.grad(3 * loss, given)
+    other = [x.clone().requires_grad_() for x in (states, head)]
+    logits = other[0] @ other[1].T
+    wanted = torch.zeros(9, 33).double().scatter_add(1, places.clamp(min=0), shares)
+    rows = torch.arange(9) != 4
+    expected = functional.cross_entropy(logits[rows], wanted[rows])
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(found, torch.autograd.grad(3 * expected, other), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert torch.equal(hits, (logits.argmax(-1) == places[:, 0]) & rows)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "mimo", "deepseek_v3"])
@@ -159,30 +198,30 @@ def test_products_in_float32_of_weights_in_bfloat16(
     for norm in [name for name in halves if name.endswith("shared_head.norm.weight")]:
         halves[norm.replace("norm", "head")] = halves["lm_head.weight"].clone()
     save_file(halves, base / "model.safetensors", metadata={"format": "pt"})
-    models = [TrainedModel(Checkpoint(base), 3, dtype) for dtype in ("bfloat16", "float32")]
-    assert models[0].trained.keys() == models[1].trained.keys()
+    some = torch.arange(3, 90)
+    pairs = [model_of(base, 3, dtype, some) for dtype in ("bfloat16", "float32")]
+    assert pairs[0][1].trained.keys() == pairs[1][1].trained.keys()
     ids = torch.arange(32).view(2, 16)
-    features = models[0].features(ids)
-    assert features.dtype == torch.bfloat16
+    rows = told(pairs[0][1], pairs[0][0], ids)
+    assert rows.fed.dtype == torch.bfloat16
     found = [
-        [model.target_logits(features.float())]
-        + [
-            model.draft_logits(depth, state)
-            for depth, state in enumerate(model.draft_states(ids, features.float()))
+        [
+            functional.linear(*model.head_rows(depth, state))
+            for depth, state in enumerate(model.draft_states(ids, rows.fed.float()))
         ]
-        for model in models
+        for _, model in pairs
     ]
     for ours, theirs in zip(*found, strict=True):
+        assert ours.shape[-1] == len(some)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    draft_losses(models[0], ids, features)[0].backward()
-    head = models[0].loaded.target.get_output_embeddings().weight
+    draft_losses(pairs[0][1], rows)[0].backward()
+    head = pairs[0][1].loaded.target.get_output_embeddings().weight
     assert head.grad is None
-    assert head.dtype == torch.float32
 
 
 def test_rounded_experts_equal_transformers(words: Path) -> None:
     """Values and gradients, for experts with no token, with some, and with all."""
-    model = TrainedModel(Checkpoint(words), 1)
+    _, model = model_of(words, 1)
     layer = model.loaded.mtp_layers[0]
     experts: Any = next(m for m in layer.modules() if hasattr(m, "_apply_gate")).double()
     generator = torch.Generator().manual_seed(2)
@@ -227,28 +266,6 @@ def test_shards_and_dtype_are_kept(
     assert any(not torch.equal(t, tensors[n]) for n, t in written.items())
 
 
-def in_a_child(run: Callable[[], Any]) -> None:
-    """Run until a system call that the caller has replaced kills the process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-
-
-def kill_at(call: int) -> Callable[..., None]:
-    """What kills its process when it is called that often."""
-    calls = iter(range(1, call + 1))
-
-    def count(*_: Any, **__: Any) -> None:
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return count
-
-
 @pytest.mark.parametrize("call", [1, 3])
 def test_a_killed_training_goes_on(
     call: int, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,12 +274,15 @@ def test_a_killed_training_goes_on(
     texts = torch.randint(6, 96, (9, 12), generator=torch.Generator().manual_seed(2))
 
     def begin(name: str) -> tuple[TrainedModel, Training]:
-        model = TrainedModel(Checkpoint(words), 2)
-        return model, Training(model, texts, PLAN.schedule, tmp_path / name)
+        teacher, model = model_of(words, 2)
+        source = TargetRows(tmp_path, texts)
+        source.fill(teacher, lambda share: None)
+        return model, Training(model, source, 2, PLAN.schedule, tmp_path / name)
 
     def train() -> None:
         begin("state.pt")[1].run(print)
 
+    monkeypatch.setattr("mtpc.tuning.train.MEASURE_STEPS", 2)
     plain = begin("plain.pt")
     plain[1].run(print)
     with monkeypatch.context() as patch:
@@ -336,12 +356,14 @@ def test_a_damaged_run_is_not_resumed(
     run.directory.mkdir()
     texts = torch.randint(6, 96, (9, 12))
     state, prepared = run.directory / "state.pt", run.directory / "prepared.safetensors"
-    model = TrainedModel(Checkpoint(words), 2)
-    Training(model, texts, PLAN.schedule, state).save()
-    _write_prepared(prepared, Texts(texts, texts.clone()), DraftCounts([1], [2]), run._settings())
+    _, model = model_of(words, 2)
+    given = (TargetRows(run.directory, texts), 2, PLAN.schedule, state)
+    Training(model, *given).save()
+    kept = (Texts(texts, 2, texts.clone()), DraftCounts([1], [2]))
+    _write_prepared(prepared, *kept, run._settings())
     whole = {path: path.read_bytes() for path in (state, prepared)}
     resume: dict[Path, Callable[[], Any]] = {
-        state: lambda: Training(model, texts, PLAN.schedule, state),
+        state: lambda: Training(model, *given),
         prepared: lambda: run.run(resume=True),
     }
     for path, data in whole.items():
@@ -361,28 +383,17 @@ def test_a_full_disk_while_a_run_is_kept(
 ) -> None:
     """The last state stays, and nothing beside it."""
     texts = torch.randint(6, 96, (9, 12))
-    training = Training(TrainedModel(Checkpoint(words), 2), texts, PLAN.schedule, tmp_path / "s.pt")
+    source = TargetRows(tmp_path, texts)
+    training = Training(model_of(words, 2)[1], source, 2, PLAN.schedule, tmp_path / "s.pt")
     training.save()
     before = (tmp_path / "s.pt").read_bytes()
     said = r"cannot write .*: .*; free space, and continue with --resume"
     with full_disk(), pytest.raises(CheckpointError, match=said):
         training.save()
     with full_disk(), pytest.raises(CheckpointError, match=said):
-        _write_prepared(
-            tmp_path / "p.safetensors", Texts(texts, texts.clone()), DraftCounts([1], [2]), {}
-        )
+        _write_prepared(tmp_path / "p.safetensors", Texts(texts, 2, texts.clone()), None, {})
     assert [path.name for path in tmp_path.iterdir()] == ["s.pt"]
     assert (tmp_path / "s.pt").read_bytes() == before
-
-
-def test_features_beyond_the_limit_are_computed_again(words: Path) -> None:
-    model = TrainedModel(Checkpoint(words), 2)
-    texts = torch.randint(6, 96, (5, 12), generator=torch.Generator().manual_seed(2))
-    one = model.features(texts[:1]).nbytes
-    small, places = FeatureCache(model, texts, 2 * one), torch.tensor([4, 0, 4, 2])
-    for _ in range(2):
-        torch.testing.assert_close(small.get(places), model.features(texts[places]))
-    assert len(small._kept) == 2
 
 
 def no_mtp(words: Path, base: Path) -> None:

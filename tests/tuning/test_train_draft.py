@@ -1,0 +1,158 @@
+"""`mtpc train-draft`: drafters from nothing, in both forms, on a tiny model that can be learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.killed import in_a_child, kill_at
+from helpers.trained import cyclic_text
+from helpers.word_model import word_checkpoint
+from safetensors.torch import load_file
+
+import mtpc
+from mtpc.cli import train_arguments
+from mtpc.cli.main import main
+from mtpc.errors import OptionError
+from mtpc.tuning import run as run_module
+from mtpc.tuning.forms import FORMS
+from mtpc.tuning.run import Plan, Tuning
+from mtpc.tuning.train import Schedule
+
+PLAN = Plan(Schedule(6, None, 4, 1e-2, 0), 16, 20, 2, 8, vocabulary=64)
+MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "self_attn.q_proj"]
+EAGLE = ["fc", "norm", "lm_head", "midlayer.hidden_norm", "midlayer.self_attn.q_proj"]
+NAMES = {
+    "mtp": {f"model.mtp_layers.0.{name}.weight" for name in MIMO},
+    "eagle3": {"d2t", "t2d", *(f"{name}.weight" for name in EAGLE)},
+}
+"""Some of the tensors of each form, as released checkpoints name them."""
+
+
+@pytest.fixture(scope="module")
+def words(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained Qwen2 without drafts, with a tied head, whose vocabulary is words."""
+    return word_checkpoint(checkpoint("qwen2"), tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words that follow each other as in what the target has learned."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    rows = cyclic_text(60, 30, torch.Generator().manual_seed(5)).flatten()
+    path.write_text(" ".join(f"w{i}" for i in rows.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(cpu_cache: Path) -> dict[str, Any]:
+    return dict(spec_tokens=2, backend="cpu", batch_buckets=(4,), cache_dir=cpu_cache)
+
+
+@pytest.fixture
+def training(words: Path, text: Path, options: dict[str, Any]) -> Callable[..., Tuning]:
+    """training(out, form): a run that can begin."""
+
+    def get(out: Path, form: str = "mtp", plan: Plan = PLAN, **changes: Any) -> Tuning:
+        return Tuning(words, [text], [], out, plan, {**options, **changes}, form=form)
+
+    return get
+
+
+@pytest.mark.parametrize("form", ["mtp", "eagle3"])
+def test_the_command_trains_a_drafter(
+    form: str,
+    words: Path,
+    text: Path,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Acceptance rises on text that is not trained on, and the text is plain decoding's."""
+    monkeypatch.setattr("mtpc.tuning.train.MEASURE_STEPS", 5)
+    out, found = tmp_path / "out", tmp_path / "found.json"
+    command = ["train-draft", str(words), str(text), "--form", form, "--out", str(out)]
+    small = ["--length", "16", "--continuations", "20", "--prompts", "2", "-n", "8"]
+    more = ["--steps", "40", "--batch", "8", "--learning-rate", "1e-2", "--vocabulary", "64"]
+    flags = ["--spec-tokens", "2", "--batch-buckets", "4", "--backend", "cpu"]
+    cache = ["--cache-dir", str(options["cache_dir"]), "--json", str(found)]
+    assert main([*command, *small, *more, *flags, *cache]) == 0
+    tuned = json.loads(found.read_text())
+    held_out = [point["right"] for point in tuned["progress"]["held_out"]]
+    assert held_out[-1][0] > held_out[0][0] + 0.1
+    assert held_out[-1][0] > 0.5
+    assert not (tmp_path / "out.tuning").exists()
+    stored = load_file(out / "model.safetensors")
+    assert NAMES[form] <= stored.keys()
+    assert not any("embed" in name for name in stored)
+    plain = mtpc.compile(words, **{**options, "max_len": 72, "spec_tokens": 0})
+    drafted = mtpc.compile(words, **{**options, "max_len": 72, "draft": out})
+    prompts = [list(range(10, 20)), list(range(40, 70))]
+    assert drafted.generate(prompts, 40, ignore_eos=True) == plain.generate(
+        prompts, 40, ignore_eos=True
+    )
+    assert drafted.stats.accepted[0] > 0
+
+
+def test_an_eagle3_head_names_the_frequent_tokens(
+    training: Callable[..., Tuning], tmp_path: Path
+) -> None:
+    """d2t and t2d say the same, and the rows of the head are the target's."""
+    training(tmp_path / "out", "eagle3").run()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    ids = stored["d2t"] + torch.arange(64)
+    assert torch.equal(stored["t2d"].nonzero().flatten(), ids)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["draft_vocab_size"], config["vocab_size"]) == (64, 96)
+    assert stored["lm_head.weight"].shape == (64, config["hidden_size"])
+
+
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_a_killed_run_goes_on(
+    call: int, training: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes the texts, what the target wrote, or what it said: the same bytes."""
+    training(tmp_path / "whole").run()
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", kill_at(call, Path.replace))
+        in_a_child(lambda: training(out).run())
+    assert not out.exists()
+    training(out).run(resume=True)
+    for path in (tmp_path / "whole").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_disk_bounds_what_is_kept(
+    training: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer texts are read, of a file that is larger than they need; too few are refused."""
+    kept: list[int] = []
+    write = run_module.copy_replacing
+
+    def weigh(*given: Any) -> None:
+        files = (tmp_path / "out.tuning").glob("target-*")
+        kept.append(sum(path.stat().st_size for path in files))
+        write(*given)
+
+    monkeypatch.setattr(run_module, "copy_replacing", weigh)
+    plan = replace(PLAN, disk=200_000)
+    tuned = training(tmp_path / "out", plan=plan).run()
+    assert kept[0] < 200_000
+    assert 2 <= tuned.texts[0] < 30
+    with pytest.raises(OptionError, match="disk is 9 bytes, and what the target says of one text"):
+        training(tmp_path / "other", plan=replace(PLAN, disk=9))
+
+
+def test_a_draft_is_not_given(training: Callable[..., Tuning], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"draft is .*; leave it out: a new drafter is trained"):
+        training(tmp_path / "out", draft=tmp_path)
+
+
+def test_the_command_knows_all_forms() -> None:
+    assert set(train_arguments.FORMS) == set(FORMS)
