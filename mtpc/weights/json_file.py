@@ -27,7 +27,7 @@ LARGEST = 2**31 - 1
 _MOST_LAYERS = 4096
 """No released model has a tenth of this."""
 _FEW_LAYERS = 256
-"""Layers that a checkpoint may count without tensors: a drafter's config.json is its target's."""
+"""Decoder layers that may be without tensors: a drafter's config.json counts its target's."""
 _SIZE = re.compile(
     r"(num|n|max|moe|head|hidden|vocab|index|top|kv_lora|q_lora|o_lora|v_head|qk_\w+)_\w+"
 )
@@ -126,9 +126,11 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None 
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(path, name, value, "a whole number")
-        most = _MOST_LAYERS if num_tensors is None else max(num_tensors, _FEW_LAYERS)
+        most = _MOST_LAYERS if num_tensors is None else num_tensors
+        if name == "num_hidden_layers":
+            most = max(most, _FEW_LAYERS)
         if not 0 <= value <= most:
-            of = "" if num_tensors is None else ", the tensors of the checkpoint"
+            of = "" if most != num_tensors else ", the tensors of the checkpoint"
             raise wrong(path, name, value, f"0 to {most}{of}")
 
 
