@@ -242,15 +242,15 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     ".": 2010,
     "backends": 14710,
-    "capture": 1330,
+    "capture": 1320,
     "certificate": 1350,
-    "cli": 5040,
+    "cli": 5030,
     "engine": 5810,
     "evaluation": 610,
     "host": 520,
     "integrations": 4400,
     "layout": 1130,
-    "models": 8860,
+    "models": 8890,
     "ops": 2670,
     "passes": 2510,
     "program": 5380,
@@ -258,7 +258,7 @@ LINES = {
     "step": 1790,
     "store": 930,
     "tuning": 1720,
-    "weights": 7520,
+    "weights": 7530,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
