@@ -15,7 +15,7 @@ class Progress:
     """One beginning or finished stage, or how far a long one is.
 
     Attributes:
-        stage: "trace model", "trace", "rewrite", "lower", "capture", "load", "done", or a line on
+        stage: "trace model", "trace", "rewrite", "lower", "capture", "load", or a line on
             what a backend or the cache is doing.
         key: the step, or None for work that all steps share.
         done: steps finished so far.

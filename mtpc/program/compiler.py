@@ -58,7 +58,6 @@ from mtpc.layout.buffers import (
     text_of,
 )
 from mtpc.layout.open_sizes import shared_sizes
-from mtpc.layout.progress import Listener, Progress
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
@@ -70,7 +69,7 @@ from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
 from mtpc.program.program import Program
 from mtpc.program.rank_share import RankShare
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
-from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
+from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
@@ -78,6 +77,8 @@ from mtpc.weights.weights import Weights
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
+Begins = Callable[[str, StepKey | None, Part], None]
+"""Called with a stage that begins, and its step and part; None: it is for all steps."""
 _Write = Callable[[int, str, StepGraph], None]
 """Called with the number and name of a pass, and the graph after it."""
 
@@ -89,7 +90,7 @@ class StepCompiler:
         loaded: the model.
         plan: sizes and choices.
         backend: what the steps are compiled for.
-        listener: called with progress.
+        begins: called with each stage.
         new_buffer: makes each shared buffer; `Layout.reserve` if steps are bound to other tensors.
         ranks: the processes that share the model; None: this one has all of it.
         cache: where steps are looked up and kept, of this very model and plan; None: nowhere.
@@ -100,7 +101,7 @@ class StepCompiler:
         loaded: LoadedModel,
         plan: Plan,
         backend: Backend,
-        listener: Listener = lambda progress: None,
+        begins: Begins = lambda stage, key, part: None,
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
         cache: OwnSteps | None = None,
@@ -113,8 +114,7 @@ class StepCompiler:
         self._check_draft_vocab()
         self.keys = step_keys(plan)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
-        self.listener, self._start, self._done = listener, time.perf_counter(), 0
-        self.forecast = Forecast()
+        self._begins = begins
         self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
@@ -217,14 +217,6 @@ class StepCompiler:
         whole = self.layout(self.keys[0], whole=True)
         return pools | {name: whole.reserve(name, tensor.device) for name, tensor in cut.items()}
 
-    def tell(self, stage: str, key: StepKey | None, part: Part = "step") -> None:
-        """Say what begins."""
-        if key is not None:
-            self.forecast.begins((self.plan.spec_tokens, key, part), stage)
-        elapsed = time.perf_counter() - self._start
-        done = (self._done, len(self.keys), elapsed)
-        self.listener(Progress(stage, key, *done, *self.forecast.now()))
-
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass; of layers that repeat, it has the first ones."""
         traces = self.trace_model(key)
@@ -233,7 +225,7 @@ class StepCompiler:
     def trace_model(self, key: StepKey) -> ModelTraces:
         """The model's pieces; any step's key will do."""
         if self._traces is None:
-            self.tell("trace model", None)
+            self._begins("trace model", None, "step")
             layout, traced = self.layout(key), self.loaded
             if self.pattern is not None:
                 traced = with_first_layers(traced, self.pattern.traced)
@@ -268,11 +260,11 @@ class StepCompiler:
         self, key: StepKey, part: Part = "step", write: _Write = lambda index, name, graph: None
     ) -> StepGraph:
         """Trace a step and run all passes; `write` gets the graph as traced, and after each."""
-        self.tell("trace", key, part)
+        self._begins("trace", key, part)
         with self._timer("trace"):
             graph = self.trace(key)
         write(0, "traced", graph)
-        self.tell("rewrite", key, part)
+        self._begins("rewrite", key, part)
         with self._timer("rewrite"):
             return self.rewrite(
                 graph, seen=lambda name, graph: write(len(graph.history), name, graph)
@@ -287,7 +279,7 @@ class StepCompiler:
     def compile(self) -> Program:
         """Every step of `keys`, over the shared buffers of the compiler."""
         steps = self.obtain_all([(key, "step") for key in largest_first(self.keys)])
-        return bind_program(self.built(steps, self.shared), self.listener)
+        return bind_program(self.built(steps, self.shared))
 
     def built(self, steps: Steps, shared: Mapping[str, Tensor] | None = None) -> BuiltSteps:
         """Steps with the weights of this model.
@@ -301,18 +293,7 @@ class StepCompiler:
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """Every step, in order: from the cache, or built."""
-        steps, graphs = {}, tuple(wanted)
-        lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
-        seconds, tier = self.cache.seconds_of_nearest(lacking), self.plan.spec_tokens
-        self.forecast = Forecast(
-            dict(zip([(tier, *graph) for graph in lacking], seconds, strict=True))
-        )
-        for key, part in graphs:
-            steps[key, part] = self.obtain(key, part)
-            self.forecast.finished((tier, key, part))
-            self._done += 1
-        self._split = None
-        return steps
+        return {(key, part): self.obtain(key, part) for key, part in wanted}
 
     def prepare(self, key: StepKey) -> None:
         """Trace the model, which all steps share. The next step's record gets the seconds."""
@@ -327,7 +308,7 @@ class StepCompiler:
     def _build(self, key: StepKey, part: Part) -> tuple[StepRecord, Artifact, Mapping[str, bytes]]:
         """Build a step: its record, its artifact, and all its files but the record."""
         graph, files = self._graph(key, part)
-        self.tell("lower", key, part)
+        self._begins("lower", key, part)
         with self._timer("lower"):
             artifact = self.backend.build(graph)
         record = self._record(graph, artifact)

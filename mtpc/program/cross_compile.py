@@ -22,7 +22,7 @@ from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey, largest_first
-from mtpc.layout.progress import Listener
+from mtpc.layout.progress import Listener, Progress
 from mtpc.models.load import load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
@@ -74,13 +74,14 @@ def build_kernels(
     counts: dict[StepKey, int] = {}
     for plan in plans:
         loaded = load_planned(directory, plan, headers_only=True)
-        compiler = StepCompiler(loaded, plan, backend, listener, Layout.reserve)
+        compiler = StepCompiler(loaded, plan, backend, new_buffer=Layout.reserve)
         compiler.weights.defers = True
-        for key in largest_first(compiler.keys):
+        for done, key in enumerate(largest_first(compiler.keys)):
             launches = step_launches(compiler.rewritten(key))
             counts[key] = len(launches)
             for target in targets:
-                compiler.tell(f"compile for {target.name}", key)
+                said = (f"compile for {target.name}", key, done, len(compiler.keys))
+                listener(Progress(*said, time.perf_counter() - start))
                 for made in _for_target(launches, target, store, backend.notes):
                     kernels.setdefault((target.name, made.entry.digest), made)
     elapsed = time.perf_counter() - start

@@ -34,8 +34,8 @@ _GRACE_S = 10.0
 class Tell(Protocol):
     """Receives a build's progress."""
 
-    def __call__(self, stage: str, task: Task) -> None:
-        """A stage of a task begins."""
+    def __call__(self, stage: str, task: Task | None) -> None:
+        """A stage of a task begins, or of all tasks."""
         ...
 
     def line(self, text: str, fraction: float | None = None, /) -> None:
@@ -76,7 +76,7 @@ class Workers:
             for process in self._processes:
                 process.start()
 
-    def __call__(self, stage: str, task: Task) -> None:
+    def __call__(self, stage: str, task: Task | None) -> None:
         self._hear()
         self._tell(stage, task)
 
@@ -150,7 +150,7 @@ class _Remote:
     def __init__(self, events: Any):
         self._events = events
 
-    def __call__(self, stage: str, task: Task) -> None:
+    def __call__(self, stage: str, task: Task | None) -> None:
         self._events.put(("__call__", (stage, task)))
 
     def line(self, text: str, fraction: float | None = None, /) -> None:
