@@ -40,10 +40,9 @@ from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.plan import Plan
-from mtpc.program.binding import bind_program
 from mtpc.program.child_process import Background
 from mtpc.program.open_steps import Prepared, Wanted, open_steps
-from mtpc.program.program import CostEntry, Program
+from mtpc.program.program import CostEntry, Program, bind_program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 

@@ -29,6 +29,7 @@ ORDER = (
     ("passes",),
     ("backends",),
     ("program",),
+    ("scale",),
     ("engine",),
     ("api",),
     ("host",),
@@ -240,7 +241,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 1990,
+    ".": 2340,
     "backends": 14710,
     "capture": 1330,
     "certificate": 1350,
@@ -248,12 +249,12 @@ LINES = {
     "engine": 5800,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4400,
+    "integrations": 4410,
     "layout": 1110,
     "models": 8360,
     "ops": 2670,
     "passes": 2510,
-    "program": 5380,
+    "program": 4930,
     "server": 4420,
     "step": 1520,
     "store": 930,

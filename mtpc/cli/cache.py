@@ -20,8 +20,7 @@ from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
-from mtpc.program.open_cache import open_cache
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.program.step_cache import CERTIFICATE, KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore

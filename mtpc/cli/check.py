@@ -77,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
-        from mtpc.program.planning import drafter_of
+        from mtpc.program.open_cache import drafter_of
 
         set_threads(args.threads, checkpoint)
         drafter, copies = drafter_of(options), options.draft == COPY
@@ -109,8 +109,7 @@ def _measure(
     from mtpc.models.load import load_planned
     from mtpc.models.place import place
     from mtpc.program.compiler import StepCompiler
-    from mtpc.program.open_cache import kernel_store
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import kernel_store, plan_model
 
     source, plan = plan_model(checkpoint, options)
     store = kernel_store(plan, None)

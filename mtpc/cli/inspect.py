@@ -68,8 +68,7 @@ def _build(
     from mtpc.layout import Layout, StepKey, step_keys
     from mtpc.models.load import load_planned
     from mtpc.program.compiler import StepCompiler
-    from mtpc.program.open_cache import kernel_store
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import kernel_store, plan_model
     from mtpc.program.ranks import all_parts
 
     source, plan = plan_model(checkpoint, CompileOptions.parse(given))

@@ -13,7 +13,7 @@ from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.plan import make_plan
-from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
+from mtpc.scale import ALLOWANCE, DEVICES, Device, RankModel
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 _PAPER = (

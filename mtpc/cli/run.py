@@ -117,7 +117,7 @@ def drafts(checkpoint: Path, given: dict[str, Any]) -> bool:
     Raises:
         CheckpointError: nothing drafts, and K is given.
     """
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import plan_model
 
     asked = {name: value for name, value in given.items() if name in ("draft", "spec_tokens")}
     several = asked.get("spec_tokens")

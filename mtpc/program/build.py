@@ -6,6 +6,11 @@ for each job, and gives its steps, from the cache or built. `mtpc.compile` build
 one job. `build` fills the cache: this process loads a model's headers and traces the model; then it
 and its workers, which begin as copies of it, take tasks from a common queue. They share the cache
 alone, and its locks let any other builder join in.
+
+`build_for_targets` builds for GPUs that are not here: it traces steps as far as legalise-gpu, and
+compiles their launches in every configuration that a device may choose, one cache entry for each
+distinct kernel and target. Inductor compiles the operations between mtpc's kernels on the device's
+own machine, because it asks the device for its properties.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,21 +28,23 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.base import Backend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.errors import CacheWriteError, OptionError
-from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
+from mtpc.errors import BackendError, CacheWriteError, OptionError
+from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys, largest_first
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import Begins, StepCompiler
 from mtpc.program.open_cache import open_cache, pin_of
-from mtpc.program.processes import WORKER, free_bytes
+from mtpc.program.processes import WORKER, Tell, build_beside_workers, free_bytes
 from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps
 from mtpc.program.step_record import Forecast
-from mtpc.program.workers import Tell, build_beside_workers
-from mtpc.store.entries import Entry
+from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
+    from mtpc.backends.targets import Target
+    from mtpc.backends.triton_kernels.crosscompile import Compiled
+    from mtpc.backends.triton_kernels.launch import Launch
     from mtpc.program.ranks import Ranks
 
 Check = Callable[[StepCompiler], None]
@@ -346,3 +354,82 @@ def build_here(
     builder = Builder((job,), make, Teller(listener, expected_seconds((job,), lacking)))
     steps = {(task.key, task.part): builder.obtain(task) for task in tasks}
     return steps, builder.compiler(tasks[0])
+
+
+@dataclass(frozen=True)
+class CrossReport:
+    """What `build_for_targets` leaves in the cache.
+
+    Attributes:
+        root: the cache directory.
+        kernels: each distinct kernel and configuration per target.
+        launches: number of launches of mtpc's kernels in each step.
+        notes: ops that no kernel takes, and configurations that a target refuses, with the reasons.
+        elapsed_s: seconds it took.
+    """
+
+    root: Path
+    kernels: tuple[Compiled, ...]
+    launches: dict[StepKey, int]
+    notes: Counter[str]
+    elapsed_s: float
+
+
+def build_for_targets(
+    directory: Path,
+    plans: Sequence[Plan],
+    targets: Sequence[Target],
+    listener: Listener = lambda progress: None,
+) -> CrossReport:
+    """Compile the Triton kernels of a checkpoint's steps for devices that need not be here.
+
+    Args:
+        directory: the checkpoint.
+        plans: of programs for backend cuda, for different numbers of drafts, otherwise alike.
+        targets: devices.
+        listener: called with progress.
+
+    Raises:
+        BackendError: there is no Triton, or it refuses a kernel.
+        CacheWriteError: the cache cannot be written.
+        MtpcError: as `mtpc.compile`.
+    """
+    # Imported here: a build for this machine's CPU needs no Triton.
+    from mtpc.backends.cuda import CrossBackend
+    from mtpc.backends.triton_kernels.plans import step_launches
+
+    start, (first, *_) = time.perf_counter(), plans
+    store, backend = EntryStore(first.cache_dir), CrossBackend(first.batch_invariant)
+    store.prepare()
+    kernels: dict[tuple[str, str], Compiled] = {}
+    counts: dict[StepKey, int] = {}
+    for plan in plans:
+        loaded = load_planned(directory, plan, headers_only=True)
+        compiler = StepCompiler(loaded, plan, backend, new_buffer=Layout.reserve)
+        compiler.weights.defers = True
+        for done, key in enumerate(largest_first(compiler.keys)):
+            launches = step_launches(compiler.rewritten(key))
+            counts[key] = len(launches)
+            for target in targets:
+                said = (f"compile for {target.name}", key, done, len(compiler.keys))
+                listener(Progress(*said, time.perf_counter() - start))
+                for made in _for_target(launches, target, store, backend.notes):
+                    kernels.setdefault((target.name, made.entry.digest), made)
+    elapsed = time.perf_counter() - start
+    return CrossReport(store.root, tuple(kernels.values()), counts, backend.notes, elapsed)
+
+
+def _for_target(
+    launches: list[Launch], target: Target, store: EntryStore, notes: Counter[str]
+) -> Iterator[Compiled]:
+    """Every launch in every configuration; a target may refuse any but the default."""
+    from mtpc.backends.triton_kernels.configs import all_configured
+    from mtpc.backends.triton_kernels.crosscompile import cross_compile
+
+    for launch, is_default in all_configured(launches):
+        try:
+            yield from cross_compile([launch], target, store)
+        except BackendError as error:
+            if is_default:
+                raise
+            notes[f"left out: {error}"] += 1

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gzip
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
+from mtpc.backends.pipeline import select_passes
 from mtpc.capture.graph import StepGraph, is_buffer_name, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
@@ -62,12 +63,11 @@ from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
+from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps, bind_program
-from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
-from mtpc.program.program import Program
-from mtpc.program.rank_share import RankShare
+from mtpc.program.program import BuiltSteps, Program, bind_program
+from mtpc.program.rank_share import AgreeOnCalls, RankShare
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
@@ -76,6 +76,62 @@ from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
+
+Seen = Callable[[str, StepGraph], None]
+"""Called with a pass's name and the graph after it."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How graphs become steps of one backend.
+
+    Attributes:
+        backend: lowers and captures; its passes end the pipeline.
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        plan: says which passes run, and how each is verified.
+        sharding: what this rank holds of the model; None is all.
+    """
+
+    backend: Backend
+    buffer_names: Mapping[int, str]
+    plan: Plan
+    sharding: Sharding | None = None
+
+    def rewrite(
+        self,
+        graph: StepGraph,
+        ending: Sequence[Pass] = (),
+        until: str | None = None,
+        seen: Seen = lambda name, graph: None,
+    ) -> StepGraph:
+        """Run the pass pipeline in place, verifying after each pass.
+
+        Args:
+            graph: as traced.
+            ending: what follows the backend's passes: copied layers, and what ranks agree on.
+            until: stop after this pass; None runs them all.
+            seen: called with each pass's name and the graph after it.
+
+        Raises:
+            GraphError: a pass left an invalid graph.
+        """
+        enables = self.backend.enables
+        passes = select_passes(self.plan, enables, self.buffer_names, self.sharding)
+        rewriting = (*passes, *self.backend.legalise())
+        verify = Verifier(self.plan.verify_passes)
+
+        def check(graph: StepGraph, name: str) -> None:
+            nonlocal verify
+            if name == CopyLayers.name:  # More layers have other effects, and verified values.
+                verify = Verifier(propagate=False)
+            verify(graph, name)
+            if name == rewriting[-1].name:
+                Verifier(propagate=True)(graph, name)
+            seen(name, graph)
+
+        run_pipeline(graph, (*rewriting, *ending), check, until)
+        return graph
+
 
 Begins = Callable[[str, StepKey | None, Part], None]
 """Called with a stage that begins, and its step and part; None: it is for all steps."""

@@ -23,13 +23,17 @@ from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps
 from mtpc.program.child_process import Rest, build_in_child
-from mtpc.program.host_memory import check_model, need_of_steps
-from mtpc.program.model_key import page_identity
-from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import (
+    from_files,
+    kernel_store,
+    open_cache,
+    page_identity,
+    plan_model,
+    restore,
+)
 from mtpc.program.processes import HeldInterrupts, free_bytes, without_collections
+from mtpc.program.program import BuiltSteps, need_of_steps
 from mtpc.program.step_cache import OwnSteps, StepCache
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
@@ -247,6 +251,7 @@ class _Road(Generic[T]):
         """Trace and build what the cache lacks."""
         # Imported here: a warm start needs neither transformers nor export.
         from mtpc.program.build import FromHeaders, Job, build_here
+        from mtpc.program.memory_plan import check_model
 
         listener, owns = self.interrupts.tell, self.wanted.owns_buffers
         keeps = cache if cache is not None and backend.makes_files else OwnSteps(self.plan)
