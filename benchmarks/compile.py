@@ -221,8 +221,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """Do the work of one process; returns the stages of its build."""
     if job["what"] == "start":
         return _start(job)
+    from mtpc import CompileOptions
     from mtpc.backends.cpu_kernels import build_kernels
-    from mtpc.config import CompileOptions
     from mtpc.program.processes import without_collections
     from mtpc.store.entries import EntryStore
 

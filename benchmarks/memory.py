@@ -116,7 +116,7 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _planned(job: dict[str, Any]) -> int:
     """The memory that mtpc plans for the steps in the cache."""
-    from mtpc.config import CompileOptions
+    from mtpc import CompileOptions
     from mtpc.layout import graph_keys
     from mtpc.program.open_cache import open_cache, plan_model
     from mtpc.program.program import need_of_steps

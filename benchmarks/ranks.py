@@ -31,7 +31,7 @@ from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
-from mtpc.config import CompileOptions
+from mtpc import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache, plan_model

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
-from mtpc.config import CompileOptions
+from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
 from mtpc.scale import DEVICES, RankModel

@@ -241,25 +241,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2340,
-    "backends": 14710,
-    "capture": 1330,
+    ".": 2350,
+    "backends": 14730,
+    "capture": 1310,
     "certificate": 1350,
     "cli": 4980,
-    "engine": 5800,
+    "engine": 5810,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
-    "layout": 1110,
+    "layout": 1140,
     "models": 8360,
     "ops": 2670,
-    "passes": 2510,
-    "program": 4930,
+    "passes": 2520,
+    "program": 4940,
     "server": 4420,
     "step": 1520,
     "store": 930,
     "tuning": 1070,
-    "weights": 7510,
+    "weights": 7540,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, compile_beside, make_checkpoint
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
+from mtpc import CompileOptions
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
-from mtpc.config import CompileOptions
 from mtpc.plan import Plan
 from mtpc.program.open_cache import plan_model
 from mtpc.store.entries import EntryStore

@@ -15,7 +15,7 @@ from benchmarks.gpu.machine import Clock, Machine
 from benchmarks.gpu.pieces import Compiled, PiecewiseStep
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from benchmarks.harness.models import load_target
-from mtpc.api import SpecModel
+from mtpc import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.layout import StepKey, largest_first

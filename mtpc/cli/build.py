@@ -10,11 +10,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
 from mtpc.program.processes import without_collections

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpc import CompileOptions
 from mtpc.backends import PACKAGING
 from mtpc.cli.certificates import check_certificate
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys

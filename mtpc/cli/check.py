@@ -104,7 +104,7 @@ def _measure(
     checkpoint: Path, options: mtpc.CompileOptions, prompts: list[Prompt], new: int, tell: Tell
 ) -> Iterator[Sample]:
     """Decode the prompts with the given wiring, then with one rule changed at a time."""
-    from mtpc.api import SpecModel
+    from mtpc import SpecModel
     from mtpc.backends import make_backend
     from mtpc.models.load import load_planned
     from mtpc.models.place import place

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
 from mtpc.plan import Plan, make_plan

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from mtpc import CompileOptions
 from mtpc.backends import Backend
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey

@@ -36,6 +36,25 @@ class Progress:
     left_s: float | None = None
 
 
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        rewrites: number of rewrites.
+        seconds: how long it took.
+        nodes_before: operations in the graph before it.
+        nodes_after: operations in the graph after it.
+    """
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
 class Detail(str):
     """A line for people who look closely: it names steps, files or sizes."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
 from mtpc.backends.pipeline import select_passes
-from mtpc.capture.graph import StepGraph, is_buffer_name, set_tensor
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
 from mtpc.capture.split import SplitStep, split_step
@@ -59,6 +59,7 @@ from mtpc.layout.buffers import (
     text_of,
 )
 from mtpc.layout.open_sizes import shared_sizes
+from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers

@@ -23,7 +23,6 @@ from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.child_process import Rest, build_in_child
 from mtpc.program.open_cache import (
     from_files,
     kernel_store,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from mtpc.backends import Backend
     from mtpc.models.load import LoadedModel
     from mtpc.program.build import Job
+    from mtpc.program.child_process import Rest
     from mtpc.program.compiler import Begins, StepCompiler
     from mtpc.program.ranks import Ranks
 
@@ -242,6 +242,8 @@ class _Road(Generic[T]):
         """Build what the cache lacks in another process; None if the checkpoint is small."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
+        from mtpc.program.child_process import build_in_child
+
         listener, owns, rank = self.interrupts.tell, self.wanted.owns_buffers, self.ranks
         to_build = (self.source, self.plan, self.graphs, cache)
         is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
@@ -315,6 +317,8 @@ class _Road(Generic[T]):
             made = self._bound_to_files(model)
         built.weights.check()
         if self.rest and cache is not None:
+            from mtpc.program.child_process import Rest
+
             rest = Rest(built, source, cache, self.plan, self.rest, self.tiers)
         checkpoint = model.loaded.checkpoint if model.loaded is not None else source
         fallbacks = Counter(self.plan.notes)

@@ -20,22 +20,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from mtpc.backends.package import signature_bytes
-from mtpc.capture.graph import StepGraph, is_buffer_name
 from mtpc.errors import CapacityError
 from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
 from mtpc.layout.slot_state import snapshots_nbytes
+from mtpc.layout.specs import is_buffer_name
 from mtpc.plan import Plan
 from mtpc.program.processes import free_bytes
 from mtpc.program.step_cache import CONSTANTS, CachedStep, CostEntry, Steps
 from mtpc.weights.packing import held_bytes
 from mtpc.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from mtpc.capture.graph import StepGraph
 
 
 @dataclass(frozen=True)

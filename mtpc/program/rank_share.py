@@ -29,7 +29,6 @@ from mtpc.ops.attention import HEADS
 from mtpc.ops.collectives import is_collective
 from mtpc.passes import Policy, Sharding
 from mtpc.passes.shard import CutWeight
-from mtpc.program.ranks import Ranks
 from mtpc.weights.recipes import Recipe
 from mtpc.weights.stored import StoredWeights
 

@@ -15,11 +15,11 @@ from typing import Any, get_args
 import torch
 
 from mtpc.backends.package import Package
-from mtpc.capture.graph import PassRecord
 from mtpc.errors import CacheError
 from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.keys import Phase
 from mtpc.layout.open_sizes import Size, is_size_text, size_of
+from mtpc.layout.progress import PassRecord
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
