@@ -221,8 +221,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """Do the work of one process; returns the stages of its build."""
     if job["what"] == "start":
         return _start(job)
+    from mtpc import CompileOptions
     from mtpc.backends.cpu_kernels import build_kernels
-    from mtpc.config import CompileOptions
     from mtpc.program.processes import without_collections
     from mtpc.store.entries import EntryStore
 
@@ -233,7 +233,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 0, "stages": {}, "processes": 1}
     with without_collections():  # As `mtpc build` does.
         from mtpc.program.build import build, default_jobs
-        from mtpc.program.planning import plan_model
+        from mtpc.program.open_cache import plan_model
 
         asked = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
         source, plan = plan_model(job["directory"], asked)

@@ -48,9 +48,9 @@ from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
 from benchmarks.peers.vllm_decoder import VLLM, vllm_decoders
 from benchmarks.report import table
+from mtpc import Progress
 from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
-from mtpc.layout.progress import Progress
 
 INT8 = "mtpc, int8 drafts"
 """mtpc with the pass quantise-draft."""

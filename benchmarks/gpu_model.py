@@ -27,8 +27,8 @@ from benchmarks.gpu.machine import NullMachine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from mtpc import CompileOptions
 from mtpc.capture.graph import StepGraph
-from mtpc.config import CompileOptions
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import LoadedModel

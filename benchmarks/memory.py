@@ -116,11 +116,10 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
 def _planned(job: dict[str, Any]) -> int:
     """The memory that mtpc plans for the steps in the cache."""
-    from mtpc.config import CompileOptions
+    from mtpc import CompileOptions
     from mtpc.layout import graph_keys
-    from mtpc.program.host_memory import need_of_steps
-    from mtpc.program.open_cache import open_cache
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import open_cache, plan_model
+    from mtpc.program.program import need_of_steps
 
     asked = {**job["options"], "cache_dir": job["cache"], "backend": "cpu"}
     source, plan = plan_model(job["directory"], CompileOptions.parse(asked))

@@ -36,8 +36,7 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import ATTEMPTS, Tell
-from mtpc.engine.async_engine import AsyncEngine
-from mtpc.engine.engine import Engine
+from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
 from mtpc.program.program import CapturedStep, Program
 from mtpc.server.options import ServerOptions

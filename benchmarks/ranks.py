@@ -31,13 +31,11 @@ from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
-from mtpc.config import CompileOptions
+from mtpc import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.program.follow import LeadingProgram
-from mtpc.program.host_memory import need_of_steps
-from mtpc.program.open_cache import open_cache
-from mtpc.program.planning import plan_model
-from mtpc.program.program import Program
+from mtpc.program.open_cache import open_cache, plan_model
+from mtpc.program.program import Program, need_of_steps
 from mtpc.program.ranks import all_parts
 
 MIB = 2**20

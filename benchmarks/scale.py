@@ -1,4 +1,4 @@
-"""Computes the time of a step on eight devices, by the formula of `mtpc.program.scale`.
+"""Computes the time of a step on eight devices, by the formula of `mtpc.scale`.
 
 python -m benchmarks.scale --out benchmarks/results/paper/scale.json    # seconds
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
-from mtpc.config import CompileOptions
+from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
-from mtpc.program.scale import DEVICES, RankModel
+from mtpc.scale import DEVICES, RankModel
 
 DEVICE_COUNT, MAX_LEN, LATENCY_US = 8, 8192, 10.0
 BATCHES, DRAFTS = (1, 64), (0, 1, 2, 3)

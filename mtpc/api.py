@@ -16,7 +16,6 @@ from mtpc.engine.completion import Collector, Completion, TokenCompletion
 from mtpc.engine.engine import Engine
 from mtpc.engine.forced import score, scoring_request
 from mtpc.engine.grammar import Grammar
-from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import (
     GenerateArguments,
     Prompt,
@@ -34,21 +33,21 @@ from mtpc.engine.rows import write_synthetic_draws
 from mtpc.engine.stats import Stats
 from mtpc.engine.stream import Output, check_all, stream
 from mtpc.engine.text import TextAssembler, stop_strings
-from mtpc.engine.vision import Messages, Vision, split_images
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.plan import Plan
-from mtpc.program.binding import bind_program
-from mtpc.program.child_process import Background
 from mtpc.program.open_steps import Prepared, Wanted, open_steps
-from mtpc.program.program import CostEntry, Program
+from mtpc.program.program import CostEntry, Program, bind_program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
+    from mtpc.engine.prompt_images import PromptImages
+    from mtpc.engine.vision import Messages, Vision
     from mtpc.models.load import LoadedModel
+    from mtpc.program.child_process import Background
 
 
 def compile(
@@ -94,7 +93,11 @@ def compile(
         from mtpc.program.follow import ranked
 
         program = ranked(program, opened.ranks)
-    rest = None if opened.rest is None else Background(opened.rest, program, listener)
+    rest = None
+    if opened.rest is not None:
+        from mtpc.program.child_process import Background
+
+        rest = Background(opened.rest, program, listener)
     of_model = (found.served, found.plan, program, found.loaded)
     return SpecModel(*of_model, opened.fallbacks, rest)
 
@@ -131,6 +134,8 @@ class SpecModel:
         self.served = usable_ends(served, self.stats.fallbacks)
         self.vision: Vision | None = None
         if options.images:
+            from mtpc.engine.vision import Vision  # Not above: few programs need it.
+
             rows = program.shared[PROMPT_EMBEDS]
             self.vision = Vision(self.served, rows.dtype, rows.device, self.stats)
         self.stats.fallbacks.update(fallbacks or {})
@@ -359,6 +364,8 @@ class SpecModel:
         """Tokenise a prompt, and open and embed its images."""
         if not is_conversation(prompt):
             return encode(self.served, prompt), None
+        from mtpc.engine.vision import split_images
+
         messages, images = split_images(cast("Messages", prompt))
         if images and self.vision is None:
             raise RequestError("the messages have images; compile the model with images=True")

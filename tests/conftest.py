@@ -27,9 +27,9 @@ from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.config import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.models.load import load
-from mtpc.program.binding import bind_program
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
+from mtpc.program.program import bind_program
 from mtpc.weights.checkpoint import Checkpoint
 
 

@@ -29,6 +29,7 @@ ORDER = (
     ("passes",),
     ("backends",),
     ("program",),
+    ("scale",),
     ("engine",),
     ("api",),
     ("host",),
@@ -240,25 +241,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2010,
-    "backends": 14710,
-    "capture": 1320,
+    ".": 2350,
+    "backends": 14740,
+    "capture": 1300,
     "certificate": 1350,
     "cli": 5030,
-    "engine": 5810,
+    "engine": 5820,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4400,
-    "layout": 1130,
+    "integrations": 4410,
+    "layout": 1160,
     "models": 8890,
     "ops": 2670,
-    "passes": 2510,
-    "program": 5380,
+    "passes": 2520,
+    "program": 4940,
     "server": 4420,
     "step": 1790,
     "store": 930,
     "tuning": 1720,
-    "weights": 7530,
+    "weights": 7550,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks.gpu.gate import NEW_TOKENS, PROMPTS, compile_beside, make_checkpoint
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
+from mtpc import CompileOptions
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.targets import Target, parse_target
-from mtpc.config import CompileOptions
 from mtpc.plan import Plan
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import plan_model
 from mtpc.store.entries import EntryStore
 
 FAMILY, DRAFTS = "deepseek_v3", 3
@@ -44,13 +44,13 @@ def check_aot(row: Row, machine: Machine, directory: Path) -> Row:
             row.note = _build_only(directory, plan)
             return row
         from mtpc.backends.triton_kernels.launch import device_target
-        from mtpc.program.cross_compile import build_kernels
+        from mtpc.program.build import build_for_targets
 
         target = device_target()
         if target is None:
             row.passed, row.note = False, "mtpc's table of targets lacks this device"
             return row
-        built = build_kernels(directory, [plan], [target])
+        built = build_for_targets(directory, [plan], [target])
         row.build_s = built.elapsed_s
         _load(machine, directory, plan, target, row)
     row.note = f"{len(built.kernels)} code objects built for {target.name}; {row.note}"
@@ -61,9 +61,9 @@ def _build_only(directory: Path, plan: Plan) -> str:
     """The row of a dry run, without a device."""
     if not util.find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
         return "nothing was built: no Triton, or only its interpreter"
-    from mtpc.program.cross_compile import build_kernels
+    from mtpc.program.build import build_for_targets
 
-    built = build_kernels(directory, [plan], [parse_target(DRY_TARGET)])
+    built = build_for_targets(directory, [plan], [parse_target(DRY_TARGET)])
     return f"{len(built.kernels)} code objects built for {DRY_TARGET}; no device to load them"
 
 

@@ -15,16 +15,15 @@ from benchmarks.gpu.machine import Clock, Machine
 from benchmarks.gpu.pieces import Compiled, PiecewiseStep
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from benchmarks.harness.models import load_target
-from mtpc.api import SpecModel
+from mtpc import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import LoadedModel
 from mtpc.models.save import save_checkpoint
 from mtpc.plan import Plan
-from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.program import CapturedStep, Program
+from mtpc.program.program import CapturedStep, Program, StepBinder
 
 OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
 """Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""

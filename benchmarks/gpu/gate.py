@@ -19,9 +19,8 @@ from benchmarks.gpu.lockstep import Lockstep, Probed
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import build
 from benchmarks.gpu.rows import Row
-from mtpc.api import SpecModel
+from mtpc import CompileOptions, SpecModel
 from mtpc.backends.cuda import CudaBackend
-from mtpc.config import CompileOptions
 from mtpc.models.load import load
 from mtpc.models.place import place
 from mtpc.models.save import save_checkpoint

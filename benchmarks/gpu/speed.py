@@ -17,8 +17,8 @@ from benchmarks.gpu.models import SHAPES, build, weigh
 from benchmarks.gpu.profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
 from benchmarks.gpu.rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from mtpc import CompileOptions
 from mtpc.backends.base import Run
-from mtpc.config import CompileOptions
 from mtpc.models.load import LoadedModel
 from mtpc.plan import make_plan
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from mtpc.capture.graph import StepGraph
-
 if TYPE_CHECKING:
     from mtpc.backends.package import Package
+    from mtpc.capture.graph import StepGraph
     from mtpc.passes.base import Pass
 
 Run = Callable[[], None]

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, fx
 
-from mtpc.capture.graph import StepGraph, arguments, is_buffer_name
+from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import GraphError
+from mtpc.layout.specs import is_buffer_name
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import arguments_of
 from mtpc.passes.base import Policy

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mtpc.backends.base import Run
 from mtpc.backends.placing import Live, place_live, pool_bytes
-from mtpc.capture.graph import is_buffer_name
 from mtpc.errors import BackendError, CacheError
 from mtpc.layout.open_sizes import NO_SIZES, size_of
+from mtpc.layout.specs import is_buffer_name
 
 FUNCTIONS = (
     "copy", "neg", "not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
@@ -76,6 +76,8 @@ def open_tape(
             method, *arguments = entry
             if method not in _METHODS:
                 raise ValueError(f"{method!r} is none of {', '.join(_METHODS)}")
+            if method == "aten" and arguments[0].startswith("mtpc::"):
+                pass  # A reference: a call that no kernel takes.
             if method == "bound":
                 arguments = [tensor_of(*arguments), is_buffer_name(*arguments)]
             getattr(tape, method)(*arguments)

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.fake_calls import tensors_in
-from mtpc.capture.graph import arguments, is_buffer_name
+from mtpc.capture.graph import arguments
+from mtpc.layout.specs import is_buffer_name
 
 Root = str | fx.Node
 

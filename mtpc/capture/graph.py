@@ -12,31 +12,13 @@ from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
+from mtpc.layout.progress import PassRecord
 from mtpc.layout.specs import Dim
 from mtpc.ops.signatures import given_to
 from mtpc.weights.weights import Weights
 
 DRAFT_PIECES = ("drafts.", "later_draft")
 """Prefixes of the names of pieces that are MTP layers."""
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """What one pass did.
-
-    Attributes:
-        name: of the pass.
-        rewrites: number of rewrites.
-        seconds: how long it took.
-        nodes_before: operations in the graph before it.
-        nodes_after: operations in the graph after it.
-    """
-
-    name: str
-    rewrites: int
-    seconds: float
-    nodes_before: int
-    nodes_after: int
 
 
 @dataclass
@@ -172,11 +154,6 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_parameter(leaf, tensor)
     else:
         module.register_buffer(leaf, tensor, persistent=False)
-
-
-def is_buffer_name(name: str) -> bool:
-    """Whether a get_attr target is a buffer of the layout, as opposed to a weight."""
-    return name.split(".", 1)[0] in ("state", "batch", "kv", "cross")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from mtpc.capture.effects import Effects, analyse
-from mtpc.capture.graph import StepGraph, is_buffer_name
+from mtpc.capture.graph import StepGraph
 from mtpc.layout import BufferSpec, Layout
+from mtpc.layout.specs import is_buffer_name
 from mtpc.weights.recipes import Grouped, Packed, names
 
 _INDEXED = re.compile(r"^(\w+)\.(\d+)\.(.+)$")

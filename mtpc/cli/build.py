@@ -10,11 +10,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
 from mtpc.program.processes import without_collections
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from mtpc.layout import Form
     from mtpc.plan import Plan
-    from mtpc.program.build import BuildReport, Built
-    from mtpc.program.cross_compile import CrossReport
+    from mtpc.program.build import BuildReport, Built, CrossReport
 
 
 def command(args: argparse.Namespace) -> int:
@@ -67,7 +66,7 @@ def _programs(given: dict[str, Any]) -> list[CompileOptions]:
 
 
 def _plans(checkpoint: Path, programs: list[CompileOptions]) -> list[Plan]:
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import plan_model
 
     return [plan_model(checkpoint, asked)[1] for asked in programs]
 
@@ -89,11 +88,11 @@ def _for_targets(args: argparse.Namespace) -> int:
         from mtpc.backends.triton_kernels import load_kernels
 
         load_kernels()  # If Triton is missing, this raises a clear error.
-        from mtpc.program.cross_compile import build_kernels
+        from mtpc.program.build import build_for_targets
 
         set_threads(args.threads, checkpoint)
         plans = _plans(checkpoint, _programs({**given, "backend": "cuda"}))
-        report = build_kernels(checkpoint, plans, targets, stage_listener(tell, args.verbose))
+        report = build_for_targets(checkpoint, plans, targets, stage_listener(tell, args.verbose))
     if args.as_json:
         args.result = _kernels_as_json(report)
     else:

@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpc import CompileOptions
 from mtpc.backends import PACKAGING
 from mtpc.cli.certificates import check_certificate
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
-from mtpc.program.open_cache import open_cache
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.program.step_cache import CERTIFICATE, KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
 from mtpc.store.entries import Entry, EntryStore

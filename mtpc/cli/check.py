@@ -77,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr, args.quiet) as tell:
         tell("import torch and transformers")
         from mtpc.models.mtp_faults import find_draft_faults, find_faults
-        from mtpc.program.planning import drafter_of
+        from mtpc.program.open_cache import drafter_of
 
         set_threads(args.threads, checkpoint)
         drafter, (copies, other) = drafter_of(options), drafters_of(options.draft)
@@ -104,13 +104,12 @@ def _measure(
     checkpoint: Path, options: mtpc.CompileOptions, prompts: list[Prompt], new: int, tell: Tell
 ) -> Iterator[Sample]:
     """Decode the prompts with the given wiring, then with one rule changed at a time."""
-    from mtpc.api import SpecModel
+    from mtpc import SpecModel
     from mtpc.backends import make_backend
     from mtpc.models.load import load_planned
     from mtpc.models.place import place
     from mtpc.program.compiler import StepCompiler
-    from mtpc.program.open_cache import kernel_store
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import kernel_store, plan_model
 
     source, plan = plan_model(checkpoint, options)
     store = kernel_store(plan, None)

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mtpc import CompileOptions
 from mtpc.cli.parsing import (
     SuggestingParser,
     add_values,
@@ -26,7 +27,6 @@ from mtpc.cli.parsing import (
     threads,
     wiring,
 )
-from mtpc.config import CompileOptions
 from mtpc.declaration import GROUPS, Declared, declared
 
 _PARSED: dict[str, Callable[[str], Any]] = {

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
-from mtpc.capture.graph import DRAFT_PIECES, StepGraph, dim_of, is_buffer_name
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph, dim_of
 from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, operator_name, piece_of
 from mtpc.cli.tables import format_bytes, format_shape
 from mtpc.layout import Layout, dtype_name
+from mtpc.layout.specs import is_buffer_name
 
 
 @dataclass

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
 from mtpc.plan import Plan, make_plan
@@ -68,8 +68,7 @@ def _build(
     from mtpc.layout import Layout, StepKey, step_keys
     from mtpc.models.load import load_planned
     from mtpc.program.compiler import StepCompiler
-    from mtpc.program.open_cache import kernel_store
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import kernel_store, plan_model
     from mtpc.program.ranks import all_parts
 
     source, plan = plan_model(checkpoint, CompileOptions.parse(given))

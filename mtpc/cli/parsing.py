@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtpc.config import CompileOptions
+from mtpc import CompileOptions
 from mtpc.option_checks import AUTO
 
 _NUMBERS = {"int": "an integer", "float": "a number"}

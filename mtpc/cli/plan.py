@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mtpc import CompileOptions
 from mtpc.cli.plan_arguments import DEFAULT_LEN
 from mtpc.cli.tables import format_bytes, output, print_table
-from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.plan import make_plan
-from mtpc.program.scale import ALLOWANCE, DEVICES, Device, RankModel
+from mtpc.scale import ALLOWANCE, DEVICES, Device, RankModel
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 _PAPER = (

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from mtpc import CompileOptions
 from mtpc.cli.parsing import add_switches, add_values, ids, invalid, positive
-from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES, CompileOptions
+from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES
 
 DEFAULT_LEN = 8192
 DEVICE_NAMES = ("h200", "mi300x")

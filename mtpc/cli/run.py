@@ -101,7 +101,7 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
     """
     import torch
 
-    from mtpc.weights.gguf.file import find_gguf
+    from mtpc.weights.gguf import find_gguf
 
     files = find_gguf(checkpoint) or checkpoint.glob("*.safetensors")
     weights = sum(file.stat().st_size for file in files)
@@ -117,7 +117,7 @@ def drafts(checkpoint: Path, given: dict[str, Any]) -> bool:
     Raises:
         CheckpointError: nothing drafts, and K is given.
     """
-    from mtpc.program.planning import plan_model
+    from mtpc.program.open_cache import plan_model
 
     asked = {name: value for name, value in given.items() if name in ("draft", "spec_tokens")}
     several = asked.get("spec_tokens")
@@ -147,7 +147,7 @@ def check_tokenizer(
     if not has_text or (checkpoint / "tokenizer.json").is_file():
         return
     from mtpc.weights.checkpoint_files import ConfigFile
-    from mtpc.weights.gguf.file import find_gguf
+    from mtpc.weights.gguf import find_gguf
     from mtpc.weights.served_model import find_tokenizer
 
     if find_tokenizer(checkpoint)[0] is None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtpc.engine.grammar import check_grammar
-from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
@@ -91,6 +90,8 @@ def check_images(request: Request, program: Program) -> None:
     images = request.images
     if images is None:
         return
+    from mtpc.engine.prompt_images import PromptImages  # Not above: few requests have images.
+
     if not isinstance(images, PromptImages):
         raise RequestError(f"images is a {type(images).__name__}; expected mtpc's PromptImages")
     if PROMPT_EMBEDS not in program.shared:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mtpc.engine.admission import check_images, check_request, longest_request
 from mtpc.engine.grammar import Grammar
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
-from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.prompts import token_ids
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.runner import StepRunner
@@ -33,6 +32,9 @@ from mtpc.layout import NULL_PAGE, SCRATCH_SLOT
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mtpc.engine.prompt_images import PromptImages
 
 MAX_FAILURES = 3
 """Steps that may fail one after another before the requests that ran in them end."""

@@ -22,11 +22,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mtpc.engine.offload import Offload
-from mtpc.engine.prompt_images import Key
 from mtpc.engine.request import Request
+
+if TYPE_CHECKING:
+    from mtpc.engine.offload import Offload
+    from mtpc.engine.prompt_images import Key
 
 ROOT = 0
 """The block before the first one."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtpc.engine.offload import Offload
-from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.engine.pages import PagePool
 from mtpc.engine.prefix import PrefixCache, PrefixIndex, SnapshotIndex
 from mtpc.engine.request import Request
@@ -29,6 +28,9 @@ from mtpc.layout.slot_state import rows_of_slot, slot_state, snapshot_count, sna
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.weights.packing import allocate
+
+if TYPE_CHECKING:
+    from mtpc.engine.offload import Offload
 
 
 class SlotStates:
@@ -90,6 +92,10 @@ class SlotStates:
                 f"kv_offload_dir is {options.kv_offload_dir} for a program of unknown weights; "
                 "expected mtpc.compile with a checkpoint's directory"
             )
+        # Imported here: few programs have files.
+        from mtpc.engine.offload import Offload
+        from mtpc.engine.offload_files import OffloadDirectory
+
         pages = {n: program.shared[n] for n, spec in program.layout.items() if spec.is_paged}
         pairs = zip(self.names, self._pairs, strict=True)
         return Offload(

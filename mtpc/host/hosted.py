@@ -15,7 +15,7 @@ from mtpc.host.contract import HostBuffer, host_buffers
 from mtpc.host.program import HostProgram
 from mtpc.layout import Form, Layout, StepKey, parts_of, step_keys
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps, StepBinder
+from mtpc.program.program import BuiltSteps, StepBinder
 from mtpc.weights.served_model import ServedModel
 
 

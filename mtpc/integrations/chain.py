@@ -8,17 +8,19 @@ lower and capture it, once per bucket of requests. This module depends on no par
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from mtpc import CompileOptions
 from mtpc.backends import Backend
-from mtpc.capture.graph import StepGraph
+from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
-from mtpc.config import CompileOptions
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
@@ -26,7 +28,7 @@ from mtpc.models.caches import CachePool
 from mtpc.models.hf import run_mtp_layer
 from mtpc.models.seams import StepContext
 from mtpc.plan import make_plan
-from mtpc.program.lowering import Lowering
+from mtpc.program.compiler import Lowering
 from mtpc.program.program import CapturedStep
 from mtpc.step.choose import Pick
 from mtpc.step.metadata import ChainMetadata
@@ -181,7 +183,13 @@ class DraftChain:
             [],
             "propose",
         )
-        return self._lowering.capture(self._lowering.rewrite(graph))
+        self._lowering.rewrite(graph)
+        start, opening = time.perf_counter(), partial(get_tensor, graph.module)
+        sizes = {str(symbol): number for symbol, number in layout.sizes.items()}
+        with torch.no_grad():
+            opened = self._lowering.backend.build(graph).open(opening, sizes)
+        seconds, own = time.perf_counter() - start, opened.graph or graph
+        return CapturedStep(key, layout, graph.buffers(), opened.run, seconds, own)
 
 
 class _ChainedLayer(nn.Module):

@@ -38,4 +38,5 @@ from mtpc.layout.specs import (
     StopReason,
     Writer,
     dtype_name,
+    is_buffer_name,
 )

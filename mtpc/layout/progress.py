@@ -15,7 +15,7 @@ class Progress:
     """One beginning or finished stage, or how far a long one is.
 
     Attributes:
-        stage: "trace model", "trace", "rewrite", "lower", "capture", "load", "done", or a line on
+        stage: "trace model", "trace", "rewrite", "lower", "capture", "load", or a line on
             what a backend or the cache is doing.
         key: the step, or None for work that all steps share.
         done: steps finished so far.
@@ -34,6 +34,25 @@ class Progress:
     elapsed_s: float
     fraction: float | None = None
     left_s: float | None = None
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        rewrites: number of rewrites.
+        seconds: how long it took.
+        nodes_before: operations in the graph before it.
+        nodes_after: operations in the graph after it.
+    """
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes_before: int
+    nodes_after: int
 
 
 class Detail(str):

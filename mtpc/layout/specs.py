@@ -183,3 +183,8 @@ class Layout(Mapping[str, BufferSpec]):
         if torch.device(device).type == "cpu":
             return allocate(self.shape(name), self[name].dtype)
         return torch.empty(self.shape(name), dtype=self[name].dtype, device=device)
+
+
+def is_buffer_name(name: str) -> bool:
+    """Whether a name is that of a buffer of the layout, as opposed to a weight."""
+    return name.split(".", 1)[0] in ("state", "batch", "kv", "cross")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
-from mtpc.capture.graph import PassRecord, StepGraph, arguments, first_argument, get_tensor
+from mtpc.capture.graph import StepGraph, arguments, first_argument, get_tensor
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
+from mtpc.layout.progress import PassRecord
 from mtpc.ops.signatures import value_of
 from mtpc.ops.traits import traits_of
 from mtpc.weights.recipes import Recipe

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name, module_of
+from mtpc.capture.graph import StepGraph, get_tensor, module_of
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.layout.layers import LayerPattern
+from mtpc.layout.specs import is_buffer_name
 from mtpc.passes.base import Policy
 from mtpc.weights.recipes import substitute
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor, is_buffer_name
+from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor
+from mtpc.layout.specs import is_buffer_name
 from mtpc.passes.base import emit, emit_weight, is_call, sweep, tidy
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE

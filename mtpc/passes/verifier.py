@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse, storages
-from mtpc.capture.graph import StepGraph, arguments, is_buffer_name, operators
+from mtpc.capture.graph import StepGraph, arguments, operators
 from mtpc.errors import GraphError
+from mtpc.layout.specs import is_buffer_name
 from mtpc.ops.traits import traits_of
 from mtpc.passes.base import evaluate
 from mtpc.passes.resize_metadata import row_demands

@@ -38,8 +38,6 @@ from mtpc.errors import BackendError, CacheWriteError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps, StepBinder
-from mtpc.program.host_memory import check_model
 from mtpc.program.processes import (
     WORKER,
     end_children,
@@ -48,12 +46,11 @@ from mtpc.program.processes import (
     start_python,
     without_collections,
 )
-from mtpc.program.program import Program
+from mtpc.program.program import BuiltSteps, Program, StepBinder
 from mtpc.program.step_cache import StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from mtpc.program.build import Check
     from mtpc.program.ranks import Ranks
 
 LARGE = 256 * 2**20
@@ -103,8 +100,7 @@ def build_in_child(
         build_kernels(cache.store, line_reporter(listener))
     except (CacheWriteError, BackendError):
         return False
-    check = partial(check_model, owns_buffers=owns_buffers)
-    job = (source.directory.absolute(), plan, graphs, check, False, ranks)
+    job = (source.directory.absolute(), plan, graphs, owns_buffers, False, ranks)
     with building_child(*job) as (process, pipe):
         for event in _events(pipe):
             if isinstance(event, MtpcError):
@@ -133,7 +129,7 @@ def building_child(
     directory: Path,
     plan: Plan,
     graphs: Graphs,
-    check: Check | None = None,
+    owns_buffers: bool = True,
     in_background: bool = False,
     ranks: Ranks | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
@@ -143,14 +139,14 @@ def building_child(
         directory: the checkpoint.
         plan: of the program.
         graphs: which steps.
-        check: sees the model, and may refuse it.
+        owns_buffers: whether state takes memory of this process; in the background it is there.
         in_background: whether the build gives way to the process that serves.
         ranks: whose part of the steps this is; None: the whole.
     """
     process, pipe = start_python(__name__)
     try:
         with suppress(OSError):  # It has died already; its status says how.
-            job = (directory, plan, graphs, check, in_background, ranks)
+            job = (directory, plan, graphs, owns_buffers, in_background, ranks)
             pipe.send((torch.get_num_threads(), *job))
         yield process, pipe
     finally:
@@ -175,12 +171,14 @@ def serve(handle: int) -> None:
 
 def _do_job(pipe: Connection) -> None:
     from mtpc.program.build import build
+    from mtpc.program.memory_plan import check_model
 
-    threads, directory, plan, graphs, check, in_background, ranks = pipe.recv()
+    threads, directory, plan, graphs, owns_buffers, in_background, ranks = pipe.recv()
     torch.set_num_threads(threads)
     if in_background:
         os.nice(BACKGROUND_NICE)
     jobs = 1 if in_background else None
+    check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
     caller = _Caller(pipe)
     try:
         build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))

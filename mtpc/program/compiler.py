@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gzip
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
-from mtpc.capture.graph import StepGraph, is_buffer_name, set_tensor
+from mtpc.backends.pipeline import select_passes
+from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
 from mtpc.capture.split import SplitStep, split_step
@@ -58,19 +59,18 @@ from mtpc.layout.buffers import (
     text_of,
 )
 from mtpc.layout.open_sizes import shared_sizes
-from mtpc.layout.progress import Listener, Progress
+from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
+from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps, bind_program
-from mtpc.program.lowering import AgreeOnCalls, Lowering, Seen
-from mtpc.program.program import Program
-from mtpc.program.rank_share import RankShare
+from mtpc.program.program import BuiltSteps, Program, bind_program
+from mtpc.program.rank_share import AgreeOnCalls, RankShare
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
-from mtpc.program.step_record import Forecast, StepRecord, settled_buffers
+from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
 from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
@@ -78,6 +78,64 @@ from mtpc.weights.weights import Weights
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
+Seen = Callable[[str, StepGraph], None]
+"""Called with a pass's name and the graph after it."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How graphs become steps of one backend.
+
+    Attributes:
+        backend: lowers and captures; its passes end the pipeline.
+        buffer_names: layout name by tensor id, for state that model pieces hold.
+        plan: says which passes run, and how each is verified.
+        sharding: what this rank holds of the model; None is all.
+    """
+
+    backend: Backend
+    buffer_names: Mapping[int, str]
+    plan: Plan
+    sharding: Sharding | None = None
+
+    def rewrite(
+        self,
+        graph: StepGraph,
+        ending: Sequence[Pass] = (),
+        until: str | None = None,
+        seen: Seen = lambda name, graph: None,
+    ) -> StepGraph:
+        """Run the pass pipeline in place, verifying after each pass.
+
+        Args:
+            graph: as traced.
+            ending: what follows the backend's passes: copied layers, and what ranks agree on.
+            until: stop after this pass; None runs them all.
+            seen: called with each pass's name and the graph after it.
+
+        Raises:
+            GraphError: a pass left an invalid graph.
+        """
+        enables = self.backend.enables
+        passes = select_passes(self.plan, enables, self.buffer_names, self.sharding)
+        rewriting = (*passes, *self.backend.legalise())
+        verify = Verifier(self.plan.verify_passes)
+
+        def check(graph: StepGraph, name: str) -> None:
+            nonlocal verify
+            if name == CopyLayers.name:  # More layers have other effects, and verified values.
+                verify = Verifier(propagate=False)
+            verify(graph, name)
+            if name == rewriting[-1].name:
+                Verifier(propagate=True)(graph, name)
+            seen(name, graph)
+
+        run_pipeline(graph, (*rewriting, *ending), check, until)
+        return graph
+
+
+Begins = Callable[[str, StepKey | None, Part], None]
+"""Called with a stage that begins, and its step and part; None: it is for all steps."""
 _Write = Callable[[int, str, StepGraph], None]
 """Called with the number and name of a pass, and the graph after it."""
 
@@ -89,7 +147,7 @@ class StepCompiler:
         loaded: the model.
         plan: sizes and choices.
         backend: what the steps are compiled for.
-        listener: called with progress.
+        begins: called with each stage.
         new_buffer: makes each shared buffer; `Layout.reserve` if steps are bound to other tensors.
         ranks: the processes that share the model; None: this one has all of it.
         cache: where steps are looked up and kept, of this very model and plan; None: nowhere.
@@ -100,7 +158,7 @@ class StepCompiler:
         loaded: LoadedModel,
         plan: Plan,
         backend: Backend,
-        listener: Listener = lambda progress: None,
+        begins: Begins = lambda stage, key, part: None,
         new_buffer: Callable[[Layout, str, torch.device], Tensor] = Layout.allocate,
         ranks: Ranks | None = None,
         cache: OwnSteps | None = None,
@@ -113,8 +171,7 @@ class StepCompiler:
         self._check_draft_vocab()
         self.keys = step_keys(plan)
         self.share = RankShare(self.loaded, ranks) if ranks is not None else None
-        self.listener, self._start, self._done = listener, time.perf_counter(), 0
-        self.forecast = Forecast()
+        self._begins = begins
         self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
         self._cut = self._cut_caches()
@@ -217,14 +274,6 @@ class StepCompiler:
         whole = self.layout(self.keys[0], whole=True)
         return pools | {name: whole.reserve(name, tensor.device) for name, tensor in cut.items()}
 
-    def tell(self, stage: str, key: StepKey | None, part: Part = "step") -> None:
-        """Say what begins."""
-        if key is not None:
-            self.forecast.begins((self.plan.spec_tokens, key, part), stage)
-        elapsed = time.perf_counter() - self._start
-        done = (self._done, len(self.keys), elapsed)
-        self.listener(Progress(stage, key, *done, *self.forecast.now()))
-
     def trace(self, key: StepKey) -> StepGraph:
         """The step as traced, before any pass; of layers that repeat, it has the first ones."""
         traces = self.trace_model(key)
@@ -233,7 +282,7 @@ class StepCompiler:
     def trace_model(self, key: StepKey) -> ModelTraces:
         """The model's pieces; any step's key will do."""
         if self._traces is None:
-            self.tell("trace model", None)
+            self._begins("trace model", None, "step")
             layout, traced = self.layout(key), self.loaded
             if self.pattern is not None:
                 traced = with_first_layers(traced, self.pattern.traced)
@@ -268,11 +317,11 @@ class StepCompiler:
         self, key: StepKey, part: Part = "step", write: _Write = lambda index, name, graph: None
     ) -> StepGraph:
         """Trace a step and run all passes; `write` gets the graph as traced, and after each."""
-        self.tell("trace", key, part)
+        self._begins("trace", key, part)
         with self._timer("trace"):
             graph = self.trace(key)
         write(0, "traced", graph)
-        self.tell("rewrite", key, part)
+        self._begins("rewrite", key, part)
         with self._timer("rewrite"):
             return self.rewrite(
                 graph, seen=lambda name, graph: write(len(graph.history), name, graph)
@@ -287,7 +336,7 @@ class StepCompiler:
     def compile(self) -> Program:
         """Every step of `keys`, over the shared buffers of the compiler."""
         steps = self.obtain_all([(key, "step") for key in largest_first(self.keys)])
-        return bind_program(self.built(steps, self.shared), self.listener)
+        return bind_program(self.built(steps, self.shared))
 
     def built(self, steps: Steps, shared: Mapping[str, Tensor] | None = None) -> BuiltSteps:
         """Steps with the weights of this model.
@@ -301,18 +350,7 @@ class StepCompiler:
 
     def obtain_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps:
         """Every step, in order: from the cache, or built."""
-        steps, graphs = {}, tuple(wanted)
-        lacking = [graph for graph in graphs if self.cache.lacks(*graph)]
-        seconds, tier = self.cache.seconds_of_nearest(lacking), self.plan.spec_tokens
-        self.forecast = Forecast(
-            dict(zip([(tier, *graph) for graph in lacking], seconds, strict=True))
-        )
-        for key, part in graphs:
-            steps[key, part] = self.obtain(key, part)
-            self.forecast.finished((tier, key, part))
-            self._done += 1
-        self._split = None
-        return steps
+        return {(key, part): self.obtain(key, part) for key, part in wanted}
 
     def prepare(self, key: StepKey) -> None:
         """Trace the model, which all steps share. The next step's record gets the seconds."""
@@ -327,7 +365,7 @@ class StepCompiler:
     def _build(self, key: StepKey, part: Part) -> tuple[StepRecord, Artifact, Mapping[str, bytes]]:
         """Build a step: its record, its artifact, and all its files but the record."""
         graph, files = self._graph(key, part)
-        self.tell("lower", key, part)
+        self._begins("lower", key, part)
         with self._timer("lower"):
             artifact = self.backend.build(graph)
         record = self._record(graph, artifact)

@@ -1,4 +1,4 @@
-"""Device memory, planned when the weights are loaded, before the KV pool is made.
+"""Memory, planned before anything is bound: a host's by `check_model`, a device's as follows.
 
     free memory - what graphs will take - state of fixed size = pages
 
@@ -26,10 +26,14 @@ from mtpc.layout.buffers import N
 from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.plan import Plan
-from mtpc.program.compiler import StepCompiler
+from mtpc.program.processes import free_bytes
+from mtpc.program.program import HostNeed, buffer_bytes
+from mtpc.weights.packing import can_pack
+from mtpc.weights.quantise import spec_by_scheme
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
+    from mtpc.program.compiler import StepCompiler
     from mtpc.program.ranks import Ranks
 
 MARGIN = 64 << 20
@@ -211,3 +215,37 @@ def steady(pages: int) -> int:
     """
     step = 1 << max(0, pages.bit_length() - _STEADY_BITS)
     return pages - pages % step
+
+
+def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
+    """What the steps of a model will take, before any is traced.
+
+    Args:
+        compiler: of the model, whose weights may be without values.
+        owns_buffers: whether the program has its own state.
+    """
+    layouts = [compiler.layout(key) for key in compiler.keys]
+    buffers = buffer_bytes(layouts, compiler.plan) if owns_buffers else 0
+    return HostNeed(_copies(compiler), buffers)
+
+
+def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
+    """Refuse to build for a machine on which the result cannot run; see `HostNeed.check`."""
+    need_of_model(compiler, owns_buffers).check(compiler.plan, free_bytes())
+
+
+def _copies(compiler: StepCompiler) -> int:
+    """Bytes of the weights that are packed, or made of several stored ones."""
+    loaded, share, total = compiler.loaded, compiler.share, 0
+    headers, tables = loaded.headers, loaded.tables
+    for name, tensor in loaded.weights().items():
+        is_table = id(tensor) in tables
+        is_joined = headers is not None and headers.origin(tensor) is None
+        scheme = compiler.plan.quantize
+        spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
+        held = tensor.numel() if share is None else share.held(name, tensor)
+        if spec is not None and not is_table:
+            total += spec.nbytes(held)
+        elif is_joined or (can_pack(tensor) and not is_table):
+            total += held * tensor.itemsize
+    return total

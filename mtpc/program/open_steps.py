@@ -23,14 +23,17 @@ from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps
-from mtpc.program.child_process import Rest, build_in_child
-from mtpc.program.host_memory import check_model, need_of_steps
-from mtpc.program.model_key import page_identity
-from mtpc.program.open_cache import from_files, kernel_store, open_cache, restore
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import (
+    from_files,
+    kernel_store,
+    open_cache,
+    page_identity,
+    plan_model,
+    restore,
+)
 from mtpc.program.processes import HeldInterrupts, free_bytes, without_collections
-from mtpc.program.step_cache import StepCache
+from mtpc.program.program import BuiltSteps, need_of_steps
+from mtpc.program.step_cache import OwnSteps, StepCache
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
 from mtpc.weights.served_model import ServedModel
@@ -38,7 +41,9 @@ from mtpc.weights.served_model import ServedModel
 if TYPE_CHECKING:
     from mtpc.backends import Backend
     from mtpc.models.load import LoadedModel
-    from mtpc.program.compiler import StepCompiler
+    from mtpc.program.build import Job
+    from mtpc.program.child_process import Rest
+    from mtpc.program.compiler import Begins, StepCompiler
     from mtpc.program.ranks import Ranks
 
 T = TypeVar("T")
@@ -70,7 +75,6 @@ class Prepared:
         plan: what the steps were built by.
         backend: name of the backend that runs them.
         device: where they run, as torch names it.
-        done: says that all is done.
         loaded: the model in memory; None where its weights come from files.
         cache: the steps' entries; None if no cache keeps them.
         identity: see `page_identity`; "" without the option `kv_offload_dir`.
@@ -81,7 +85,6 @@ class Prepared:
     plan: Plan
     backend: str
     device: str
-    done: Callable[[], None] = lambda: None
     loaded: LoadedModel | None = None
     cache: StepCache | None = None
     identity: str = ""
@@ -239,6 +242,8 @@ class _Road(Generic[T]):
         """Build what the cache lacks in another process; None if the checkpoint is small."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
+        from mtpc.program.child_process import build_in_child
+
         listener, owns, rank = self.interrupts.tell, self.wanted.owns_buffers, self.ranks
         to_build = (self.source, self.plan, self.graphs, cache)
         is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
@@ -247,75 +252,58 @@ class _Road(Generic[T]):
     def build(self, cache: StepCache | None, backend: Backend) -> Prepared:
         """Trace and build what the cache lacks."""
         # Imported here: a warm start needs neither transformers nor export.
-        from mtpc.program.memory_plan import planned_compiler
+        from mtpc.program.build import FromHeaders, Job, build_here
+        from mtpc.program.memory_plan import check_model
 
-        keeps = cache if backend.makes_files else None
+        listener, owns = self.interrupts.tell, self.wanted.owns_buffers
+        keeps = cache if cache is not None and backend.makes_files else OwnSteps(self.plan)
+        job = Job(self.source, self.plan, keeps, self.ranks)
         if backend.makes_files and isinstance(self.source, Checkpoint):
+            from_headers = FromHeaders(backend, partial(check_model, owns_buffers=owns))
             with without_collections():
-                built = self._built_from_headers(self.source, keeps, backend)
-            if built is not None:
-                return self._of_files(built)
-        loaded, owns = self._load(backend), self.wanted.owns_buffers
-
-        def make(plan: Plan) -> StepCompiler:
-            return self._compiler(loaded, backend, keeps, plan)
-
-        plan = self.plan.of_model(loaded.max_positions)
-        if owns:
-            compiler = planned_compiler(make, plan, backend, self.report, self.ranks)
-        else:
-            compiler = make(plan)
+                steps, _ = build_here(job, self.graphs, from_headers, listener)
+            if not any(step.record.unexplained for step in steps.values()):
+                return self._of_files(from_files(self.source, steps))
+        loaded = self._load(backend)
+        make = partial(self._compiler, loaded, backend)
+        steps, compiler = build_here(job, self.graphs, make, listener)
         own = compiler.shared if owns and not backend.makes_files else None
-        built = compiler.built(compiler.obtain_all(self.graphs), own)
-        done = partial(compiler.tell, "done", None)
-        of_backend = (backend.name, backend.device, done)
-        return Prepared(built, loaded.served(), scheduled(compiler), *of_backend, loaded)
+        of_backend = (scheduled(compiler), backend.name, backend.device)
+        return Prepared(compiler.built(steps, own), loaded.served(), *of_backend, loaded)
 
-    def _built_from_headers(
-        self, source: Checkpoint, cache: StepCache | None, backend: Backend
-    ) -> BuiltSteps | None:
-        """Steps that are built without weights, and bound to them as a warm start binds.
-
-        None where only transformers can read some weight.
-        """
-        loaded = self._load(backend, headers_only=True)
-        compiler = self._compiler(loaded, backend, cache, self.plan)
-        check_model(compiler, self.wanted.owns_buffers)
-        steps = compiler.obtain_all(self.graphs)
-        if any(step.record.unexplained for step in steps.values()):
-            return None
-        return from_files(source, steps)
-
-    def _load(self, backend: Backend, headers_only: bool = False) -> LoadedModel:
+    def _load(self, backend: Backend) -> LoadedModel:
         from mtpc.models.load import load_planned
         from mtpc.models.place import place
         from mtpc.program.rank_share import read_part
 
         plan, ranks = self.plan, self.ranks
-        by_parts = ranks is not None and not headers_only and isinstance(self.source, Checkpoint)
-        loaded = load_planned(self.source, plan, headers_only or by_parts)
-        if ranks is not None and by_parts:
+        if ranks is not None and isinstance(self.source, Checkpoint):
+            loaded = load_planned(self.source, plan, headers_only=True)
             part = read_part(loaded.with_layers(plan.layer_drafts), ranks, backend.device)
             if part is not None:
                 return part
             backend.notes["weights that only transformers can read: all are on every rank"] += 1
-            loaded = load_planned(self.source, plan)
-        return place(loaded, backend.device)
+        return place(load_planned(self.source, plan), backend.device)
 
     def _compiler(
-        self,
-        loaded: LoadedModel,
-        backend: Backend,
-        cache: StepCache | None,
-        plan: Plan,
+        self, loaded: LoadedModel, backend: Backend, job: Job, begins: Begins
     ) -> StepCompiler:
+        """The compiler of a loaded model, whose pages fit the device."""
         from mtpc.program.compiler import StepCompiler
+        from mtpc.program.memory_plan import planned_compiler
 
+        plan, owns = self.plan.of_model(loaded.max_positions), self.wanted.owns_buffers
         # Tapes are bound to buffers later, as in a warm start: these are stand-ins.
-        own = self.wanted.owns_buffers and not backend.makes_files
-        new_buffer = Layout.allocate if own else Layout.reserve
-        listener = self.interrupts.tell
-        return StepCompiler(loaded, plan, backend, listener, new_buffer, self.ranks, cache)
+        is_bound = owns and not backend.makes_files
+        new_buffer = Layout.allocate if is_bound else Layout.reserve
+
+        def make(plan: Plan) -> StepCompiler:
+            of_job = (begins, new_buffer, self.ranks, job.cache)
+            return StepCompiler(loaded, plan, backend, *of_job)
+
+        if not owns:
+            return make(plan)
+        return planned_compiler(make, plan, backend, self.report, self.ranks)
 
     def bound(self, found: Prepared, cache: StepCache | None) -> Opened[T]:
         """Make of the steps what is wanted, and check the weights that this reads."""
@@ -327,9 +315,10 @@ class _Road(Generic[T]):
             need = need_of_steps(built.steps, model.plan, self.wanted.owns_buffers)
             need.check(model.plan, free_bytes())
             made = self._bound_to_files(model)
-        model.done()
         built.weights.check()
         if self.rest and cache is not None:
+            from mtpc.program.child_process import Rest
+
             rest = Rest(built, source, cache, self.plan, self.rest, self.tiers)
         checkpoint = model.loaded.checkpoint if model.loaded is not None else source
         fallbacks = Counter(self.plan.notes)

@@ -2,26 +2,44 @@
 
 A step's results (`BufferSpec.is_result`) are side by side in one memory, so that one copy brings
 them to the host.
+
+`StepBinder` binds built steps to tensors, and `bind_program` makes a program of them. `HostNeed` is
+the host's memory for that, planned before anything is built and again before anything is bound:
+
+    weights that are packed or joined + KV pages and other state <= free memory
+
+Weights that the kernels read as they are stored stay in the mapped files. They need no memory of
+their own, because the system can drop and read them again.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
-from mtpc.capture.graph import StepGraph
-from mtpc.errors import CacheError
+from mtpc.backends.package import signature_bytes
+from mtpc.errors import CapacityError
 from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
-from mtpc.program.step_cache import StepCache
-from mtpc.store.key import digest
-from mtpc.store.lookup import find, keep
-from mtpc.store.machine import cpu_name
+from mtpc.layout.progress import Listener, Progress, left_at
+from mtpc.layout.slot_state import snapshots_nbytes
+from mtpc.layout.specs import is_buffer_name
+from mtpc.plan import Plan
+from mtpc.program.processes import free_bytes
+from mtpc.program.step_cache import CONSTANTS, CachedStep, CostEntry, Steps
+from mtpc.weights.packing import held_bytes
+from mtpc.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from mtpc.capture.graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -233,36 +251,230 @@ def _like(tensor: Tensor, packed: Tensor) -> Tensor:
     return packed[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-FILE = "costs.json"
+_TELL_S = 0.5
+"""Seconds between two reports while weights are read."""
 
 
-class CostEntry:
-    """The costs of one program's steps on this machine.
+@dataclass(frozen=True)
+class BuiltSteps:
+    """Steps that are built, and what they are bound to.
 
-    Args:
-        cache: holds the steps. If it is frozen, nothing is written.
+    Attributes:
+        steps: by step and part, the largest first.
+        weights: the program's weights, which are made when a step reads them.
+        shared: tensors of state and caches; None if a program has to make its own.
+        meet: called before a step runs for the first time: ranks compile at their own pace.
     """
 
-    def __init__(self, cache: StepCache):
-        self._store, self._frozen = cache.store, cache.plan.frozen
-        machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
-        self._fields = {**cache.program, **machine, "kind": "costs"}
+    steps: Steps
+    weights: Weights
+    shared: Mapping[str, Tensor] | None = None
+    meet: Callable[[], object] = lambda: None
 
-    def read(self, notes: Counter[str]) -> bytes | None:
-        """The costs; None if there are none, or if they are damaged, which `notes` then counts."""
-        try:
-            entry = find(self._store, self._fields)
-            return None if entry is None else entry.read(FILE)
-        except CacheError as error:
-            notes[f"costs of earlier runs were not used: {error}"] += 1
-            return None
 
-    def write(self, data: bytes, notes: Counter[str]) -> None:
-        """Keep costs in place of the earlier ones; `notes` counts why that failed."""
-        if self._frozen:
+@dataclass
+class StepBinder:
+    """Binds steps to tensors.
+
+    Attributes:
+        built: the steps' weights.
+        shared: tensors of state and caches by name.
+        added: called with the name of each weight that the binder has added.
+        begin: called with each stage that begins, where a step is lowered only now.
+    """
+
+    built: BuiltSteps
+    shared: Mapping[str, Tensor]
+    added: Callable[[str], None] = lambda name: None
+    begin: Callable[[str], None] = lambda stage: None
+
+    def bind(self, step: CachedStep, own: dict[str, Tensor] | None = None) -> CapturedStep:
+        """Open a step over its tensors.
+
+        Args:
+            step: to open.
+            own: buffers that only this step uses, by name. Missing ones are allocated and added, so
+                that both halves of a split step can be bound to the same set.
+        """
+        start, weights = time.perf_counter(), self.built.weights
+        own = {} if own is None else own
+        layout = step.layout
+        missing = [name for name in layout if name not in self.shared and name not in own]
+        if missing:
+            device = next(iter(self.shared.values())).device
+            results = [name for name in missing if layout[name].is_result]
+            own |= allocate_results(layout, results, device)
+            own |= {n: layout.allocate(n, device) for n in missing if n not in results}
+        buffers = {**self.shared, **own}
+
+        def tensor_of(name: str) -> Tensor:
+            if name in buffers:
+                return buffers[name]
+            is_new = not weights.is_made(name)
+            if is_new and not weights.can_make(name):
+                weights.bind(name, load(step.read(CONSTANTS))[name])
+            value = weights.value(name)
+            if is_new:
+                self.added(name)
+            return value
+
+        weights.know(step.record.derived, step.record.stored, step.record.ends)
+        opened = step.artifact.open(tensor_of, step.sizes, self._begin)
+        seconds = time.perf_counter() - start
+        return CapturedStep(step.record.step, layout, buffers, opened.run, seconds, opened.graph)
+
+    def _begin(self, stage: str) -> None:
+        if stage == "capture":
+            self.built.meet()
+        self.begin(stage)
+
+
+def bind_program(
+    built: BuiltSteps,
+    listener: Listener = lambda progress: None,
+    identity: str = "",
+    costs: CostEntry | None = None,
+) -> Program:
+    """A program of whole steps.
+
+    Args:
+        built: the steps; those of a split step are no part of a program.
+        listener: called at each step.
+        identity: see `Program`.
+        costs: see `Program`.
+    """
+    steps, weights, shared = built.steps, built.weights, built.shared
+    layout = next(iter(steps.values())).layout
+    if shared is None:
+        shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
+    loading = _Loading(steps, weights, listener)
+    binder = StepBinder(built, shared, loading.added, loading.begin)
+    bound = {}
+    needed = loading.total + sum(tensor.nbytes for tensor in shared.values())
+    for step in steps.values():
+        weights.know(step.record.derived, step.record.stored, step.record.ends)
+    with weights.reading_ahead(loading.names, free_bytes(), needed):
+        for done, ((key, _), step) in enumerate(steps.items()):
+            loading.begins(key, done)
+            bound[key] = binder.bind(step)
+    return Program(bound, shared, identity=identity, costs=costs)
+
+
+class _Loading:
+    """Says which step is bound, and from time to time how much of all weights is there.
+
+    Attributes:
+        names: of the weights that are not there when binding begins, in the order of use.
+        total: their bytes.
+    """
+
+    def __init__(self, steps: Steps, weights: Weights, listener: Listener):
+        self._listener, self._start = listener, time.perf_counter()
+        self._sizes = {
+            name: signature_bytes(signature)
+            for step in steps.values()
+            for name, signature in step.record.package.tensors.items()
+            if not is_buffer_name(name) and not weights.is_made(name)
+        }
+        self.names, self.total = tuple(self._sizes), sum(self._sizes.values())
+        self._there, self._steps = 0, len(steps)
+        self._told_s = 0.0
+
+    def begins(self, key: StepKey, done: int) -> None:
+        """A step is bound from now on."""
+        self._key, self._done = key, done
+        self._tell(time.perf_counter() - self._start)
+
+    def begin(self, stage: str) -> None:
+        """A stage of a step begins that is lowered only now."""
+        self._tell(time.perf_counter() - self._start, stage)
+
+    def added(self, name: str) -> None:
+        """A weight is there."""
+        self._there += self._sizes.get(name, 0)
+        elapsed_s = time.perf_counter() - self._start
+        if elapsed_s > self._told_s + _TELL_S:
+            self._tell(elapsed_s)
+
+    def _tell(self, elapsed_s: float, stage: str = "load") -> None:
+        self._told_s = elapsed_s
+        place = (self._key, self._done, self._steps, elapsed_s)
+        fraction = self._there / self.total if self.total else self._done / self._steps
+        self._listener(Progress(stage, *place, fraction, left_at(fraction, elapsed_s)))
+
+
+ALLOWANCE = 256 << 20
+"""Bytes for results between calls, and for the rows that are being packed."""
+
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes that a program takes.
+
+    Attributes:
+        weights: copies of weights in the kernels' form.
+        buffers: KV pages, other state and its snapshots; 0 where a host has them.
+    """
+
+    weights: int
+    buffers: int
+
+    def check(self, plan: Plan, free: int | None) -> None:
+        """Refuse a program that does not fit.
+
+        Args:
+            plan: as it is compiled.
+            free: bytes that this process can still have; None if the system does not say.
+
+        Raises:
+            CapacityError: it needs more.
+        """
+        need = self.weights + self.buffers + ALLOWANCE
+        if free is None or need <= free:
             return
-        try:
-            with self._store.lock(digest(self._fields), lambda line: None):
-                keep(self._store, self._fields, {FILE: data})
-        except CacheError as error:
-            notes[f"costs of steps were not kept: {error}"] += 1
+        advice = "run it on a larger machine, which can start from what `mtpc build` makes here"
+        if self.weights + ALLOWANCE < free:
+            advice = "lower max_len, batch_buckets, num_pages or snapshot_bytes"
+        buckets = ",".join(map(str, plan.batch_buckets))
+        raise CapacityError(
+            f"the model does not fit this machine's memory: it needs {need / _GIB:.1f} GiB "
+            f"({self.weights / _GIB:.1f} of weights, {self.buffers / _GIB:.1f} of KV pages and "
+            f"other state for max_len {plan.max_len} and batch_buckets "
+            f"{buckets}), and {free / _GIB:.1f} GiB are free; {advice}"
+        )
+
+
+def need_of_steps(steps: Steps, plan: Plan, owns_buffers: bool) -> HostNeed:
+    """What compiled steps take, according to their records.
+
+    Args:
+        steps: all of one program.
+        plan: of the program.
+        owns_buffers: whether the program has its own state.
+    """
+    weights: dict[str, int] = {}
+    for step in steps.values():
+        record = step.record
+        made = {n for n, recipe in record.stored.items() if not isinstance(recipe, str)}
+        for name, signature in record.package.tensors.items():
+            if name in record.derived or name in made:
+                weights[name] = held_bytes(signature_bytes(signature))
+    layouts = [step.layout for step in steps.values()]
+    buffers = buffer_bytes(layouts, plan) if owns_buffers else 0
+    return HostNeed(sum(weights.values()), buffers)
+
+
+def buffer_bytes(layouts: Sequence[Layout], plan: Plan) -> int:
+    """Bytes of the shared buffers and of their snapshots, once, and of each step's own."""
+    shared: dict[str, int] = {}
+    own = 0
+    for layout in layouts:
+        for name, spec in layout.items():
+            if spec.shared:
+                shared[name] = layout.nbytes(name)
+            else:
+                own += layout.nbytes(name)
+    return own + sum(shared.values()) + snapshots_nbytes(layouts[0], plan)

@@ -10,23 +10,30 @@ So it reads the slices that its steps use, and no rank has the whole model in me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from mtpc.errors import OptionError
+from mtpc.capture.graph import StepGraph, operators
+from mtpc.errors import OptionError, RankError
 from mtpc.layout import BufferSpec
 from mtpc.models.load import LoadedModel
 from mtpc.models.shards import ShardPlan
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.ops.attention import HEADS
-from mtpc.passes import Sharding
+from mtpc.ops.collectives import is_collective
+from mtpc.passes import Policy, Sharding
 from mtpc.passes.shard import CutWeight
-from mtpc.program.ranks import Ranks
 from mtpc.weights.recipes import Recipe
 from mtpc.weights.stored import StoredWeights
+
+if TYPE_CHECKING:
+    from mtpc.program.ranks import Ranks
 
 
 class RankShare:
@@ -149,3 +156,57 @@ def _others(loaded: LoadedModel) -> set[str]:
 def _placeholder(tensor: Tensor, device: str) -> Tensor:
     one = tensor.new_full((1,) * tensor.dim(), torch.nan, device=device)
     return one.expand(tensor.shape)
+
+
+_CHOICE = "configs"
+"""The argument of a kernel that names its configurations."""
+
+
+@dataclass(frozen=True)
+class AgreeOnCalls:
+    """agree-on-calls: give each call the configuration that rank 0 has chosen for it.
+
+    Every rank runs it on the same steps, bound to kernels and not lowered yet. It counts the calls
+    that have another configuration now.
+
+    Attributes:
+        ranks: this process among those that share the model.
+
+    Raises:
+        RankError: another rank's step makes other exchanges.
+    """
+
+    ranks: Ranks
+    name: ClassVar[str] = "agree-on-calls"
+    policy: ClassVar[Policy] = "required"
+
+    def apply(self, graph: StepGraph) -> int:
+        calls, ranks = dict(_named(graph)), self.ranks
+        exchanges = [str(target) for _, target in operators(graph.graph) if is_collective(target)]
+        own = {name: node.kwargs.get(_CHOICE, "") for name, node in calls.items()}
+        every = ranks.tell_all((exchanges, own))
+        for rank, (theirs, _) in enumerate(every):
+            for index, (one, other) in enumerate(zip_longest(theirs, exchanges)):
+                if one != other:
+                    raise RankError(
+                        f"{graph.name}: exchange {index} of rank {rank} of {ranks.size} is {one}, "
+                        f"and rank {ranks.rank}'s is {other}; ranks would wait for each other for "
+                        "ever: give all ranks the same machine, libraries and options"
+                    )
+        changed = 0
+        for name, choice in every[0][1].items():
+            if name in own and own[name] != choice:
+                node = calls[name]
+                node.kwargs = {**node.kwargs, _CHOICE: choice}
+                changed += 1
+        return changed
+
+
+def _named(graph: StepGraph) -> Iterator[tuple[tuple[str, int], fx.Node]]:
+    """Calls of kernels that have configurations, by name and how often it came before."""
+    seen = Counter[str]()
+    for node, target in operators(graph.graph):
+        schema = getattr(target, "_schema", None)
+        if schema is not None and any(one.name == _CHOICE for one in schema.arguments):
+            yield (str(target), seen[str(target)]), node
+            seen[str(target)] += 1

@@ -15,7 +15,7 @@ import mtpc
 from mtpc.backends.peer_memory import MOST_BYTES
 from mtpc.errors import LostRankError, OptionError, RankError
 from mtpc.plan import Plan
-from mtpc.program.model_key import checkpoint_fields, sample_digest
+from mtpc.program.open_cache import checkpoint_fields, sample_digest
 from mtpc.program.rank_exchanges import join_devices, kind_of_device
 from mtpc.store.sources import source_fields
 from mtpc.weights.checkpoint import Checkpoint

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from mtpc.backends.base import Artifact
 from mtpc.backends.package import TAPE, TapeArtifact
 from mtpc.config import CompileOptions
@@ -20,7 +22,7 @@ from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Difference, Fields, digest
 from mtpc.store.lookup import find, keep, nearest, peek
-from mtpc.store.machine import environment_fields
+from mtpc.store.machine import cpu_name, environment_fields
 from mtpc.weights.paired_checkpoint import DRAFT
 
 _SHOWN = 4
@@ -399,3 +401,38 @@ def read_record(entry: Entry) -> StepRecord:
             f"{entry.directory}: {RECORD} is not a record as mtpc writes it: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+COSTS = "costs.json"
+
+
+class CostEntry:
+    """The costs of one program's steps on this machine.
+
+    Args:
+        cache: holds the steps. If it is frozen, nothing is written.
+    """
+
+    def __init__(self, cache: StepCache):
+        self._store, self._frozen = cache.store, cache.plan.frozen
+        machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
+        self._fields = {**cache.program, **machine, "kind": "costs"}
+
+    def read(self, notes: Counter[str]) -> bytes | None:
+        """The costs; None if there are none, or if they are damaged, which `notes` then counts."""
+        try:
+            entry = find(self._store, self._fields)
+            return None if entry is None else entry.read(COSTS)
+        except CacheError as error:
+            notes[f"costs of earlier runs were not used: {error}"] += 1
+            return None
+
+    def write(self, data: bytes, notes: Counter[str]) -> None:
+        """Keep costs in place of the earlier ones; `notes` counts why that failed."""
+        if self._frozen:
+            return
+        try:
+            with self._store.lock(digest(self._fields), lambda line: None):
+                keep(self._store, self._fields, {COSTS: data})
+        except CacheError as error:
+            notes[f"costs of steps were not kept: {error}"] += 1

@@ -15,11 +15,11 @@ from typing import Any, get_args
 import torch
 
 from mtpc.backends.package import Package
-from mtpc.capture.graph import PassRecord
 from mtpc.errors import CacheError
 from mtpc.layout import Bucket, BufferSpec, Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.keys import Phase
 from mtpc.layout.open_sizes import Size, is_size_text, size_of
+from mtpc.layout.progress import PassRecord
 from mtpc.weights import recipes
 from mtpc.weights.recipes import Recipe
 
@@ -201,34 +201,30 @@ STAGES = ("trace", "rewrite", "split", "lower")
 """The stages that a step's record has seconds of, in the order in which they run."""
 _LONGEST_S = 1e6
 """A record with a longer stage is damaged, and does not count."""
-Graph = tuple[int, StepKey, Part]
-"""K of the program, the step, and which part of it."""
 
 
 class Forecast:
     """The share of a build that is done, and the time that is left.
 
     Args:
-        expected: the seconds of each stage of each graph that is to be built. If a graph has none,
-            nothing is known.
+        expected: the seconds of each stage of each graph that is to be built, by any name. If a
+            graph has none, nothing is known.
         workers: processes that build at the same time.
     """
 
-    def __init__(
-        self, expected: Mapping[Graph, Mapping[str, float]] | None = None, workers: int = 1
-    ):
+    def __init__(self, expected: Mapping[Any, Mapping[str, float]] | None = None, workers: int = 1):
         known = {graph: _seconds(stages) for graph, stages in (expected or {}).items()}
         self._left = known if all(sum(seconds) for seconds in known.values()) else {}
         self._total_s = sum(map(sum, self._left.values()))
         self._workers, self._start = workers, time.perf_counter()
 
-    def begins(self, graph: Graph, stage: str) -> None:
+    def begins(self, graph: Any, stage: str) -> None:
         """A stage of a graph begins, so the stages before it are over."""
         if graph in self._left and stage in STAGES:
             over = STAGES.index(stage)
             self._left[graph] = [0.0] * over + self._left[graph][over:]
 
-    def finished(self, graph: Graph) -> None:
+    def finished(self, graph: Any) -> None:
         """A graph is built."""
         self._left.pop(graph, None)
 

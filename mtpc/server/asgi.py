@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 
-from mtpc.api import SpecModel
-from mtpc.engine.async_engine import AsyncEngine
+from mtpc import AsyncEngine, SpecModel
 from mtpc.errors import OptionError, RequestError
 from mtpc.server.app import Gate, make_app
 from mtpc.server.chat import load_chat_template

@@ -15,7 +15,8 @@ from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.server.renderer import Renderer
-from mtpc.weights.gguf.file import chat_template, find_gguf
+from mtpc.weights.gguf import find_gguf
+from mtpc.weights.gguf.file import chat_template
 from mtpc.weights.json_file import CONFIG, read_json
 
 _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtpc.engine.async_engine import AsyncEngine
+from mtpc import AsyncEngine, SamplingParams
 from mtpc.engine.forced import scoring_request
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.request import Request
 from mtpc.engine.text import Decode, TextAssembler
 from mtpc.errors import ServingError
-from mtpc.sampling_params import MAX_SEED, SamplingParams, TokenLogprobs
+from mtpc.sampling_params import MAX_SEED, TokenLogprobs
 from mtpc.server.answers import Piece, Unscored, Usage
 from mtpc.server.chat_parser import ChatParser
 from mtpc.server.errors import ApiError, no_token_masks

@@ -17,8 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.importer import import_from_string
 
-from mtpc.api import SpecModel
-from mtpc.engine.async_engine import AsyncEngine
+from mtpc import AsyncEngine, SpecModel
 from mtpc.errors import LostRankError, OptionError, ServingError
 from mtpc.server.app import make_app
 from mtpc.server.asgi import make_service

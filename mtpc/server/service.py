@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 
-from mtpc.engine.async_engine import AsyncEngine
+from mtpc import AsyncEngine
 from mtpc.engine.prompt_images import PromptImages
 from mtpc.engine.vision import Vision
 from mtpc.server.bodies import Bodies

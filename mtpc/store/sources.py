@@ -28,8 +28,10 @@ _IMPORT = re.compile(
 """Import statements of mtpc's modules: indentation, module, names; or a module. `ast` takes fifty
 times as long, which a warm start would notice; a test compares the two."""
 
-_IMPORTS_ALL = "members(sys.modules[__name__]"
-"""A package whose source has this imports each of its modules, whatever their names."""
+_FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
+"""What only type checkers import."""
+_IMPORTS_ALL = re.compile(r"members\(sys\.modules\[__name__\]|import_module\(f\"\{__name__\}\.")
+"""A package whose source has one of these imports each of its modules, whatever their names."""
 
 
 def source_fields(package: Path = PACKAGE) -> dict[str, str]:
@@ -72,7 +74,7 @@ def source_files(package: Path = PACKAGE) -> dict[str, list[Path]]:
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:
-    """What a file imports of mtpc.
+    """What a file imports of mtpc when it runs.
 
     Args:
         source: of a module.
@@ -81,7 +83,7 @@ def imports(source: str) -> Iterator[tuple[str, bool]]:
         Dotted names, with whether the statement stands at the top level. A name that is imported
         from a module may be a module itself.
     """
-    for indent, module, names, alone in _IMPORT.findall(source):
+    for indent, module, names, alone in _IMPORT.findall(_FOR_TYPES.sub("", source)):
         yield module or alone, not indent
         listed = re.sub(r"#.*|\bas \w+", "", names)
         yield from ((f"{module}.{name}", not indent) for name in re.findall(r"\w+", listed))
@@ -113,7 +115,7 @@ def _reached(package: Path) -> dict[str, Path]:
         source = modules[name].read_text()
         found = imports(source)
         waiting += [(other, True) for other, at_top in found if at_top or is_called]
-        if _IMPORTS_ALL in source:
+        if _IMPORTS_ALL.search(source):
             waiting += [(other, True) for other in modules if other.startswith(f"{name}.")]
     return reached
 

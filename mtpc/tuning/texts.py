@@ -15,7 +15,7 @@ from mtpc.errors import RequestError
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from mtpc.api import SpecModel
+    from mtpc import SpecModel
 
 HELD_OUT = 10
 """If no held-out text is given, the last 1/HELD_OUT of each text is held out."""

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.gguf.file import find_gguf, open_gguf
+from mtpc.weights.gguf import find_gguf
 from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint, what_to_do
 from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
 from mtpc.weights.read_ahead import ReadAhead
@@ -117,6 +117,8 @@ class CheckpointFiles(ConfigFile):
         self.gguf = () if os.path.lexists(directory / CONFIG) else tuple(find_gguf(directory))
         self._files: Mapping[Path, TensorFile]
         if self.gguf:
+            from mtpc.weights.gguf.file import open_gguf  # Not above: few checkpoints need it.
+
             self.config, self._files = open_gguf(list(self.gguf))
             check_config(self.config, self.gguf[0])
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import CheckpointError, RequestError
-from mtpc.weights.gguf.file import find_gguf, has_tokens
+from mtpc.weights.gguf import find_gguf
 from mtpc.weights.hub import hub_id
 from mtpc.weights.json_file import CONFIG, read_json
 
@@ -207,6 +207,9 @@ def find_tokenizer(directory: Path) -> tuple[Path | None, dict[str, Any]]:
             return own, {}
     except OSError as error:
         raise CheckpointError(f"cannot look for a tokenizer: {error}") from None
-    if files and has_tokens(files[0]):
-        return files[0], {"gguf_file": files[0].name}
+    if files:
+        from mtpc.weights.gguf.file import has_tokens  # Not above: few checkpoints need it.
+
+        if has_tokens(files[0]):
+            return files[0], {"gguf_file": files[0].name}
     return None, {}

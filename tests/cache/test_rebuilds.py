@@ -22,8 +22,7 @@ from mtpc.cli.main import main
 from mtpc.config import CompileOptions
 from mtpc.errors import RequestError
 from mtpc.layout import StepKey, graph_keys
-from mtpc.program.open_cache import open_cache
-from mtpc.program.planning import plan_model
+from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.store.key import digest
 
 HEADING = "## What is built again"

@@ -27,10 +27,9 @@ from torch import Tensor
 import mtpc
 from mtpc.errors import CheckpointError
 from mtpc.layout import parts_of
-from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
-from mtpc.program.program import Program
+from mtpc.program.program import Program, StepBinder
 from mtpc.program.step_cache import graph_file
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.read_ahead import ReadAhead, Span
@@ -72,7 +71,7 @@ def test_graphs_are_the_same_text_every_time(
 import sys, json
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.layout import parts_of
-from mtpc.program.binding import StepBinder
+from mtpc.program.program import StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.layout import StepKey
 from mtpc.config import CompileOptions

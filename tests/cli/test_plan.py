@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scale import CONFIGS
 from mtpc.cli.main import main
 from mtpc.cli.plan_arguments import DEVICE_NAMES, counts, microseconds, size
-from mtpc.program.scale import DEVICES
+from mtpc.scale import DEVICES
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
-from mtpc.program.model_key import MEMORY, page_identity
+from mtpc.program.open_cache import MEMORY, page_identity
 from mtpc.weights.content import content_digest
 from mtpc.weights.paired_checkpoint import open_checkpoint
 

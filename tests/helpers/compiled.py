@@ -14,9 +14,8 @@ from mtpc.api import SpecModel
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.layout import Part, StepKey
-from mtpc.program.binding import StepBinder
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.program import CapturedStep
+from mtpc.program.program import CapturedStep, StepBinder
 from mtpc.store.entries import Entry
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import mtpc
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.models.load import SteppedModel, load
-from mtpc.program.model_key import checkpoint_fields, sample_digest
+from mtpc.program.open_cache import checkpoint_fields, sample_digest
 from mtpc.weights.paired_checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}

@@ -1218,7 +1218,7 @@ FAULTS = (
     ),
     Fault(
         "in files: the first file of weights alone identifies a model",
-        "program/model_key.py",
+        "program/open_cache.py",
         "content_digest(checkpoint.paths, directory / MEMORY)",
         "content_digest(checkpoint.paths[:1], directory / MEMORY)",
         f"{_EVERY_FILE}[mimo]",

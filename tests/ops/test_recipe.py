@@ -126,12 +126,12 @@ def check(op, *options, **named):
 ON_CPU = """\
 import ctypes, sys
 from pathlib import Path
-from mtpc.backends.cpu_kernels import kernel_table, load_library
+from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.cpu_kernels.build import LIBRARY, build_kernels
 from mtpc.store.entries import EntryStore
 
 built = build_kernels(EntryStore(Path(sys.argv[1])))
-load_library(built)
+load_kernels(EntryStore(Path(sys.argv[1])))
 reference, ours = torch.ops.mtpc.halve.default, torch.ops.mtpc_cpu.halve.default
 assert kernel_table() == {reference: ours}
 assert str(ours._schema) == (

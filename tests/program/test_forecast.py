@@ -81,7 +81,7 @@ def test_the_nearest_entry_says_how_long_it_takes(
     assert len(building) == 6
     assert {p.fraction for p in building} == {None}
     heard.clear()
-    monkeypatch.setattr("mtpc.program.binding._TELL_S", -1.0)
+    monkeypatch.setattr("mtpc.program.program._TELL_S", -1.0)
     mtpc.compile(checkpoint("mimo"), heard.append, **{**options, "spec_tokens": 2})
     building = [p for p in heard if p.stage in ("trace", "rewrite", "lower")]
     shares = [p.fraction for p in building]

@@ -14,7 +14,7 @@ from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.host_memory import need_of_model
+from mtpc.program.memory_plan import need_of_model
 
 
 @pytest.mark.parametrize("scheme", [None, "int4-g32", "int8"])

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import scale as page
 from mtpc.models.load import load
-from mtpc.program.scale import DEVICES, RankModel, Sum
+from mtpc.scale import DEVICES, RankModel, Sum
 
 
 @cache

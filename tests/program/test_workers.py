@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtpc.errors import BackendError, OptionError
-from mtpc.program.workers import build_beside_workers
+from mtpc.program.processes import build_beside_workers
 
 Act = Callable[[Any], None]
 

@@ -36,13 +36,12 @@ from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
 from mtpc.passes import Sharding
 from mtpc.program import follow, rank_exchanges
-from mtpc.program.binding import BuiltSteps, StepBinder
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, StepWatch, ranked
-from mtpc.program.lowering import AgreeOnCalls
 from mtpc.program.memory_plan import MemoryPlan, least_pages
+from mtpc.program.program import BuiltSteps, StepBinder
 from mtpc.program.rank_exchanges import Seen, choose_device, make_group, step_timeout_s, why_apart
-from mtpc.program.rank_share import RankShare, read_part
+from mtpc.program.rank_share import AgreeOnCalls, RankShare, read_part
 from mtpc.program.ranks import Ranks
 
 ours = torch.ops.mtpc

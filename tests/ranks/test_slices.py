@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from mtpc.errors import CacheError, CheckpointError
 from mtpc.layout import graph_keys
 from mtpc.plan import Plan
-from mtpc.program.binding import BuiltSteps, bind_program
 from mtpc.program.build import build
 from mtpc.program.open_cache import open_cache, restore
+from mtpc.program.program import BuiltSteps, bind_program
 from mtpc.program.ranks import Ranks, all_parts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Rows, make, take_early

@@ -24,9 +24,10 @@ from mtpc.models.read_config import read_config
 from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.gguf import find
+from mtpc.weights.gguf import find_gguf
 from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.families import FAMILIES
-from mtpc.weights.gguf.file import Change, GgufFile, GgufTensor, Heads, find_gguf
+from mtpc.weights.gguf.file import Change, GgufFile, GgufTensor, Heads
 from mtpc.weights.gguf.names import ENDS, STACKS
 from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 from mtpc.weights.served_model import ServedModel

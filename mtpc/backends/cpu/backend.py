@@ -17,11 +17,12 @@ from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import Package, TapeArtifact, signature
 from mtpc.backends.record_tape import fake_signature
 from mtpc.backends.tape import write_tape
-from mtpc.capture.graph import StepGraph, get_tensor, is_buffer_name
+from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.step_mode import StepMode
 from mtpc.errors import OptionError
 from mtpc.layout.progress import Report, silent
+from mtpc.layout.specs import is_buffer_name
 from mtpc.passes.base import Pass, Policy
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise

@@ -33,15 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mtpc.backends.cpu.ops  # noqa: F401  (declares the operators)
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.layout.progress import Report, silent
-from mtpc.ops import references
 from mtpc.store.entries import Entry, EntryStore
 
 
 def load_kernels(store: EntryStore | None = None, report: Report = silent) -> None:
-    """Make torch.ops.mtpc_cpu exist in this process; later calls do nothing.
+    """Make torch.ops.mtpc_cpu exist in this process, with fakes; later calls do nothing.
 
     Args:
         store: the graph cache, where builds are kept; by default the user's.
@@ -51,21 +49,26 @@ def load_kernels(store: EntryStore | None = None, report: Report = silent) -> No
         BackendError: there is no C++ compiler, or it failed.
         CacheError: another user could have written the cache.
     """
-    if not kernel_table():
+    if not _is_loaded():
         load_library(build_kernels(store, report))
+    for reference, ours in kernel_table().items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(ours.name(), "Meta"):
+            torch.library.register_fake(ours.name(), reference)
 
 
 def load_library(built: Entry | Path) -> None:
-    """Load what `build_kernels` returned; does nothing where kernels are loaded already."""
-    if kernel_table():
+    """Load what `build_kernels` returned, to run tapes; later calls do nothing."""
+    if _is_loaded():
         return
     directory = built.parent if isinstance(built, Path) else built.directory
     torch.classes.load_library(str(directory / RUNNER))
     torch.ops.load_library(directory / LIBRARY)
     # Tapes that are loaded later find the kernels' C functions by name.
     ctypes.CDLL(str(directory / LIBRARY), mode=ctypes.RTLD_GLOBAL)
-    for reference, ours in kernel_table().items():
-        torch.library.register_fake(ours.name(), reference)
+
+
+def _is_loaded() -> bool:
+    return any(Path(path).name == LIBRARY for path in torch.ops.loaded_libraries)
 
 
 def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
@@ -78,6 +81,10 @@ def kernel_table() -> dict[Any, Any]:
 
     It is empty until `load_kernels` was called.
     """
+    # Imported here: who runs tapes needs no references.
+    import mtpc.backends.cpu.ops  # noqa: F401  (declares the operators)
+    from mtpc.ops import references
+
     ours = torch.ops.mtpc_cpu
     return {
         reference: getattr(ours, name).default

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from mtpc.backends.cpu_kernels.compilers import RunCompiler, running_compilers
-from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, generate
+from mtpc.backends.cpu_kernels.generate import SOURCE_DIR, declarations, generate
 from mtpc.backends.cpu_kernels.levels import NATIVE, Level, chosen_level
 from mtpc.backends.cpu_kernels.shipped import find_shipped, keep_shipped
 from mtpc.environment import cache_directory, cxx_compiler
@@ -121,8 +121,8 @@ def kernel_fields(level: Level) -> dict[str, str]:
     if level == NATIVE:
         decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}
     flags = " ".join((*_FLAGS, *level.flags, "runner:", *_RUNNER_FLAGS))
-    generated = hash_of(text.encode() for text in generate().values())
-    own = {"flags": flags, "source.generated": generated, "machine.level": level.name}
+    declared = hash_of([declarations().encode()])
+    own = {"flags": flags, "source.declared": declared, "machine.level": level.name}
     return {"kind": KERNELS, **own, **decisive}
 
 

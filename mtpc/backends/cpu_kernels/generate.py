@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mtpc.errors import BackendError
-from mtpc.ops import references
+from mtpc.store.sources import PACKAGE
 
 SOURCE_DIR = Path(__file__).parent
 _DEFINITION = re.compile(r"^MTPC_OPERATOR\s[^;(]*?(\w+)\(", re.MULTILINE)
+_DECLARED = re.compile(r"^@operator\(.*?^(?:def [^\n]*|\) ->[^\n]*):\n", re.MULTILINE | re.DOTALL)
+"""The declaration of an operator, from its traits to the end of its signature."""
 
 _TYPES = {
     "Tensor": "const Tensor&",
@@ -95,9 +97,19 @@ def generate() -> dict[str, str]:
     return {"operators.h": header, "operators.cpp": source}
 
 
+def declarations() -> str:
+    """What the generated files follow from: this module, and how operators are declared."""
+    folders = (PACKAGE / "ops", PACKAGE / "backends" / "cpu" / "ops")
+    paths = [Path(__file__), *(p for folder in folders for p in sorted(folder.glob("*.py")))]
+    texts = [path.read_text() for path in paths]
+    return texts[0] + "".join(found for text in texts[1:] for found in _DECLARED.findall(text))
+
+
 def _schemas(sources: Iterable[Path]) -> list[Any]:
     """The schemas of the operators that are defined in some sources, by name."""
     names = sorted(name for path in sources for name in _DEFINITION.findall(path.read_text()))
+    from mtpc.ops import references  # Not above: a start that finds its kernels needs none.
+
     known = references()
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.engine.engine import Engine
+from mtpc import Engine
 from mtpc.engine.request import Request
 from mtpc.engine.stream import check_all, stream
 from mtpc.errors import ServingError

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, generation
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from mtpc.api import SpecModel, compile
+from mtpc import SamplingParams, SpecModel, compile
 from mtpc.engine.request import Request
 from mtpc.errors import OptionError, RequestError
 from mtpc.integrations.transformers.decoding import Columns, decode
@@ -27,7 +27,7 @@ from mtpc.integrations.transformers.processors import Wanted, sampling_params
 from mtpc.integrations.transformers.stopping import StopPlan, stop_plan
 from mtpc.layout.progress import Listener
 from mtpc.plan import DEFAULT_MAX_LEN
-from mtpc.sampling_params import MAX_SEED, SamplingParams
+from mtpc.sampling_params import MAX_SEED
 
 LARGEST_BUCKET = 8
 """The most requests per step that `generate` compiles for one call. Further rows wait."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import generation
 
+from mtpc import SamplingParams
 from mtpc.errors import RequestError
-from mtpc.sampling_params import SamplingParams
 
 MASK, BIAS, REPETITION, TEMPERATURE, TOP_K, TOP_P, MIN_P, NORMALISED = range(8)
 """Stages, in the step's order. A mask may come at any place before the first filter (`TOP_K`)."""

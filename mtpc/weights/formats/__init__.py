@@ -1,19 +1,26 @@
 """Formats of quantised weights: which of a checkpoint's tensors are one weight, and how to read it.
 
-Each format is a module with a function `find`, which returns the quantised weights of a checkpoint.
+Each format is a module of this package, imported when a checkpoint has it. It has
+
+- `find`, (tensors, quantization_config, config of the language model) -> its weights, which raises
+  CheckpointError;
+- `LEAVES`, last parts of the names of tensors that make up quantised weights: each such tensor must
+  belong to a weight;
+- `IGNORED`, last parts of the names of tensors that mtpc does not read: scales of activations.
+
 `FORMATS` is the table of formats.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.formats import awq, block_fp8, compressed_tensors, gguf, gptq, mxfp4
-from mtpc.weights.formats.stored import Config, QuantisedWeight, Tensors
+from mtpc.weights.formats.stored import QuantisedWeight, Tensors
 
 ADVICE = "dequantise the checkpoint to bfloat16 first"
 
@@ -23,30 +30,22 @@ class Format:
     """A format of quantised weights.
 
     Attributes:
-        find: (tensors, quantization_config, config of the language model) -> its weights. Raises
-            CheckpointError.
-        leaves: last parts of the names of tensors that make up quantised weights. Each such tensor
-            must belong to a weight.
-        ignored: last parts of the names of tensors that mtpc does not read: scales of activations.
+        module: its name in this package.
         left_out: entry of quantization_config that lists modules with plain weights; None if the
             format has no such list.
     """
 
-    find: Callable[[Tensors, Config, Mapping[str, Any]], list[QuantisedWeight]]
-    leaves: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    module: str
     left_out: str | None = None
 
 
 FORMATS: Mapping[str, Format] = {
-    "fp8": Format(block_fp8.find, block_fp8.LEAVES, left_out="modules_to_not_convert"),
-    "compressed-tensors": Format(
-        compressed_tensors.find, compressed_tensors.LEAVES, compressed_tensors.IGNORED, "ignore"
-    ),
-    "gptq": Format(gptq.find, gptq.LEAVES),
-    "awq": Format(awq.find, awq.LEAVES, left_out="modules_to_not_convert"),
-    "gguf": Format(gguf.find, gguf.LEAVES),
-    "mxfp4": Format(mxfp4.find, mxfp4.LEAVES, left_out="modules_to_not_convert"),
+    "fp8": Format("block_fp8", "modules_to_not_convert"),
+    "compressed-tensors": Format("compressed_tensors", "ignore"),
+    "gptq": Format("gptq"),
+    "awq": Format("awq", "modules_to_not_convert"),
+    "gguf": Format("gguf"),
+    "mxfp4": Format("mxfp4", "modules_to_not_convert"),
 }
 """Value of `quant_method` in config.json -> its format."""
 _UNNAMED = "fp8"
@@ -76,20 +75,20 @@ def find_quantised(
             f"config.json has quant_method {method!r}{hint}; expected one of "
             f"{', '.join(map(repr, FORMATS))}, or weights that are not quantised; {ADVICE}"
         )
-    form = FORMATS[method]
+    form = import_module(f"{__name__}.{FORMATS[method].module}")
     weights = {weight.name: weight for weight in form.find(tensors, says, text)}
     used = {name for weight in weights.values() for name in weight.parts.values()}
-    _check_left(tensors, used, form)
-    return weights, [name for name in tensors if name.rpartition(".")[2] in form.ignored]
+    _check_left(tensors, used, form.LEAVES)
+    return weights, [name for name in tensors if name.rpartition(".")[2] in form.IGNORED]
 
 
-def _check_left(tensors: Tensors, used: set[str], form: Format) -> None:
+def _check_left(tensors: Tensors, used: set[str], leaves: tuple[str, ...]) -> None:
     """Refuse tensors that look like parts of quantised weights but belong to none."""
     for name, stored in tensors.items():
         leaf = name.rpartition(".")[2]
         if name in used:
             continue
-        if leaf in form.leaves:
+        if leaf in leaves:
             raise CheckpointError(
                 f"{name} belongs to no quantised weight of this checkpoint; expected the codes of "
                 f"a weight beside it; {ADVICE}"

@@ -27,6 +27,7 @@ from mtpc.weights.formats.stored import (
 )
 
 LEAVES = ("qweight", "qzeros", "scales")
+IGNORED: tuple[str, ...] = ()
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight adjacent outputs is in an int32."""
 

@@ -31,6 +31,7 @@ from mtpc.weights.fused_qkv import qkv_chunks
 
 _SUFFIX, _V4 = "_scale_inv", ".scale"
 LEAVES = ("weight_scale_inv", "weight_scale")
+IGNORED: tuple[str, ...] = ()
 _BLOCK = (128, 128)
 """Sides of a block if config.json does not give them."""
 _DTYPES = ("F32", "BF16", "F8_E8M0")

@@ -23,6 +23,7 @@ from mtpc.weights.grouped import BITS, GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec
 
 LEAVES: tuple[str, ...] = ()
+IGNORED: tuple[str, ...] = ()
 _K_B, _V_B = ".k_b_proj.weight", ".v_b_proj.weight"
 
 

@@ -39,6 +39,7 @@ from mtpc.weights.formats.stored import (
 )
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
+IGNORED: tuple[str, ...] = ()
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:

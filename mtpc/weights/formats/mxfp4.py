@@ -19,6 +19,7 @@ from torch import Tensor
 from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors, find_part
 
 LEAVES: tuple[str, ...] = ()
+IGNORED: tuple[str, ...] = ()
 GROUP = 32
 """Inputs that share an exponent."""
 _CODES, _SCALES = "_blocks", "_scales"
