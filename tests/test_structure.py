@@ -241,7 +241,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2350,
+    ".": 2370,
     "backends": 14740,
     "capture": 1300,
     "certificate": 1350,

@@ -13,7 +13,7 @@ from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
 import mtpc
-from mtpc.program.program import FILE
+from mtpc.program.step_cache import COSTS
 
 Opened = Callable[..., mtpc.SpecModel]
 
@@ -32,13 +32,13 @@ def opened(checkpoint: Callable[..., Path], cpu_cache: Path) -> Opened:
 @pytest.fixture
 def entry(cpu_cache: Path, opened: Opened) -> Path:
     """The entry of costs, as one run has left it."""
-    for path in cpu_cache.glob(f"entries/*/{FILE}"):
+    for path in cpu_cache.glob(f"entries/*/{COSTS}"):
         shutil.rmtree(path.parent)
     with_costs = opened()
     assert with_costs.engine.runner.tiers.costs() == {}
     with_costs.generate(PROMPTS[:2], 24, ignore_eos=True)
     with_costs.close()
-    (path,) = cpu_cache.glob(f"entries/*/{FILE}")
+    (path,) = cpu_cache.glob(f"entries/*/{COSTS}")
     return path.parent
 
 
@@ -56,16 +56,16 @@ def test_the_next_run_knows_them(opened: Opened, entry: Path) -> None:
 
 
 def test_a_frozen_cache_stays_as_it_is(opened: Opened, entry: Path) -> None:
-    before = (entry / FILE).read_bytes()
+    before = (entry / COSTS).read_bytes()
     model = opened(frozen=True)
     model.generate(PROMPTS[:2], 24, ignore_eos=True)
     model.close()
-    assert (entry / FILE).read_bytes() == before
+    assert (entry / COSTS).read_bytes() == before
     assert not model.stats.fallbacks
 
 
 def test_damage_is_said_and_mended(opened: Opened, entry: Path) -> None:
-    (entry / FILE).write_bytes(b"[]")
+    (entry / COSTS).write_bytes(b"[]")
     model = opened()
     assert model.engine.runner.tiers.costs() == {}
     (reason,) = model.stats.fallbacks
@@ -96,4 +96,4 @@ def test_one_k_keeps_none(opened: Opened, cpu_cache: Path, entry: Path) -> None:
     model = opened(spec_tokens=1, spec_tiers=())
     model.generate(PROMPTS[:1], 4)
     model.close()
-    assert not [*cpu_cache.glob(f"entries/*/{FILE}")]
+    assert not [*cpu_cache.glob(f"entries/*/{COSTS}")]

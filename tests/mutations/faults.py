@@ -80,7 +80,7 @@ QWEN4_FAMILY = "models/families/qwen4_exp.py"
 ASSISTANT = "models/gemma4_assistant.py"
 SHARD = "passes/shard.py"
 SINGLE = "step/single_position.py"
-BLOCKS, DFLASH = "step/blocks.py", "models/dflash.py"
+BLOCKS, DFLASH, DRAFTER = "step/blocks.py", "models/dflash.py", "models/drafter.py"
 _BLOCK_DRAFTS = "models/test_block_drafters.py::test_drafts_equal_the_authors_code"
 SEAMS = "models/seams.py"
 HEADS = "models/heads.py"
@@ -411,14 +411,14 @@ FAULTS = (
     # A drafter in a checkpoint of its own.
     Fault(
         "a drafter is fed what enters the layer before",
-        EAGLE3,
+        DRAFTER,
         "layers[index] = self._watched(layers[index])",
         "layers[index - 1] = self._watched(layers[index - 1])",
         f"{_DRAFTS}[llama-trained]",
     ),
     Fault(
         "a drafter's rows stand for the tokens after theirs",
-        EAGLE3,
+        DRAFTER,
         "return rows + self.offsets[rows]",
         "return rows + self.offsets[rows] + 1",
         f"{_DRAFTS}[llama-trained]",
@@ -1204,7 +1204,7 @@ FAULTS = (
     ),
     Fault(
         "a drafter's map of its vocabulary is ignored in whole logits",
-        EAGLE3,
+        DRAFTER,
         "ids = self.offsets + torch.arange(self.offsets.shape[0], device=logits.device)",
         "ids = torch.arange(self.offsets.shape[0], device=logits.device)",
         "models/test_drafts.py::test_drafts_of_a_part_of_the_vocabulary",
