@@ -108,7 +108,9 @@ def declarations() -> str:
 def _schemas(sources: Iterable[Path]) -> list[Any]:
     """The schemas of the operators that are defined in some sources, by name."""
     names = sorted(name for path in sources for name in _DEFINITION.findall(path.read_text()))
-    from mtpc.ops import references  # Not above: a start that finds its kernels needs none.
+    # Not above: a start that finds its kernels needs no operator.
+    import mtpc.backends.cpu.ops  # noqa: F401  (declares those of the backend)
+    from mtpc.ops import references
 
     known = references()
     unknown = [name for name in names if name not in known]
