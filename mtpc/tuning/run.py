@@ -40,6 +40,7 @@ from mtpc.tuning.texts import (
 from mtpc.tuning.train import Progress, Schedule, Tell, Training
 from mtpc.weights.checkpoint import Checkpoint, listing
 from mtpc.weights.paired_checkpoint import DRAFT, INVERSE_MAP, PairedCheckpoint
+from mtpc.weights.served_model import ServedModel
 from mtpc.weights.shards import copy_replacing, files_beside, refuse_existing
 from mtpc.weights.tensor_file import save_tensors
 from mtpc.wiring import check_rules
@@ -239,8 +240,10 @@ class Tuning:
             texts, before = _read_prepared(here / _PREPARED, settings)
         else:
             self._tell("read the texts")
+            source = self._checkpoint.directory
+            served = ServedModel(str(source), 0, (), source)
+            texts = read_texts(self._paths, self._held_out, served, self._limits)
             model, before = self._compiled(None), None
-            texts = read_texts(self._paths, self._held_out, model.served, self._limits)
             if self._form is None:
                 self._tell(f"decode {len(texts.prompts)} held-out prompts")
                 before = self._measure(model, texts)
