@@ -15,7 +15,7 @@ from typing import Any
 from mtpc.config import CompileOptions
 from mtpc.environment import cache_directory
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.option_checks import AUTO, OWN, check_int, drafters_of
+from mtpc.option_checks import AUTO, COPY, OWN, check_int, drafters_of
 from mtpc.wiring import Rules
 
 DEFAULT_MAX_LEN = 4096
@@ -163,13 +163,14 @@ def make_plan(asked: CompileOptions, facts: Facts = NO_FACTS) -> Plan:
         CheckpointError: nothing drafts for the model, and K is given, or `strict` is set.
     """
     note, drafting = "", asked
-    if facts.without_drafts and drafters_of(asked.draft)[1] == OWN and asked.spec_tokens != 0:
-        if asked.spec_tokens is not None or asked.strict or facts.must_draft:
+    copies, other = drafters_of(asked.draft)
+    if facts.without_drafts and other == OWN and asked.spec_tokens != 0:
+        if asked.strict or not copies and (asked.spec_tokens is not None or facts.must_draft):
             raise CheckpointError(
                 f"{facts.without_drafts}; or use spec_tokens=0 to decode without drafts"
             )
-        note = f"no drafts, K = 0: {facts.without_drafts}"
-        drafting = replace(asked, spec_tokens=0)
+        note = f"{'copies alone draft' if copies else 'no drafts, K = 0'}: {facts.without_drafts}"
+        drafting = replace(asked, draft=COPY) if copies else replace(asked, spec_tokens=0)
     said = drafting.settled()
     if facts.begins_plain and not said["spec_tiers"]:
         said["spec_tiers"] = (0, said["spec_tokens"])

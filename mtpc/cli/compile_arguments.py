@@ -39,7 +39,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "N|FILE": draft_vocab,
     "RULE=VALUE,..": wiring,
     "DIR": Path,
-    "DIR|copy": drafters,
+    "DIR|copy|copy+DIR": drafters,
 }
 """How the text of a value is parsed, by the value's name in the help; other values are text."""
 _REPEATABLE = "PASS"

@@ -34,6 +34,11 @@ class WatchedPair(PairedCheckpoint, Watched):
         super().__init__(directory, draft)
         self.draft = Watched(draft)
 
+    def read(self, name: str) -> Tensor:
+        if name in self.target_tensors:
+            READ.append(name)
+        return super().read(name)
+
 
 @pytest.mark.parametrize("family", [name for name in tiny.CONFIGS if "@" not in name])
 def test_a_model_of_headers_is_the_model(family: str, checkpoint: Callable[..., Path]) -> None:
