@@ -165,7 +165,7 @@ def make_plan(asked: CompileOptions, facts: Facts = NO_FACTS) -> Plan:
     note, drafting = "", asked
     copies, other = drafters_of(asked.draft)
     if facts.without_drafts and other == OWN and asked.spec_tokens != 0:
-        if asked.strict or not copies and (asked.spec_tokens is not None or facts.must_draft):
+        if asked.strict or (not copies and (asked.spec_tokens is not None or facts.must_draft)):
             raise CheckpointError(
                 f"{facts.without_drafts}; or use spec_tokens=0 to decode without drafts"
             )
