@@ -77,7 +77,8 @@ def open_tape(
             if method not in _METHODS:
                 raise ValueError(f"{method!r} is none of {', '.join(_METHODS)}")
             if method == "aten" and arguments[0].startswith("mtpc::"):
-                pass  # A reference: a call that no kernel takes.
+                # A reference, for a call that no kernel takes. Few tapes have one.
+                import mtpc.backends.cpu.ops  # noqa: F401  (declares it)
             if method == "bound":
                 arguments = [tensor_of(*arguments), is_buffer_name(*arguments)]
             getattr(tape, method)(*arguments)

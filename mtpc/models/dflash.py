@@ -26,10 +26,10 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.caches import CachePool
 from mtpc.models.drafter import (
     CapturingTarget,
     DrafterLayer,
+    DrafterPass,
     check_ends,
     check_layer_ids,
     check_stream,
@@ -39,7 +39,7 @@ from mtpc.models.drafter import (
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import StepParts, TextRotary, embedding_of
+from mtpc.models.hf import StepParts
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
@@ -227,28 +227,19 @@ def _rows_alone(context: StepContext) -> StepContext:
     return replace(context, block_table=table, seq_lens=lens, query_start_loc=starts)
 
 
-class DFlashContext(nn.Module):
+class DFlashContext(DrafterPass):
     """The pass over all rows: (ids [T], rows [T, H], *metadata) -> rows; writes their keys."""
 
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
-        super().__init__()
-        self.layer, self.pool = layer, pool
-
     def forward(self, ids: Tensor, rows: Tensor, *metadata: Tensor) -> Tensor:
-        self.layer.keep(rows, StepContext.of(metadata, self.pool.layers()))
+        self.layer.keep(rows, self.context(metadata))
         return rows
 
 
-class DFlashBlock(nn.Module):
+class DFlashBlock(DrafterPass):
     """The pass over blocks: (ids [T], *metadata) -> features before the norm [T, H]."""
 
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
-        super().__init__()
-        self.embedding, self.layer, self.pool = embedding_of(decoder, layer), layer, pool
-
     def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext.of(metadata, self.pool.layers())
-        out: Tensor = self.layer.run(self.embedding(ids), context)
+        out: Tensor = self.layer.run(self.embedding(ids), self.context(metadata))
         return out
 
 

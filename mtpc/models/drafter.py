@@ -16,7 +16,16 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import CachePool, paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import DraftVocabulary, HFTarget, MTPLayer, decoder_layers, norm_after
+from mtpc.models.hf import (
+    DraftVocabulary,
+    HFTarget,
+    MTPLayer,
+    TextRotary,
+    decoder_layers,
+    embedding_of,
+    norm_after,
+)
+from mtpc.models.seams import StepContext
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 
@@ -85,6 +94,18 @@ class DrafterLayer(MTPLayer):
         self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
         offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
         self.register_buffer(TOKEN_MAP, offsets)
+
+
+class DrafterPass(nn.Module):
+    """A pass of a drafter over flat tokens; it has no use for the target's `rotary`."""
+
+    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
+        super().__init__()
+        self.embedding, self.layer, self.pool = embedding_of(decoder, layer), layer, pool
+
+    def context(self, metadata: tuple[Tensor, ...]) -> StepContext:
+        """The metadata of the rows, and the pool's layers."""
+        return StepContext.of(metadata, self.pool.layers())
 
 
 def family_with(

@@ -25,10 +25,10 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.caches import CachePool
 from mtpc.models.drafter import (
     CapturingTarget,
     DrafterLayer,
+    DrafterPass,
     check_ends,
     check_layer_ids,
     check_stream,
@@ -38,7 +38,7 @@ from mtpc.models.drafter import (
     read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import StepParts, TextRotary, embedding_of
+from mtpc.models.hf import StepParts
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import CACHE, StepContext, use_seams
@@ -137,6 +137,11 @@ def _check_known(entries: Mapping[str, Any], config: Any, where: Any, is_paralle
         )
 
 
+def authors_layers(layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs the authors capture, of a target with so many."""
+    return 2, layers // 2, layers - 3
+
+
 def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int, ...]:
     """The layers whose inputs are captured.
 
@@ -144,7 +149,7 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     `eagle_config` they are those of the trainers SpecForge and ModelOpt: the output of layer i. But
     the authors' own choice of inputs, and ids that name the final norm, are taken as they are.
     """
-    authors = [2, layers // 2, layers - 3]
+    authors = list(authors_layers(layers))
     nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
     if sorted(nested) != authors and layers not in nested:
         nested = [i + 1 for i in nested]
@@ -224,16 +229,11 @@ class Eagle3Block(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(DrafterPass):
     """A head over flat tokens: (ids [T], features [T, H], *metadata) -> features [T, H]."""
 
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
-        super().__init__()
-        self.embedding, self.layer, self.pool = embedding_of(decoder, layer), layer, pool
-
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
-        context = StepContext.of(metadata, self.pool.layers())
-        hidden = self.layer.run(self.embedding(ids), features, context)
+        hidden = self.layer.run(self.embedding(ids), features, self.context(metadata))
         if self.layer.wiring.next_features == "before":
             return hidden
         return self.layer.final_norm(hidden)

@@ -21,10 +21,10 @@ import transformers
 from torch import Tensor, nn
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
-from mtpc.models.caches import CachePool
+from mtpc.models.drafter import DrafterPass
 from mtpc.models.families.gemma4 import kv_layer
 from mtpc.models.family import ModelFamily, MTPWiring
-from mtpc.models.hf import MTPLayer, StepParts, TextRotary
+from mtpc.models.hf import MTPLayer, StepParts
 from mtpc.models.read_config import describing
 from mtpc.models.refused_config import said
 from mtpc.models.seams import StepContext, use_seams
@@ -89,17 +89,12 @@ class AssistantLayer(MTPLayer):
         return out[0]
 
 
-class AssistantDraft(nn.Module):
+class AssistantDraft(DrafterPass):
     """(ids [R], features [R, H], *metadata) -> features of the next draft [R, H], and what the head
     takes [R, H_a]."""
 
-    def __init__(self, decoder: Any, rotary: TextRotary, layer: Any, pool: CachePool):
-        super().__init__()
-        self.embedding, self.layer, self.pool = decoder.get_input_embeddings(), layer, pool
-
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> tuple[Tensor, Tensor]:
-        context = StepContext.of(metadata, self.pool.layers())
-        rows = self.layer.run(self.embedding(ids), features, context)
+        rows = self.layer.run(self.embedding(ids), features, self.context(metadata))
         return self.layer.hidden_projection(rows), rows
 
 

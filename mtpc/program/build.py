@@ -84,10 +84,14 @@ class Job:
     cache: OwnSteps
     ranks: Ranks | None = None
 
+    @property
+    def program(self) -> _Program:
+        """As its tasks have it."""
+        return self.plan.spec_tokens, self.ranks
+
     def tasks(self, graphs: Graphs) -> list[Task]:
         """A task for each of the graphs."""
-        k = self.plan.spec_tokens
-        return [Task(k, key, part, self.ranks) for key, part in graphs]
+        return [Task(self.plan.spec_tokens, key, part, self.ranks) for key, part in graphs]
 
 
 MakeCompiler = Callable[[Job, Begins], StepCompiler]
@@ -163,9 +167,10 @@ def build(
             cache = open_cache(source, plan, line, ranks)
             if cache is None:
                 raise OptionError("building ahead of time needs the cache; drop use_cache=False")
-            caches[plan.spec_tokens, ranks] = cache
-            programs.append(Job(source, plan, cache, ranks))
-            tasks += programs[-1].tasks(graphs or graph_keys(plan, form))
+            job = Job(source, plan, cache, ranks)
+            caches[job.program] = cache
+            programs.append(job)
+            tasks += job.tasks(graphs or graph_keys(plan, form))
     there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
     todo, store = [task for task in tasks if task not in there], caches[tasks[0].program].store
     if todo:
@@ -188,7 +193,7 @@ def expected_seconds(jobs: Iterable[Job], todo: Iterable[Task]) -> dict[Task, Ma
     """What each stage of each task took in the nearest entry; {} where none is known."""
     expected: dict[Task, Mapping[str, float]] = {}
     for job in jobs:
-        tasks = [t for t in todo if t.program == (job.plan.spec_tokens, job.ranks)]
+        tasks = [t for t in todo if t.program == job.program]
         seconds = job.cache.seconds_of_nearest([(task.key, task.part) for task in tasks])
         expected |= zip(tasks, seconds, strict=True)
     return expected
@@ -288,7 +293,7 @@ class Builder:
     """
 
     def __init__(self, jobs: Iterable[Job], make: MakeCompiler, tell: Tell):
-        self._jobs = {(job.plan.spec_tokens, job.ranks): job for job in jobs}
+        self._jobs = {job.program: job for job in jobs}
         self._make, self.tell = make, tell
         self._compilers: dict[_Program, StepCompiler] = {}
 

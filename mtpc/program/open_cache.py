@@ -3,9 +3,8 @@
 The key has all that shapes graphs, and no values of weights. `page_identity` has them: it is one
 digest of what the content of KV pages depends on, in addition to tokens, for `kv_offload_dir`.
 
-This module imports no transformers or
-sympy. What remains of a warm start is torch itself, checks of what is about to run, and mapping the
-weights into memory.
+This module imports no transformers or sympy. What remains of a warm start is torch itself, checks
+of what is about to run, and mapping the weights into memory.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.draft import with_mimo_layers
-from mtpc.models.eagle3 import ARCHITECTURES, LAYER_IDS
+from mtpc.models.eagle3 import ARCHITECTURES, LAYER_IDS, authors_layers
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.family import NO_LAYERS, ModelFamily, MTPWiring
 from mtpc.models.hf import decoder_layers, norm_after, rotary_of
@@ -53,7 +53,7 @@ class Form:
 
 def captured_layers(layers: int) -> tuple[int, ...]:
     """The layers whose inputs an EAGLE-3 head is fed: the authors', or the last of few."""
-    found = (2, layers // 2, layers - 3)
+    found = authors_layers(layers)
     return found if 2 < found[1] < found[2] else tuple(range(layers + 1))[-3:]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +265,31 @@ def test_a_result_lies_in_no_weight(way: str, place: str) -> None:
         with pytest.raises(BackendError, match=rf"does not fit at {call}.* writes tensor [04], "):
             open_tape(text, given.__getitem__)()
     assert torch.equal(given["weight"], before)
+
+
+_STARTS = """
+import sys, torch
+from mtpc.backends.cpu_kernels import build_kernels, load_library
+from mtpc.backends.tape import open_tape
+
+load_library(build_kernels())
+assert "mtpc.ops" not in sys.modules
+given = {"batch.out": torch.ones(2, 4)}
+open_tape(sys.stdin.read(), given.__getitem__)()
+print(given["batch.out"].tolist())
+"""
+
+
+def test_a_start_runs_a_tape_that_calls_a_reference() -> None:
+    """A process that has not imported mtpc's operators declares them where a tape needs them."""
+    call: Entry = ("aten", "mtpc::clear_idle_rows", "", [TENSOR, 0, TENSOR, 1, INTEGER, 1], [], [])
+    text = write_tape(64, [("bound", "batch.out"), ("numbers", 4, [0, 1]),
+                           ("tensor", 0, 6, [2, 4], [4, 1], 0), ("tensor", 1, 4, [1], [1], 0),
+                           call])  # fmt: skip
+    words = [sys.executable, "-c", _STARTS]
+    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [[0.0] * 4] * 2
 
 
 _NEG: Entry = ("aten", "aten::neg", "", [TENSOR, 1], [], [2])

@@ -172,6 +172,17 @@ def test_reuse_beside_mtp_layers(compiled: Callable[..., Any]) -> None:
     check_reuse(Conversations(compiled("mimo", 3, **BESIDE)), 2)
 
 
+def test_copies_draft_alone_where_no_layer_does(compiled: Callable[..., Any]) -> None:
+    """Beside MTP layers that the checkpoint lacks; `strict` refuses what is not as asked."""
+    spec, rule = compiled("mimo", 3, "plain", **BESIDE), CopyOracle()
+    assert spec.options.draft == "copy"
+    assert [text for text in spec.stats.fallbacks if text.startswith("copies alone draft: ")]
+    assert check_drafts(spec, rule, REPEATING, 24) > 60
+    assert rule.found > 15
+    with pytest.raises(CheckpointError, match="announces no MTP layers"):
+        compiled("mimo", 3, "plain", **BESIDE, strict=True)
+
+
 def test_sampled_text_beside_mtp_layers(
     compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]
 ) -> None:

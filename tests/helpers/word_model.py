@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import tokenizers
+import torch
 
 import mtpc
 from helpers.families import TINY
+from helpers.trained import cyclic_text
 
 TEMPLATE = (
     "{{ bos_token }} {% for message in messages %}"
@@ -37,6 +39,13 @@ def word_checkpoint(source: Path, directory: Path) -> Path:
     )
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
+
+
+def write_text(path: Path) -> Path:
+    """A text of words that follow each other as in what trained targets have learned."""
+    rows = cyclic_text(60, 30, torch.Generator().manual_seed(5)).flatten()
+    path.write_text(" ".join(f"w{i}" for i in rows.tolist()))
+    return path
 
 
 def compile_words(directory: Path) -> mtpc.SpecModel:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from helpers.bounded import full_disk
 from helpers.killed import in_a_child, kill_at
-from helpers.trained import cyclic_text
-from helpers.word_model import word_checkpoint
+from helpers.word_model import word_checkpoint, write_text
 from safetensors.torch import load_file, save, save_file
 from torch.nn import functional
 
@@ -59,10 +58,7 @@ def words(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Words that follow each other as in what the target has learned."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    rows = cyclic_text(60, 30, torch.Generator().manual_seed(5)).flatten()
-    path.write_text(" ".join(f"w{i}" for i in rows.tolist()))
-    return path
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")

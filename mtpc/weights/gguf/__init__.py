@@ -11,11 +11,7 @@ from pathlib import Path
 from mtpc.errors import CheckpointError
 
 SUFFIX = ".gguf"
-
-
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
 _OTHERS = "mmproj"
 """Files of vision encoders begin so; mtpc does not run them."""
 
