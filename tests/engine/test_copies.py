@@ -17,6 +17,7 @@ from helpers.sampling_oracle import FILTERS
 from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
 
 import mtpc
+from mtpc.engine.tiers import TierPolicy
 from mtpc.errors import CheckpointError, GraphError, OptionError
 
 ASKED: dict[str, Any] = {
@@ -114,11 +115,19 @@ def test_text_under_a_grammar(
     assert drafts.found > 0
 
 
+class Priced(TierPolicy):
+    """The policy, on a machine whose steps take 1 s, and a tenth more for each draft."""
+
+    def observe(self, num_reqs: int, tier: int, seconds: float, context: int = 0) -> None:
+        super().observe(num_reqs, tier, 1 + tier / 10, context)
+
+
 def test_a_step_without_copies_verifies_none(
     compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """With several K: plain steps until a text repeats, and copies from them on at once."""
     spec = compiled("mimo", "auto", spec_tiers=(0, 3), **ASKED)
+    spec.engine.runner.tiers = Priced(spec.options.tiers)
     poison(spec)
     prompt = PROMPTS[9]
     text, kinds = list(prompt), []
