@@ -259,7 +259,7 @@ LINES = {
     "step": 1790,
     "store": 930,
     "tuning": 1730,
-    "weights": 7550,
+    "weights": 7540,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
