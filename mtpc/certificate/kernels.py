@@ -47,7 +47,11 @@ def kernel(c: Checker) -> Any:
         fault = c.because("computes with numbers of places")
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
     is_const = c.op not in tables.WRITES and {v.kind for v in given} == {CONST} and not layouts
-    if not fault and not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
+    if (
+        not fault
+        and not is_const
+        and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple))
+    ):
         fault = c.because("gets " + ", ".join(map(str, given)))
     layout = layouts[0] if layouts else None
     for name in c.args.keys() - set(names):
