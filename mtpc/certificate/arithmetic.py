@@ -206,7 +206,7 @@ def fold(c: Checker) -> Any:
     place = _folded_place(c, value, axes, dims)
     if place is not None:
         return place
-    if any(value.dims[axis] is not None for axis in axes):
+    if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
         return c.unknown("combines rows", value)
     if value.kind in (PLACE, PAIR, DIAGONAL, ANY):
         return c.unknown("combines numbers of places", value)

@@ -37,8 +37,8 @@ def kernel(c: Checker) -> Any:
     """
     names, features = tables.KERNELS[c.op]
     given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
-    if c.num_reqs == 1 and c.op in ("count_tokens", "write_logprobs"):
-        given = [replace(v, dims=(REQUESTS, None)) for v in given]  # Its only row is the request.
+    if c.num_reqs == 1:
+        given = _only_row(c, given)
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
     layouts = [dim for dim in dims if dim is not None]
@@ -46,7 +46,12 @@ def kernel(c: Checker) -> Any:
     if any(v.kind == PLACE and v.tag[0] != "place" for v in given):
         fault = c.because("computes with numbers of places")
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
-    if not fault and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
+    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {CONST} and not layouts
+    if (
+        not fault
+        and not is_const
+        and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple))
+    ):
         fault = c.because("gets " + ", ".join(map(str, given)))
     layout = layouts[0] if layouts else None
     for name in c.args.keys() - set(names):
@@ -67,11 +72,30 @@ def kernel(c: Checker) -> Any:
     return made if len(made) > 1 else made[0]
 
 
+def _only_row(c: Checker, given: list[Value]) -> list[Value]:
+    """Arguments of a step of one request: its only row is along any dimension of size 1, and so
+    along the first argument's."""
+    if c.op in ("count_tokens", "write_logprobs"):
+        return [replace(v, dims=(REQUESTS, *[None] * (len(v.dims) - 1))) for v in given]
+    single = [all(n == 1 for n, dim in zip(v.shape, v.dims, strict=True) if dim) for v in given]
+    if not single[0] or 1 not in given[0].shape:
+        return given
+    at = next((n for n, dim in enumerate(given[0].dims) if dim), given[0].shape.index(1))
+    return [
+        replace(v, dims=(*[None] * at, REQUESTS, *[None] * (len(v.dims) - at - 1)))
+        if is_single and v.kind in (OWN, UPTO, PLACE) and v.shape[at : at + 1] == (1,)
+        else v
+        for v, is_single in zip(given, single, strict=True)
+    ]
+
+
 def _named(c: Checker, number: int, value: Value) -> Value:
     """A result with what it names."""
     if c.op == "choose_slots":
         pages, rows = c.at("index_cache").shape[:2]
         return replace(value, kind=PLACE, tag=("page", f"spots {rows} of {pages}"))
+    if c.op == "copy_drafts":  # Of each request, by its rows up to the anchor.
+        return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), OWN)
     if c.op != "accept":
         return value
     tag = ("cnt", ((f"{c.name}.{number}", 1),))
@@ -90,6 +114,8 @@ def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
         return "" if _starts(c, layout) else "not the bounds of its rows"
     if name in ("state_slots", "state_indices"):
         return "" if (value.tag, first) == (("slot",), REQUESTS) else "not slots"
+    if name == "anchors":
+        return "" if value.tag == ("anchor", layout) else "not the last accepted rows"
     if name == "rows":
         is_all = value.tag == ("used", REQUESTS) and layout in c.single
         return "" if is_all or value.tag == ("used", layout) else "not the rows in use"

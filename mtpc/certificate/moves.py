@@ -200,10 +200,13 @@ def view(c: Checker) -> Any:
     elif c.base in ("split", "split_with_sizes", "chunk", "repeat_interleave"):
         if dims[axis % rank] is not None:
             return c.unknown("divides rows", value)
+    elif c.base == "unbind":
+        if dims.pop(axis % rank) is not None:
+            return c.unknown("divides rows", value)
     elif c.base == "expand":
         dims = [None] * (len(c.shapes[0]) - rank) + dims
     else:
-        found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0])
+        found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
         if found is None:
             return c.unknown("mixes rows with other dimensions", value)
         dims = found
@@ -226,7 +229,8 @@ def _spots(c: Checker, value: Value) -> list[Layout] | None:
 def constant(c: Checker) -> Value:
     if c.base != "arange":
         facts = {"uniform", "zeros"} if "zeros" in c.base else {"uniform"}
-        return c.make([None] * len(c.shapes[0]), CONST, (), facts)
+        like = c.at("self") if c.base.endswith("_like") else None
+        return c.make(like.dims if like else [None] * len(c.shapes[0]), CONST, (), facts)
     start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
     known = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
     return c.make([None], CONST, ("col", start + 1) if (end, step) == (-1, -1) else known)
@@ -235,7 +239,8 @@ def constant(c: Checker) -> Value:
 def gather(c: Checker) -> Value:
     """gather, scatter_: along a dimension that is no row."""
     given = [v for v in map(c.at, ("self", "index", "src")) if isinstance(v, Value)]
-    if any(v.dims[c.args["dim"]] is not None for v in given):
+    axis = c.args["dim"]
+    if any(v.dims[axis] is not None and v.shape[axis] != 1 for v in given):
         return c.unknown("moves rows by number", *given)
     joined = c.join(*(replace(v, shape=given[0].shape) for v in given))
     if isinstance(joined, Value):

@@ -28,7 +28,7 @@ KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 """Folds whose results have the dimension that they fold."""
 VIEWS = _words(
     "view reshape flatten unflatten unsqueeze squeeze transpose permute t select slice expand "
-    "chunk split split_with_sizes alias detach _unsafe_view repeat_interleave"
+    "chunk split split_with_sizes unbind alias detach _unsafe_view repeat_interleave"
 )
 CONSTANTS = _words(
     "arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full"
@@ -46,7 +46,7 @@ write_cache: rows slot_mapping / -1; rotate_and_write: q k v cos sin slot_mappin
 paged_attention: q / -1; latent_attention: q / -1; expanded_latent_attention: q / -1
 choose_slots: query weights / -1; gated_delta_rule: rows / -1; mamba2_scan: rows / -1
 sample: logits ids positions token_mask / -1; accept: chosen finite / -1; sinkhorn: logits / -1
-count_tokens: ids / -1; write_logprobs: ids / -1
+count_tokens: ids / -1; write_logprobs: ids / -1; copy_drafts: ids next_ids / -1
 """
 KERNELS = {
     name: (tuple(rows.split()), int(features or 1))
@@ -61,6 +61,7 @@ WRITES = {
     "mamba2_scan": ("recurrent", "history", "standing"),
     "count_tokens": ("output_counts",),
     "accept": ("out_token_ids", "num_accepted", "num_emitted", "stop_reason"),
+    "copy_drafts": ("text_ids",),
     "write_logprobs": ("logprobs", "top_ids", "top_logprobs"),
 }
 WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")

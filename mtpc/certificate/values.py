@@ -109,55 +109,34 @@ def _binds(pattern: str, tag: tuple[Any, ...], bound: dict[str, Any]) -> bool:
     )
 
 
-def regroup(dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any]) -> list[Layout] | None:
-    """The dimensions of a reshaped tensor; None where rows are mixed with others."""
+def regroup(
+    dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any], requests: int
+) -> list[Layout] | None:
+    """The dimensions of a reshaped tensor; None where rows are mixed with others.
+
+    Rows stay together behind what stands before them: as they are, or as others of their requests.
+    """
     made: list[Layout] = [None] * len(new)
-    for before, after in _groups(dims, old, new):
-        marked = [axis for axis in before if dims[axis] is not None]
-        if not marked:
-            continue
-        layout = dims[before[0]]
-        inner = [new[axis] for axis in after[1:]]
-        if marked != before[:1] or not after:
-            return None
-        if len(before) == 1 and all(size == 1 for size in inner):
-            made[after[0]] = layout
-            continue
-        if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
-            return None
-        count = layout[0][1] * prod(old[axis] for axis in before[1:])
-        requests = prod(old[axis] for axis in before) // count
-        if count % prod(inner) or new[after[0]] != requests * count // prod(inner):
-            return None
-        made[after[0]] = (("1", count // prod(inner)),)
-    return made
+    marked = [axis for axis, dim in enumerate(dims) if dim is not None]
+    if len(marked) != 1:
+        return None if marked and old != new else list(dims)[: len(new)] if marked else made
+    axis, layout = marked[0], dims[marked[0]]
+    places = [at for at in range(len(new)) if _size(new[:at]) == _size(old[:axis])]
+    same = [at for at in places if new[at] == old[axis]]
+    if same:
+        end = len(new) - len(old) + axis
+        is_end = end in same and new[end + 1 :] == old[axis + 1 :]
+        made[end if is_end else axis if axis in same else same[0]] = layout
+        return made
+    if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
+        return None
+    for at in places:
+        if new[at] % requests == 0:
+            made[at] = (("1", new[at] // requests),)
+            return made
+    return None
 
 
-def _groups(
-    dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any]
-) -> list[tuple[list[int], list[int]]]:
-    """Dimensions that become others: smallest groups with the same number of elements."""
-    groups, i, j = [], 0, 0
-    while i < len(old) and j < len(new):
-        if new[j] == 1 and old[i] != 1:
-            j += 1
-            continue
-        if old[i] == 1 and new[j] != 1 and dims[i] is None:
-            i += 1
-            continue
-        before, after = [i], [j]
-        i, j = i + 1, j + 1
-        while _size(old, before) != _size(new, after):
-            if i < len(old) and (j >= len(new) or _size(old, before) < _size(new, after)):
-                before, i = [*before, i], i + 1
-            elif j < len(new):
-                after, j = [*after, j], j + 1
-            else:
-                return [(list(range(len(old))), [])]
-        groups.append((before, after))
-    return groups
-
-
-def _size(sizes: Sequence[Any], axes: Sequence[int]) -> Any:
-    chosen = [sizes[axis] for axis in axes]
-    return chosen[0] if len(chosen) == 1 else prod(n if isinstance(n, int) else 0 for n in chosen)
+def _size(sizes: Sequence[Any]) -> Any:
+    """How many elements dimensions have; open sizes by name."""
+    return prod(n for n in sizes if isinstance(n, int)), [n for n in sizes if isinstance(n, str)]

@@ -35,7 +35,8 @@ BOTH = ("decode", "prefill")
     ("family", "phases"),
     [
         ("mimo", BOTH),
-        *((name, BOTH[1:]) for name in DEFAULT[1:]),
+        ("glm4_moe", BOTH),
+        ("mimo_v2", BOTH[1:]),
         *(pytest.param(name, BOTH, marks=pytest.mark.slow) for name in FAMILIES),
     ],
 )

@@ -1,6 +1,6 @@
 """Plant faults in copies of mtpc, one at a time: the test that each names must fail.
 
-    python tests/mutations/plant.py [--sample] [--only WORDS] [--jobs 2] [--out FILE]
+    python tests/mutations/plant.py [--draw N] [--only WORDS] [--jobs 2] [--out FILE]
         [--objects DIRECTORY]
 
 --out keeps the rows of faults that are not planted this time, if their tests are the same.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -67,13 +68,19 @@ def plant(fault: Fault, tree: Path) -> None:
     """Write a fault into a copy of the repository.
 
     Raises:
-        ValueError: the text to replace does not stand in its file exactly once.
+        ValueError: what is to be replaced does not stand in its file exactly once.
+        SyntaxError: the file is no Python with it.
     """
     path = tree / "mtpc" / fault.file
     text = path.read_text()
-    if text.count(fault.right) != 1:
-        raise ValueError(f"{fault.name}: {fault.file} has its text {text.count(fault.right)} times")
-    path.write_text(text.replace(fault.right, fault.wrong))
+    found = [match.span() for match in fault.anchor.finditer(text)]
+    if len(found) != 1:
+        raise ValueError(f"{fault.name}: {fault.file} has its text {len(found)} times")
+    start, end = found[0]
+    text = text[:start] + fault.wrong + text[end:]
+    if path.suffix == ".py":
+        compile(text, fault.file, "exec")
+    path.write_text(text)
 
 
 class Trial:
@@ -226,23 +233,23 @@ def _pass_without_faults(tests: set[str], objects: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sample", action="store_true", help="plant those of the default run")
+    parser.add_argument("--draw", type=int, help="plant so many, drawn at random")
     parser.add_argument("--only", default="", help="plant those with these words in the name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the results as Markdown")
     parser.add_argument("--objects", type=Path, help="keep what was compiled of the kernels")
     options = parser.parse_args()
-    wanted = [f for f in FAULTS if options.only in f.name and (f.in_sample or not options.sample)]
+    wanted = [fault for fault in FAULTS if options.only in fault.name]
+    if options.draw:
+        wanted = random.sample(wanted, options.draw)
     import torch  # noqa: F401  (each fork has them)
     import transformers  # noqa: F401
 
-    tests = {fault.test for fault in wanted}
-    if options.sample:  # Whole files take longest, and the default run has just run them.
-        tests = {test for test in tests if "::" in test}
     with tempfile.TemporaryDirectory(prefix="mtpc-objects-") as fresh:
         objects = (options.objects or Path(fresh)).resolve()
         objects.mkdir(parents=True, exist_ok=True)
-        if not _pass_without_faults(tests, objects):
+        # After the default run it is known of all tests.
+        if not options.draw and not _pass_without_faults({f.test for f in wanted}, objects):
             return 1
         return int(not check_all(wanted, options.jobs, options.out, objects))
 
