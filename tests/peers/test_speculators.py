@@ -47,7 +47,7 @@ def made(model: Any, config: Any, target: Path, says: Mapping[str, Any]) -> Any:
     """A random drafter of a class of speculators for this target, with the target's ends."""
     name = config.model_fields["speculators_model_type"].default
     is_eagle = name in ("eagle3", "peagle")
-    kind, layers = (LlamaConfig, LAYERS + [2]) if is_eagle else (Qwen3Config, LAYERS)
+    kind, layers = (LlamaConfig, [*LAYERS, 2]) if is_eagle else (Qwen3Config, LAYERS)
     says = {**says, "use_sliding_window": "layer_types" in says}
     own = {key: says[key] for key in says if key in config.model_fields}
     inner = {key: says[key] for key in says if key not in own}
@@ -91,7 +91,9 @@ class Page:
 
     def given(self, committed: list[int], more: int) -> tuple[Tensor, Tensor]:
         """What is captured of the target, and zeros for `more` further rows."""
-        states = captured(self.target, torch.tensor([committed[:-1]]), self.drafter.target_layer_ids)
+        states = captured(
+            self.target, torch.tensor([committed[:-1]]), self.drafter.target_layer_ids
+        )
         return torch.nn.functional.pad(states, (0, 0, 0, more)), torch.zeros(1, 1, 64).double()
 
     def whole(self, logits: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ class BlockPage(Page):
     @torch.no_grad()
     def drafts(self, committed: list[int], count: int) -> list[Tensor]:
         drafter, behind = self.drafter, 2 * self.drafter.block_size
-        states, _ = self.given(committed, behind + 1)
+        states = self.given(committed, behind + 1)
         ids = torch.tensor([[*committed, *[0] * behind]])
         is_anchor = torch.zeros(ids.shape)
         is_anchor[0, len(committed) - 1] = 1
@@ -144,7 +146,7 @@ class HeadPage(Page):
     @torch.no_grad()
     def run(self, committed: list[int], drafted: list[int], rows: slice, **more: Any) -> Tensor:
         """Logits of the head's `rows` in the last of its calls, [rows, V_d]."""
-        states, last = self.given(committed, len(drafted))
+        states = self.given(committed, len(drafted))
         ids, heads = torch.tensor([[*committed[1:], *drafted]]), list[Tensor]()
         hook = self.drafter.lm_head.register_forward_hook(lambda *args: heads.append(args[2]))
         self.drafter(states, ids, document_ids=torch.zeros_like(ids), **more)
@@ -170,9 +172,7 @@ class PEaglePage(HeadPage):
         depths = torch.cat([torch.zeros(places, dtype=torch.int64), torch.arange(1, count)])
         rows = [last, *range(places, places + count - 1)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                peagle_core, "generate_cod_sample_indices", lambda **_: (anchors, depths)
-            )
+            patch.setattr(peagle_core, "generate_cod_sample_indices", lambda **_: (anchors, depths))
             more: dict[str, Any] = {
                 "verifier_last_hidden_states": torch.zeros(1, places + count - 1, 64).double()
             }
@@ -226,7 +226,9 @@ def test_drafts_of_speculators_classes(name: str, tmp_path: Path) -> None:
 
 def test_xpress_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     says = dict(**BLOCK, draft_vocab_size=SIZE, xpress_rank=8)
-    drafter = made(xpress.XPressDraftModel, xpress.XPressSpeculatorConfig, checkpoint("llama"), says)
+    drafter = made(
+        xpress.XPressDraftModel, xpress.XPressSpeculatorConfig, checkpoint("llama"), says
+    )
     drafter.save_pretrained(tmp_path)
     with pytest.raises(MtpcError, match="XPress"):
         mtpc.compile(checkpoint("llama"), draft=tmp_path, spec_tokens=3, **OPTIONS)
