@@ -1,29 +1,48 @@
 """Drafts that are copies: tokens a step and tokens/s of a real model on edits and on free prose.
 
     python -m benchmarks.copies CHECKPOINT --out RESULTS.json
-    python -m benchmarks.copies CHECKPOINT --prompts 8 --settings 0 3 auto
+    python -m benchmarks.copies CHECKPOINT --prompts 8 --settings 0 3 auto --minutes 12
+    python -m benchmarks.copies DIRECTORY --llama PROGRAMS --llama-file FILE.gguf
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
 settings take turns at every prompt, each in another order, one request at a time. All must give the
-text of K = 0.
+text of K = 0. Edits and prose alternate, and each prompt is written to the results when it is done.
+A run whose results exist goes on behind them, if its arguments are the same.
+
+llama.cpp runs as a process for each prompt and type of `--spec-type`, on a GGUF file: its
+llama-speculative-simple, whose times leave out the loading.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import geometric_mean
 from typing import Any
 
+import torch
+
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import (
+    Record,
+    Table,
+    add_result_files,
+    new_record,
+    publish,
+    write_results,
+)
+from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
 from mtpc.server.chat import load_chat_template
 
 EDITED = """
@@ -41,49 +60,103 @@ autumn bees bread bridges bronze candles caves chess clouds comets copper coral 
 forests glaciers harbours honey islands kites lighthouses maps markets meadows mirrors moss
 mountains music owls paper rivers salt shadows silk snow stone tea trains winter
 """
-COLUMNS = ("text", "draft", "K", "tokens/step", "tokens/s", "over K=0", "least", "same text",
-           "prompts")  # fmt: skip
+COLUMNS = ("text", "engine", "weights", "draft", "K", "tokens/step", "tokens/s", "over K=0",
+           "least", "same text", "prompts")  # fmt: skip
 NOTES = (
     "edits: rewrite a function of the standard library with type hints; prose: a short story.",
     "tokens/step and tokens/s: all tokens of decode steps over all their steps and seconds.",
-    "over K=0: geometric mean over the prompts of each one's seconds at K = 0 over its own; "
-    "least: of the prompt that gained least.",
-    "same text: prompts whose text is that of K = 0.",
+    "over K=0: geometric mean over the prompts of each one's seconds a token at K = 0 of the same "
+    "engine over its own; least: of the prompt that gained least.",
+    "same text: prompts whose text is that of K = 0 of the same engine.",
 )
+BLOCKS = "the file's blocks"
+MTPC, LLAMA = "mtpc", "llama.cpp"
+PLAIN = "0"
+"""The setting that others are compared with."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer: `tokens` in `steps` decode steps, which took `seconds`."""
+    """One answer: `tokens` in `steps` decode steps, which took `seconds`.
+
+    Attributes:
+        text: the kind of text.
+        prompt: its name.
+        engine: `MTPC` or `LLAMA`.
+        weights: as the engine multiplies by them.
+        draft: the drafter.
+        setting: K; "auto": among several; llama.cpp's own number.
+        answer: token ids, or the answer's bytes, for comparison.
+    """
 
     text: str
     prompt: str
+    engine: str
+    weights: str
     draft: str
     setting: str
     tokens: int
     steps: int
     seconds: float
-    ids: list[int]
+    answer: list[int]
+
+    @property
+    def rate(self) -> float:
+        """Seconds a token."""
+        return self.seconds / self.tokens
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One setting of an engine; `run` answers a prompt."""
+
+    engine: str
+    weights: str
+    draft: str
+    setting: str
+    run: Callable[[str], Counts]
+
+    def sample(self, text: str, name: str, prompt: str) -> Sample:
+        """The answer to a prompt of a kind of text."""
+        says = (self.engine, self.weights, self.draft, self.setting)
+        return Sample(text, name, *says, *self.run(prompt))
 
 
 def prompts(count: int) -> Iterator[tuple[str, str, str]]:
-    """Kind, name and wording of `count` prompts of each kind."""
-    for name in EDITED.split()[:count]:
+    """Kind, name and wording of `count` prompts of each kind, in turns."""
+    asked = "Rewrite this function with type hints. Answer with the code alone."
+    for name, topic in zip(EDITED.split()[:count], TOPICS.split(), strict=False):
         source = inspect.cleandoc("\n" + inspect.getsource(resolve_name(name)))
-        asked = "Rewrite this function with type hints. Answer with the code alone."
         yield "edits", name, f"{asked}\n\n```python\n{source}\n```"
-    for topic in TOPICS.split()[:count]:
         yield "prose", topic, f"Write a short story about {topic}."
 
 
-def answer(spec: mtpc.SpecModel, prompt: str, count: int) -> tuple[int, int, float, list[int]]:
+def answer(spec: mtpc.SpecModel, count: int, prompt: str) -> Counts:
     """Tokens, steps and seconds of decoding, and the answer's token ids."""
     stats = spec.stats
     tokens, steps, seconds = stats.decode_counts().tokens, stats.decode_steps, stats.decode_s
     ids = list(spec.generate(prompt, count).token_ids)
     stats = spec.stats
     used = (stats.decode_steps - steps, stats.decode_s - seconds)
-    return stats.decode_counts().tokens - tokens, *used, ids
+    return Counts(stats.decode_counts().tokens - tokens, *used, ids)
+
+
+def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Runner]:
+    """A runner for each setting of mtpc, warmed up, and for each of llama.cpp's types."""
+    is_file = args.checkpoint.suffix == ".gguf"
+    for setting in args.settings:
+        tell(f"compile {setting}")
+        draft = "none" if setting == PLAIN else args.draft
+        spec = compiled(args.checkpoint, draft, setting, args)
+        answer(spec, 24, "Warm up.")
+        weights = BLOCKS if is_file else str(spec.program.plan.dtype)
+        yield Runner(MTPC, weights, draft, setting, partial(answer, spec, args.new_tokens))
+    if args.llama:
+        file = args.llama_file or args.checkpoint
+        threads = args.threads or torch.get_num_threads()
+        for kind in args.llama_types:
+            run = partial(look_up, args.llama, file, kind, args.new_tokens, args.max_len, threads)
+            yield Runner(LLAMA, file.name, kind, PLAIN if kind == "none" else "own", run)
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
@@ -99,42 +172,58 @@ def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespac
 
 
 def table(record: Record) -> Table:
-    """A record's table: a row for each kind of text and setting."""
+    """A record's table: a row for each kind of text, engine and setting."""
     samples = [Sample(**row) for row in record["rows"]]
-    plain = {(s.text, s.prompt): s for s in samples if s.setting == "0"}
-    groups = dict[tuple[str, str, str], list[Sample]]()
+    plain = {(s.text, s.prompt, s.engine): s for s in samples if s.setting == PLAIN}
+    groups = dict[tuple[str, ...], list[Sample]]()
     for sample in samples:
-        groups.setdefault((sample.text, sample.draft, sample.setting), []).append(sample)
+        key = (sample.text, sample.engine, sample.weights, sample.draft, sample.setting)
+        groups.setdefault(key, []).append(sample)
     body = list[list[str]]()
     for key, found in groups.items():
         tokens, seconds = sum(s.tokens for s in found), sum(s.seconds for s in found)
-        gains = [plain[s.text, s.prompt].seconds / s.seconds for s in found]
-        same = sum(s.ids == plain[s.text, s.prompt].ids for s in found)
+        pairs = [(plain[s.text, s.prompt, s.engine], s) for s in found]
+        gains = [before.rate / sample.rate for before, sample in pairs]
+        same = sum(sample.answer == before.answer for before, sample in pairs)
         rates = (f"{tokens / sum(s.steps for s in found):.2f}", f"{tokens / seconds:.1f}")
         speed = (f"{geometric_mean(gains):.2f}x", f"{min(gains):.2f}x")
         body.append([*key, *rates, *speed, f"{same} of {len(found)}", str(len(found))])
     return Table("Copies as drafts", COLUMNS, sorted(body), NOTES)
 
 
+def resumed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of an earlier run with the same arguments, or none."""
+    if not args.out or not args.out.is_file():
+        return []
+    before, free = json.loads(args.out.read_text()), {"minutes": None, "prompts": None}
+    now = json.loads(json.dumps(new_record("copies", args, {})))
+    if {**before["arguments"], **free} != {**now["arguments"], **free}:
+        raise SystemExit(f"{args.out} has results of other arguments; give another --out")
+    rows: list[dict[str, Any]] = before["rows"]
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell, rows = command.begin(args), list[dict[str, Any]]()
+    tell, rows = command.begin(args), resumed(args)
+    done = {(row["text"], row["prompt"]) for row in rows}
     template = load_chat_template(args.checkpoint, None)
     assert template is not None, "an edit needs a checkpoint with a chat template"
-    models = list[tuple[str, str, Any]]()
-    for setting in args.settings:
-        tell(f"compile {setting}")
-        draft = "none" if setting == "0" else args.draft
-        models.append((draft, setting, compiled(args.checkpoint, draft, setting, args)))
-    for _, _, spec in models:
-        answer(spec, "Warm up.", 24)
+    found = list(runners(args, tell))
+    end = time.monotonic() + 60 * args.minutes
     for number, (kind, name, wording) in enumerate(prompts(args.prompts)):
+        if (kind, name) in done:
+            continue
+        if time.monotonic() > end:
+            tell(f"{args.minutes} minutes are over: run again with this --out to go on")
+            break
         prompt = template.render([{"role": "user", "content": wording}], {})
-        turn = number % len(models)
-        for draft, setting, spec in models[turn:] + models[:turn]:
-            *counts, ids = answer(spec, prompt, args.new_tokens)
-            rows.append(asdict(Sample(kind, name, draft, setting, *counts, ids)))
+        turn = number % len(found)
+        taken = chain(found[turn:], found[:turn])
+        rows += [asdict(runner.sample(kind, name, prompt)) for runner in taken]
+        record = new_record("copies", args, {"rows": rows})
+        write_results(args, record, table(record))
         tell(f"{kind} {name}")
     publish("copies", args, {"rows": rows}, table)
     return 0
@@ -150,6 +239,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
     add("--new-tokens", type=positive, default=200, metavar="N")
     add("--max-len", type=positive, default=2048, metavar="N")
+    add("--minutes", type=float, default=12, metavar="N", help="begin no prompt after so many")
+    add("--llama", type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}")
+    add("--llama-file", type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT")
+    types = ["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"]
+    add("--llama-types", nargs="+", default=types, metavar="TYPE", help="of --spec-type")
     add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
     add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
     add_result_files(parser)

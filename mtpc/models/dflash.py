@@ -1,4 +1,4 @@
-"""DFlash and DSpark: a few layers that make all drafts of a step in one pass over a block.
+"""DFlash, DFlash2 and DSpark: a few layers that make all drafts of a step in one pass over a block.
 
 A block is the last token and a mask's token for each draft, at the positions L' and on. Its rows
 attend to each other both ways, and to all committed rows. Keys and values of committed rows are not
@@ -7,6 +7,8 @@ make of the residual stream after some of the target's layers. Embedding and hea
 
 DSpark's blocks have one row less, because the last token's row gives the first draft. Its Markov
 head adds to the logits of each draft what the token before it says, so drafts are chosen in order.
+
+DFlash2's blocks are DFlash's; `mtpc.models.dflash2` has what it adds.
 
 Source: the authors' dflash/model.py (github.com/z-lab/dflash, at 44947fb), for the entries that
 later checkpoints have vLLM's qwen3_dflash.py, and for DSpark vLLM's qwen3_dspark.py and speculators
@@ -26,6 +28,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from mtpc.errors import UnsupportedModelError
+from mtpc.models.dflash2 import CandidateSelector, ConvolvedLayer, DFlash2Config, Selection
 from mtpc.models.drafter import (
     CapturingTarget,
     DrafterLayer,
@@ -49,10 +52,14 @@ from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
+DFLASH2 = ("DFlash2DraftModel",)
 """What config.json has: the authors', and speculators'."""
 _OWN_IDS, _IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 """speculators' entry has layers whose inputs are captured, the authors' those whose outputs are."""
-_UNKNOWN = ("attention_sink_bias", "use_swa", "projector_type")
+_UNKNOWN = (
+    *("attention_sink_bias", "use_swa", "projector_type", "use_gemma_norm"),
+    *("attention_value_scale", "use_aux_hidden_norms", "gating"),
+)
 _SLIDING = "sliding_attention"
 
 
@@ -70,6 +77,8 @@ class DFlashConfig:
         skips: whether the first row of a block, the last token's, gives no draft.
         markov_rank: width of the Markov head; 0: there is none.
         confidence_width: of the rows that the confidence head takes; 0: there is none.
+        second: what DFlash2 adds; None: it is none.
+        embedding_scale: of the embeddings of a block's rows.
     """
 
     layers: Any
@@ -81,6 +90,8 @@ class DFlashConfig:
     skips: bool
     markov_rank: int
     confidence_width: int
+    second: DFlash2Config | None
+    embedding_scale: float
 
     @property
     def vocab_size(self) -> int:
@@ -113,13 +124,19 @@ class DFlashConfig:
                 "authors join them as they are listed, and servers in the order of layers"
             )
         mask = mask_token(entries.get("mask_token_id"), config.vocab_size, where)
-        is_spark = bool(set(given["architectures"]) & set(DSPARK))
+        is_spark, is_second = (
+            bool(set(given["architectures"]) & set(names)) for names in (DSPARK, DFLASH2)
+        )
         skips = not entries.get("sample_from_anchor", is_spark)
         rank = (entries.get("markov_rank") or 0) if is_spark else 0
         reads_both = entries.get("confidence_head_with_markov", False)
         confident = config.hidden_size + rank * bool(reads_both) if is_spark else 0
         confident *= "confidence_head.proj.weight" in checkpoint.draft.tensors
-        return cls(config, captured, rows, width, mask, causal, skips, rank, confident)
+        widths = (config.hidden_size, config.vocab_size)
+        second = DFlash2Config.read(entries, *widths, where) if is_second else None
+        scale = float(entries.get("input_embedding_scale") or 1.0)
+        says = (mask, causal, skips, rank, confident, second, scale)
+        return cls(config, captured, rows, width, *says)
 
 
 def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, ...]:
@@ -132,8 +149,6 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
     unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
     if any(slides) and not entries.get("sliding_window"):
         unknown.append("layers of sliding_attention without sliding_window")
-    if any(slid and not each for slid, each in zip(slides, causal, strict=True)):
-        unknown.append("windows that rows of a block see both ways")
     if entries.get("model_type") not in (None, "qwen3", "dflash", "dspark"):
         unknown.append(f"model_type={entries['model_type']!r}")
     if entries.get("markov_head_type") not in (None, "vanilla"):
@@ -141,7 +156,7 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
     if unknown:
         raise UnsupportedModelError(
             f"{where} is a block drafter with {', '.join(unknown)}; expected layers as Qwen3 has "
-            "them, whose windows end at a row's own position, and no head but a plain Markov head"
+            "them, and no head but a plain Markov head or DFlash2's selector"
         )
     return causal
 
@@ -163,8 +178,10 @@ class DFlashLayer(DrafterLayer):
         captured = len(config.layer_ids) * config.target_width
         self.projection = nn.Linear(captured, hidden, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
+        second = config.second
         made: list[Any] = [
-            qwen3.Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers)
+            ConvolvedLayer(layers, i, second) if second else qwen3.Qwen3DecoderLayer(layers, i)
+            for i in range(layers.num_hidden_layers)
         ]
         for number, layer in enumerate(made):
             layer.self_attn.layer_idx = index + number
@@ -178,6 +195,8 @@ class DFlashLayer(DrafterLayer):
         self.add_ends(hidden, size, rows, own)
         if config.markov_rank:
             self.markov_head = MarkovHead(size, rows, config.markov_rank)
+        if second:
+            self.candidate_selector = CandidateSelector(hidden, size, second)
         if config.confidence_width:  # No step reads it.
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence_width, 1)})
 
@@ -194,13 +213,25 @@ class DFlashLayer(DrafterLayer):
 
     def run(self, rows: Tensor, context: StepContext) -> Tensor:
         """Embeddings of the blocks' rows [T, H] -> what the last layer gives, [T, H]."""
-        hidden, alone = rows[None], _rows_alone(context)
+        request, alone = _rows_alone(context)
+        scale = self.config.embedding_scale
+        hidden = (rows if scale == 1 else rows * scale)[None]
         angles = self.rotary(hidden, context.positions[None])
+        given: dict[str, Any] = {"position_embeddings": angles, "attention_mask": None}
+        if self.config.second:
+            place = torch.arange(rows.shape[0], device=rows.device)
+            given["place"] = place - context.query_start_loc[request]
         for layer, is_causal in zip(self.block, self.config.causal, strict=True):
             seen = context if is_causal else alone
-            given: dict[str, Any] = {"mtpc_context": seen, CACHE: seen}
-            hidden = layer(hidden, position_embeddings=angles, attention_mask=None, **given)
+            hidden = layer(hidden, **given, **{"mtpc_context": seen, CACHE: seen})
         return hidden[0]
+
+    @property
+    def bias(self) -> nn.Module | None:
+        """What the choice of a draft adds to its logits."""
+        if self.config.second:
+            return Selection(self)
+        return self.markov_head if self.config.markov_rank else None
 
 
 class MarkovHead(nn.Module):
@@ -215,16 +246,22 @@ class MarkovHead(nn.Module):
         return logits + self.markov_w2(self.markov_w1(before))
 
 
-def _rows_alone(context: StepContext) -> StepContext:
+def _rows_alone(context: StepContext) -> tuple[Tensor, StepContext]:
     """Metadata in which each row is a request of one row that has the length of its own request.
 
-    So it attends to all rows of its block. Each row reads the cache by itself.
+    So it attends to all rows of its block. Each row reads the cache by itself. A window ends before
+    the block, so it is wider by the block's rows.
+
+    Returns:
+        The request of each row, int64 [T]; and the metadata.
     """
     token = torch.arange(context.positions.shape[0], device=context.positions.device)
     request = request_of(token, context.query_start_loc).clamp(max=context.seq_lens.shape[0] - 1)
     starts = torch.arange(token.shape[0] + 1, device=token.device, dtype=torch.int32)
     table, lens = context.block_table[request], context.seq_lens[request]
-    return replace(context, block_table=table, seq_lens=lens, query_start_loc=starts)
+    ahead = context.positions.shape[0] // context.seq_lens.shape[0]
+    seen = dict(block_table=table, seq_lens=lens, query_start_loc=starts, ahead=ahead)
+    return request, replace(context, **seen)
 
 
 class DFlashContext(DrafterPass):
@@ -250,21 +287,21 @@ def _parts(config: DFlashConfig) -> StepParts:
         mask_id=config.mask_id,
         skips=config.skips,
         both_ways=not all(config.causal),
-        has_bias=config.markov_rank > 0,
+        has_bias=config.markov_rank > 0 or config.second is not None,
     )
     return StepParts(
         target=partial(CapturingTarget, config.layer_ids),
         draft=DFlashContext,
         later_draft=DFlashBlock,
         draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
-        draft_bias=lambda layer: layer.markov_head if config.markov_rank else None,
+        draft_bias=lambda layer: layer.bias,
         draft_vocabulary=draft_vocabulary,
         drafting=blocks,
     )
 
 
 def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with a DFlash or DSpark drafter in place of MTP layers.
+    """A target's family with a DFlash, DFlash2 or DSpark drafter in place of MTP layers.
 
     Args:
         family: the target's.

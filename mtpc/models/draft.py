@@ -17,7 +17,7 @@ from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
 
 KINDS = (
     ((*eagle3.ARCHITECTURES, *eagle3.PEAGLE), eagle3.eagle3_family),
-    ((*dflash.ARCHITECTURES, *dflash.DSPARK), dflash.dflash_family),
+    ((*dflash.ARCHITECTURES, *dflash.DFLASH2, *dflash.DSPARK), dflash.dflash_family),
     (TARGETS, assistant_family),
 )
 """Architectures of drafters -> what makes the family; any other drafter is MTP layers."""

@@ -58,10 +58,12 @@ class Unreadable:
 class StepContext(Metadata):
     """Metadata of one forward and the caches of its layers, in place of transformers' cache.
 
-    `layers` holds a `LayerCache`, or state of another kind, by layer index.
+    `layers` holds a `LayerCache`, or state of another kind, by layer index. A window of attention
+    holds `ahead` further positions: those of a row's own block, which it sees both ways.
     """
 
     layers: dict[int, Any]
+    ahead: int = 0
 
     @classmethod
     def of(cls, metadata: tuple[Tensor, ...], layers: dict[int, Any]) -> StepContext:
@@ -102,6 +104,8 @@ def _attention(
         )
     scale = module.head_dim**-0.5 if scaling is None else scaling
     cache: LayerCache = mtpc_context.layers[module.layer_idx]
+    if options.get("sliding_window"):
+        options["sliding_window"] += mtpc_context.ahead
     return cache.attend(module, query, scale, mtpc_context, **options), None
 
 

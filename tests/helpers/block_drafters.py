@@ -53,6 +53,30 @@ SPARK: dict[str, Any] = dict(
 """What DSpark's checkpoints have beside or in place of `CONFIG`."""
 
 
+SECOND: dict[str, Any] = dict(
+    architectures=["DFlash2DraftModel"],
+    layer_types=["sliding_attention"] * 2,
+    sliding_window=6,
+    is_causal=False,
+    dflash_config={
+        **CONFIG["dflash_config"],
+        **dict(block_size=8, conv_kernel_size=2, conv_group_size=16),
+        **dict(selector_rank=8, selector_top_k=5),
+    },
+)
+"""What DFlash2's checkpoints have beside or in place of `CONFIG`, as z-lab/Qwen3.8-27B-DFlash2."""
+
+SCALED: dict[str, Any] = {
+    **SECOND,
+    "dflash_config": {
+        **SECOND["dflash_config"],
+        **dict(conv_kernel_size=3, input_embedding_scale=1.7),
+        **dict(output_multiplier=0.4, final_logit_softcapping=2.0),
+    },
+}
+"""As drafters for Muse-Glimmer; three taps."""
+
+
 def new_dflash(config: Mapping[str, Any], target: int = 64, seed: int = 5) -> dict[str, Tensor]:
     """Random tensors of a drafter by their public names, for a target of a given width."""
     generator = torch.Generator().manual_seed(seed)
@@ -74,13 +98,25 @@ def new_dflash(config: Mapping[str, Any], target: int = 64, seed: int = 5) -> di
         norms |= {f"{at}.{name}_layernorm": hidden for name in ("input", "post_attention")}
         norms |= {f"{at}.self_attn.{name}_norm": width for name in ("q", "k")}
     rank, size = config.get("markov_rank", 0), config["vocab_size"]
+    says = {**config, **(config.get("dflash_config") or {})}
     if rank:
         shapes |= {f"markov_head.markov_w{i}": (size, rank) for i in (1, 2)}
         shapes["confidence_head.proj"] = (1, hidden + rank)
+    tables = dict[str, tuple[int, ...]]()
+    if taps := says.get("conv_kernel_size"):
+        for at in (f"layers.{i}" for i in range(config["num_hidden_layers"])):
+            for name in (f"{at}.attention_conv", f"{at}.mlp_conv"):
+                tables[f"{name}.base_kernel"] = (2, taps, hidden)
+                kernels = 2 * taps * hidden // says["conv_group_size"]
+                shapes[f"{name}.kernel_projection"] = (kernels, hidden)
+        for name in ("predecessor", "successor"):
+            tables[f"candidate_selector.{name}_codebook"] = (size, says["selector_rank"])
+        shapes["candidate_selector.hidden_projection"] = (says["selector_rank"], hidden)
     made = {f"{n}.weight": 0.12 * torch.randn(s, generator=generator) for n, s in shapes.items()}
     if rank:
         made["confidence_head.proj.bias"] = torch.zeros(1)
         made["markov_head.markov_w2.weight"] *= 20
+    made |= {name: torch.randn(s, generator=generator) for name, s in tables.items()}
     # Far from equal weights, which would hide which of two norms is applied.
     return made | {
         f"{n}.weight": torch.rand(s, generator=generator) * 1.5 + 0.4 for n, s in norms.items()

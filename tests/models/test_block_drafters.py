@@ -65,6 +65,11 @@ def oracle_of(directory: Path, family: str = "llama") -> DraftOracle:
         pytest.param("qwen3", 1, block_drafters.SPARK, marks=pytest.mark.slow),
         pytest.param("llama", 7, block_drafters.SPARK, marks=pytest.mark.slow),
         pytest.param("llama", 15, block_drafters.SPARK, marks=pytest.mark.slow),
+        # DFlash2: convolutions within a block, and each draft is chosen among candidates.
+        ("llama", 3, block_drafters.SECOND),
+        pytest.param("qwen3", 1, block_drafters.SECOND, marks=pytest.mark.slow),
+        pytest.param("llama", 7, block_drafters.SECOND, marks=pytest.mark.slow),
+        pytest.param("llama", 15, block_drafters.SCALED, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_equal_the_authors_code(
@@ -254,7 +259,10 @@ def refused(checkpoint: Path, draft: Path, **options: Any) -> str:
         (dict(hidden_size=48), "hidden_size is 48, and the target's is 64"),
         (dict(model_type="llama"), "with model_type='llama'; expected layers as Qwen3"),
         (dict(layer_types=["sliding_attention"] * 2), "sliding_attention without sliding_window"),
-        ({**SLIDING, "is_causal": False}, "windows that rows of a block see both ways"),
+        (
+            dict(architectures=["DFlash2DraftModel"]),
+            "conv_kernel_size is None; expected a number: set it in dflash_config",
+        ),
         (
             dict(dflash_config={"mask_token_id": 96, "target_layer_ids": [0, 2]}),
             "mask_token_id is 96; expected one of the 96 token ids",

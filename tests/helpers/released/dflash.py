@@ -4,7 +4,9 @@
 It reads a drafter's tensors by their public names, and nothing of it is mtpc's or transformers' but
 the target itself. Training in tests goes through the same functions. Windows are vLLM's
 (qwen3_dflash.py), which the authors' code leaves to its attention function. So are DSpark's blocks
-and its Markov head (qwen3_dspark.py; speculators 0.9, models/dspark).
+and its Markov head (qwen3_dspark.py; speculators 0.9, models/dspark). DFlash2's convolutions and
+selector, and windows that rows of a block see both ways, are those of speculators 0.9
+(models/dflash2; models/dflash/attention.py); its three scales, vLLM's (qwen3_dflash2.py).
 """
 
 from __future__ import annotations
@@ -46,10 +48,31 @@ def mask(c: Mapping[str, Any], index: int, start: int, rows: int) -> Tensor:
     kinds = c.get("layer_types") or ["full_attention"] * c["num_hidden_layers"]
     slides = kinds[index] == "sliding_attention"
     row, key = torch.arange(rows)[:, None] + start, torch.arange(start + rows)
-    causal = c.get("dflash_config", {}).get("causal")
-    if not (slides if causal is None else causal):
-        return torch.ones(rows, start + rows, dtype=torch.bool)
+    causal = c.get("dflash_config", {}).get("causal", c.get("is_causal"))
+    if not (slides if causal is None else causal) or c.get("sliding_window_non_causal"):
+        window = c["sliding_window"] if slides else start
+        return (key >= start - window).expand(rows, -1)
     return (key <= row) & (~torch.tensor(slides) | (key > row - (c.get("sliding_window") or 0)))
+
+
+def mixed(t: Mapping[str, Tensor], at: str, x: Tensor, own: Tensor, side: int) -> Tensor:
+    """Rows of blocks [B, Q, H] by the kernels [B, Q, taps, groups], one row and tap at a time."""
+    base, width = t[f"{at}.base_kernel"][side], x.shape[-1] // own.shape[-1]
+    kernels = base + own.repeat_interleave(width, -1)
+    rows = []
+    for row in range(x.shape[1]):
+        taps = range(min(row + 1, kernels.shape[2]))
+        rows.append(torch.stack([x[:, row - tap] * kernels[:, row, tap] for tap in taps]).sum(0))
+    return torch.stack(rows, 1)
+
+
+def around(t: Mapping[str, Tensor], at: str, x: Tensor, part: Any) -> Tensor:
+    """A part of a layer between DFlash2's convolutions, if the drafter has them."""
+    if f"{at}.base_kernel" not in t:
+        return part(x)
+    kernels = x @ t[f"{at}.kernel_projection.weight"].t()
+    own = kernels.unflatten(-1, (2, t[f"{at}.base_kernel"].shape[1], -1))
+    return mixed(t, at, part(mixed(t, at, x, own[:, :, 0], 0)), own[:, :, 1], 1)
 
 
 def layer(
@@ -57,20 +80,26 @@ def layer(
 ) -> Tensor:
     """Context rows [B, L, H] and a block's rows [B, Q, H], which follow them -> [B, Q, H]."""
     at, eps, base = f"layers.{index}", c["rms_norm_eps"], c["rope_theta"]
-    x = rms(block, t[f"{at}.input_layernorm.weight"], eps)
     start, rows = context.shape[1], block.shape[1]
     places = torch.arange(start + rows)
-    q = turned(heads(t, c, at, "q", x), places[start:], base)
-    both = torch.cat([context, x], 1)
-    k, v = turned(heads(t, c, at, "k", both), places, base), heads(t, c, at, "v", both)
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    scores = q @ k.transpose(-1, -2) / c["head_dim"] ** 0.5
-    weights = scores.masked_fill(~mask(c, index, start, rows), float("-inf")).softmax(-1)
-    attended = (weights @ v).transpose(1, 2).flatten(-2)
-    hidden = block + attended @ t[f"{at}.self_attn.o_proj.weight"].t()
+
+    def attend(x: Tensor) -> Tensor:
+        q = turned(heads(t, c, at, "q", x), places[start:], base)
+        both = torch.cat([context, x], 1)
+        k, v = turned(heads(t, c, at, "k", both), places, base), heads(t, c, at, "v", both)
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        scores = q @ k.transpose(-1, -2) / c["head_dim"] ** 0.5
+        weights = scores.masked_fill(~mask(c, index, start, rows), float("-inf")).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(-2) @ t[f"{at}.self_attn.o_proj.weight"].t()
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up, down = (t[f"{at}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    x = rms(block, t[f"{at}.input_layernorm.weight"], eps)
+    hidden = block + around(t, f"{at}.attention_conv", x, attend)
     x = rms(hidden, t[f"{at}.post_attention_layernorm.weight"], eps)
-    gate, up, down = (t[f"{at}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return hidden + (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    return hidden + around(t, f"{at}.mlp_conv", x, gated)
 
 
 def run(t: Mapping[str, Tensor], c: Mapping[str, Any], states: Tensor, block: Tensor) -> Tensor:
@@ -124,7 +153,22 @@ class DFlash:
         """Normed rows [Q, H] of the block that begins with the last token of `committed`."""
         states = captured(self.model, torch.tensor([committed[:-1]]), self.layers())
         ids = [committed[-1], *[self.mask_id()] * (rows - 1)]
-        return run(self.stored, self.inner, states, self.embedding[torch.tensor([ids])])[0]
+        scale = self.inner.get("dflash_config", {}).get("input_embedding_scale", 1.0)
+        embedded = scale * self.embedding[torch.tensor([ids])]
+        return run(self.stored, self.inner, states, embedded)[0]
+
+    def selected(self, logits: Tensor, row: Tensor, before: int) -> Tensor:
+        """DFlash2's scores [V] of a draft, -inf for tokens that are no candidates."""
+        says, t = {**self.inner, **self.inner.get("dflash_config", {})}, self.stored
+        ids = logits.topk(says["selector_top_k"]).indices
+        unary = logits[ids] * says.get("output_multiplier", 1.0)
+        if cap := says.get("final_logit_softcapping"):
+            unary = cap * torch.tanh(unary / cap)
+        context = t["candidate_selector.hidden_projection.weight"] @ row
+        context = t["candidate_selector.predecessor_codebook"][before] * context
+        scores = torch.full_like(logits, float("-inf"))
+        scores[ids] = unary + t["candidate_selector.successor_codebook"][ids] @ context
+        return scores
 
     def drafts(self, committed: list[int], count: int) -> list[Tensor]:
         """Logits [V] of `count` drafts after `committed`, whose last token is the bonus token."""
@@ -133,10 +177,12 @@ class DFlash:
         rows = self.block(committed, count + skips)[int(skips) :]
         head = self.stored.get("lm_head.weight", self.head)
         before, found = committed[-1], []
-        for logits in rows @ head.t():
+        for row, logits in zip(rows, rows @ head.t(), strict=True):
             if "markov_head.markov_w1.weight" in self.stored:  # vLLM's DSparkMarkovHead
                 one, two = (self.stored[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
                 logits = logits + two @ one[before]
+            if "candidate_selector.successor_codebook" in self.stored:
+                logits = self.selected(logits, row, before)
             found.append(self.whole(logits))
             before = int(found[-1].argmax())
         return found
