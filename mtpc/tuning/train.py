@@ -194,7 +194,7 @@ class Training:
     Args:
         model: the model to train.
         source: what the target says of the texts.
-        held_out: number of the last texts of `source`, which measure and are not trained on.
+        held_out: number of the first texts of `source`, which measure and are not trained on.
         schedule: the schedule.
         state: the file of the saved state; if it exists, the training continues from it.
     """
@@ -208,8 +208,7 @@ class Training:
         state: Path,
     ):
         self._model, self._source, self._schedule, self._state = model, source, schedule, state
-        self._count = len(source.ids) - held_out
-        self._held = torch.arange(self._count, len(source.ids))
+        self._held, self._count = torch.arange(held_out), len(source.ids) - held_out
         self._masters = {name: wide(each.detach()) for name, each in model.trained.items()}
         self._optimizer = torch.optim.AdamW(
             self._masters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -260,7 +259,7 @@ class Training:
     def _step(self) -> tuple[float, list[float]]:
         for group in self._optimizer.param_groups:
             group["lr"] = self._schedule.rate(self._share())
-        places = self._schedule.drawn(self.progress.step, self._count)
+        places = len(self._held) + self._schedule.drawn(self.progress.step, self._count)
         with LinearProducts():
             loss, right = draft_losses(self._model, self._source.get(places))
             loss.backward()
