@@ -64,5 +64,5 @@ def _add_training(
     add_switches(parser, ("--resume", "continue an interrupted run"))
     add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
     add_threads(parser)
-    add_compile_options(parser, spec_tokens="3", batch_buckets="8")
+    add_compile_options(parser, spec_tokens="3", batch_buckets="16")
     add_cache_options(parser)

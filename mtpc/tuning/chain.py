@@ -65,17 +65,18 @@ class DraftRows:
 
         The options are those of `mtpc::paged_attention`. Returns [1, B * L, N, D_v].
         """
-        query = self._by_text(query)
+        query = self._by_text(query) * scale
         pairs = [self._heads(module, pair, query.shape[1]) for pair in self._blocks]
         window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
         (keys, values), chained = pairs[0], pairs[1:]
         length, last = query.shape[2], len(chained)
         first = query @ keys.transpose(2, 3)
-        own = [(query * k[:, :, :length]).sum(-1, keepdim=True) for k, _ in chained]
-        scores = _wide(torch.cat([first, *own], -1)) * scale
+        own = [wide(query * k[:, :, :length]).sum(-1, keepdim=True) for k, _ in chained]
+        scores = torch.cat([first, *own], -1) if own else wide(first)  # cat widens.
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~self._visible(scores, length, last, window), float("-inf"))
+        # The gradient of a sum takes no pass over the scores.
+        scores = scores + self._hidden(scores, length, last, window)
         sinks = options.get("s_aux")
         if sinks is not None:
             logits = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -96,14 +97,15 @@ class DraftRows:
         return rows[0].unflatten(1, (self._texts, -1)).transpose(0, 1)
 
     @staticmethod
-    def _visible(scores: Tensor, length: int, last: int, window: int) -> Tensor:
-        """bool [L, L_0 + last]: what the rows of block `last` attend to."""
+    def _hidden(scores: Tensor, length: int, last: int, window: int) -> Tensor:
+        """[L, L_0 + last]: -inf for what a row of block `last` does not attend to, or 0."""
         row = torch.arange(length, device=scores.device)[:, None]
         key = torch.arange(scores.shape[-1] - last, device=scores.device)[None]
         block = torch.arange(1, last + 1, device=scores.device)[None].expand(length, -1)
         back = torch.cat([row + last - key, last - block], 1)
         visible = torch.cat([key <= row, block > 0], 1)
-        return visible & (back < window) if window else visible
+        visible = visible & (back < window) if window else visible
+        return torch.zeros_like(back, dtype=scores.dtype).masked_fill_(~visible, float("-inf"))
 
 
 class DraftLatentRows(DraftRows):
@@ -138,7 +140,8 @@ class _Context:
         return first, second
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -273,9 +276,9 @@ class TrainedModel:
         self.loaded = place(loaded.with_layers(spec_tokens), str(teacher.device))
         self.count, self._device = spec_tokens, teacher.device
         self._cache = self._cache_kind()
-        self.trained = self._trained()
         has_halves = self.loaded.dtype.itemsize == 2
         self._halves = has_halves and _multiplies_halves(self._device)
+        self.trained = self._trained()
         self._rotaries = [
             TextRotary(
                 rotary_of(target.get_decoder()),
@@ -287,7 +290,7 @@ class TrainedModel:
         self._choose_rows(vocabulary)
 
     def _trained(self) -> dict[str, Tensor]:
-        """The tensors to train, widened to float32 at least."""
+        """The tensors to train, in the dtype of products."""
         target = self.loaded.target
         ends = (target.get_input_embeddings(), target.get_output_embeddings())
         copies = {end.weight.data_ptr() for end in ends}
@@ -301,7 +304,8 @@ class TrainedModel:
         for layer in self.loaded.mtp_layers:
             layer.requires_grad_(False)
         for parameter in trained.values():
-            parameter.data = _wide(parameter.data)
+            is_half = parameter.dtype.itemsize == 2  # Some are in float32 on purpose.
+            parameter.data = self._as_fed(parameter.data) if is_half else wide(parameter.data)
             parameter.requires_grad_(True)
         return trained
 
@@ -335,11 +339,6 @@ class TrainedModel:
         if roles not in CACHES:
             raise _no_gradient(loaded.family.name, "its MTP layer attends by an indexer")
         return CACHES[roles]
-
-    def mixed(self) -> Any:
-        """An autocast context: matrix products of 16 bits, where that is faster."""
-        dtype = self.loaded.dtype if self._halves else None
-        return torch.autocast(self._device.type, dtype, self._halves)
 
     def draft_states(self, ids: Tensor, fed: Tensor) -> Iterator[Tensor]:
         """The features of the K drafts, one draft after the other.
@@ -382,8 +381,8 @@ class TrainedModel:
         return hidden.unflatten(0, ids.shape)
 
     def _as_fed(self, x: Tensor) -> Tensor:
-        """What layers and heads multiply: in float32, unless products are of 16 bits."""
-        return x if self._halves else _wide(x)
+        """What layers and heads multiply: in bfloat16 where that is faster, or in float32."""
+        return x.to(torch.bfloat16) if self._halves else wide(x)
 
     def head_rows(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
         """What makes logits of draft `depth`: rows [..., H] of its features, and the head [V_d, H].
@@ -393,7 +392,8 @@ class TrainedModel:
         index = min(depth, len(self.loaded.mtp_layers) - 1)
         layer, head = self.loaded.mtp_layers[index], self._heads[index]
         if layer.wiring.next_features == "before":
-            states = final_norm_of(self.loaded.target.get_decoder(), layer)(states)
+            norm = final_norm_of(self.loaded.target.get_decoder(), layer)
+            states = self._as_fed(norm(states))
         if head is None:
             weight: Any = head_of(self.loaded.target, layer).weight
             head = self._chosen(weight)

@@ -169,6 +169,14 @@ def _norm(decoder: Any) -> Any:
     return getattr(decoder, norm_after(decoder, decoder_layers(decoder)))
 
 
+def read_vocabulary(drafter: Path, frequent: Tensor) -> Tensor:
+    """The tokens that a drafter's head was written for; `frequent` if it names none itself."""
+    path = drafter / DRAFT_VOCAB
+    if not path.is_file():
+        return frequent
+    return torch.tensor([int(line) for line in path.read_text().split()])
+
+
 FORMS = {
     "mtp": Form(lambda family: _mimo(family).wiring, lambda layers: (), _new_mtp),
     "eagle3": Form(lambda family: NO_LAYERS, captured_layers, _new_eagle3),

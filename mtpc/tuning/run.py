@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.plan import make_plan
 from mtpc.tuning.chain import Teacher, TrainedModel
 from mtpc.tuning.files import replacing, unreadable
-from mtpc.tuning.forms import FORMS, write_new_drafter
-from mtpc.tuning.store import Chunks, TargetRows, row_bytes
+from mtpc.tuning.forms import FORMS, read_vocabulary, write_new_drafter
+from mtpc.tuning.store import CHUNK_ROWS, Chunks, TargetRows, row_bytes
 from mtpc.tuning.texts import (
     PROMPT_TOKENS,
     Limits,
     Texts,
     continue_rows,
+    known_tokens,
     measure_drafts,
     read_texts,
 )
@@ -133,7 +134,7 @@ class Tuning:
         refuse_existing(out)
         self._paths, self._held_out, self._out = list(texts), list(held_out), out
         longest = max(plan.length, PROMPT_TOKENS + plan.new_tokens)
-        self._options = {"max_len": longest, "batch_buckets": (8,), **options}
+        self._options = {"max_len": longest, "batch_buckets": (CHUNK_ROWS,), **options}
         parsed = mtpc.CompileOptions.parse(self._options)
         self._spec_tokens, self._parsed = _one_number(parsed, plan), parsed
         self._checkpoint, self._plan, self._tell = Checkpoint(checkpoint), plan, tell
@@ -190,8 +191,8 @@ class Tuning:
         source = TargetRows(self.directory, texts.rows)
         source.fill(teacher, lambda share: self._tell(f"the target reads the texts: {share:.0%}"))
         size = teacher.model.get_input_embeddings().weight.shape[0]
-        vocabulary = source.frequent(self._plan.vocabulary, texts.trained, size)
-        drafted = self._drafted(teacher, vocabulary)
+        frequent = source.frequent(self._plan.vocabulary, texts.held_out, size)
+        drafted, vocabulary = self._drafted(teacher, frequent)
         rules = check_rules(self._parsed.wiring)
         model = TrainedModel(drafted, self._spec_tokens, teacher, rules, vocabulary)
         files = drafted.draft if isinstance(drafted, PairedCheckpoint) else drafted
@@ -208,14 +209,17 @@ class Tuning:
         after = self._measure(self._compiled(self._out), texts)
         return Tuned(before, after, (texts.trained, self._plan.length), progress, tuple(tensors))
 
-    def _drafted(self, teacher: Teacher, vocabulary: Tensor) -> Checkpoint:
-        """The checkpoint whose drafter is trained: the given one, or with a new drafter."""
+    def _drafted(self, teacher: Teacher, frequent: Tensor) -> tuple[Checkpoint, Tensor]:
+        """The checkpoint whose drafter is trained, and the tokens that it learns.
+
+        That is the given one, or one with a new drafter, which keeps its tokens when it is resumed.
+        """
         if self._form is None:
-            return self._checkpoint
+            return self._checkpoint, frequent
         new = self.directory / _NEW
         if not new.exists():
-            write_new_drafter(self._form, teacher, vocabulary, new)
-        return PairedCheckpoint(self._checkpoint.directory, new)
+            write_new_drafter(self._form, teacher, frequent, new)
+        return PairedCheckpoint(self._checkpoint.directory, new), read_vocabulary(new, frequent)
 
     def _compiled(self, out: Path | None) -> mtpc.SpecModel:
         """The model with its drafter, that of `out` if there is one; a new one begins without."""
@@ -249,38 +253,43 @@ class Tuning:
                 before = self._measure(model, texts)
             here.mkdir(exist_ok=True)
             _write_prepared(here / _PREPARED, texts, before, settings)
+        texts = Texts(texts.rows[: self._limits.rows], texts.held_out, texts.prompts)
         return self._continued(texts, model), before
 
     def _continued(self, texts: Texts, model: mtpc.SpecModel | None) -> Texts:
-        """The texts, of which the target has written the rest of some, spread evenly."""
+        """The texts, of which the target has written the rest of the first ones."""
         count = min(self._plan.continuations, texts.trained)
-        places = torch.linspace(0, texts.trained - 1, count).long()
-        if count:
-            places = torch.cat([places, torch.arange(texts.trained, len(texts.rows))])
-        written = Chunks(self.directory, "text", len(places))
+        count += texts.held_out if count else 0
+        written = Chunks(self.directory, "text", texts.rows[:count, : known_tokens(texts.rows)])
         if not written.is_whole:
             model = model or self._compiled(None)
 
         def write(part: slice) -> dict[str, Tensor]:
             assert model is not None
-            return {"ids": continue_rows(model, texts.rows[places[part]])}
+            return {"ids": continue_rows(model, texts.rows[part])}
 
-        what = f"the target continues {len(places)} of {len(texts.rows)} texts"
+        what = f"the target continues {count} of {len(texts.rows)} texts"
         written.fill(write, lambda share: self._tell(f"{what}: {share:.0%}"))
         rows = texts.rows.clone()
         if count:
-            rows[places] = written.get("ids", torch.arange(len(places)))
+            rows[:count] = written.get("ids", torch.arange(count))
         return Texts(rows, texts.held_out, texts.prompts)
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that must be the same when a run is resumed."""
+        """The settings that must be the same when a run is resumed.
+
+        The others may change: a run goes on for longer, or with more text.
+        """
         digests = {
             str(path): _digest(path) for path in [*self._paths, *self._held_out] if path.is_file()
         }
-        plan = asdict(self._plan)
+        plan = self._plan
         return {
-            **plan.pop("schedule"),
-            **plan,
+            "seed": plan.schedule.seed,
+            "length": plan.length,
+            "prompts": plan.prompts,
+            "new_tokens": plan.new_tokens,
+            "vocabulary": plan.vocabulary,
             "form": self._form,
             "spec_tokens": self._spec_tokens,
             "wiring": [list(rule) for rule in check_rules(self._parsed.wiring)],

@@ -42,22 +42,34 @@ class Rows(NamedTuple):
 
 
 class Chunks:
-    """Tensors by rows, in one file for every `CHUNK_ROWS` rows.
+    """Tensors by rows, in one file for every `CHUNK_ROWS` rows. One of them is `ids`.
 
     Args:
         directory: where the files are.
         name: what their names begin with.
-        count: number of rows.
+        given: what the rows of `ids` begin with, [N, L_0]. A chunk of other rows is missing: when a
+            run is resumed with more texts, what was made of fewer is kept where it is the same.
     """
 
-    def __init__(self, directory: Path, name: str, count: int):
-        self._directory, self._name, self.count = directory, name, count
+    def __init__(self, directory: Path, name: str, given: Tensor):
+        self._directory, self._name, self._given = directory, name, given
         self._open: dict[int, Any] = {}
 
     @property
     def is_whole(self) -> bool:
         """Whether no chunk is missing."""
-        return all(self._path(i).is_file() for i in range(-(-self.count // CHUNK_ROWS)))
+        return all(map(self._is_made, range(-(-len(self._given) // CHUNK_ROWS))))
+
+    def _is_made(self, chunk: int) -> bool:
+        given = self._given[chunk * CHUNK_ROWS :][:CHUNK_ROWS]
+        path = self._path(chunk)
+        if not path.is_file():
+            return False
+        try:
+            with safe_open(path, framework="pt") as file:
+                return torch.equal(file.get_slice("ids")[:, : given.shape[1]], given)
+        except Exception as error:  # A file of another kind lacks anything.
+            raise unreadable(path, error) from error
 
     def fill(
         self,
@@ -73,12 +85,12 @@ class Chunks:
         Raises:
             CheckpointError: a chunk cannot be written.
         """
-        for chunk, start in enumerate(range(0, self.count, CHUNK_ROWS)):
-            path = self._path(chunk)
-            if not path.is_file():
-                tell(start / self.count)
-                tensors = make(slice(start, min(start + CHUNK_ROWS, self.count)))
-                with replacing(path) as scratch:
+        count = len(self._given)
+        for chunk, start in enumerate(range(0, count, CHUNK_ROWS)):
+            if not self._is_made(chunk):
+                tell(start / count)
+                tensors = make(slice(start, min(start + CHUNK_ROWS, count)))
+                with replacing(self._path(chunk)) as scratch:
                     save_tensors({n: t.contiguous() for n, t in tensors.items()}, scratch)
 
     def get(self, name: str, rows: Tensor) -> Tensor:
@@ -112,7 +124,7 @@ class TargetRows:
     """
 
     def __init__(self, directory: Path, ids: Tensor):
-        self.ids, self._chunks = ids, Chunks(directory, "target", len(ids))
+        self.ids, self._chunks = ids, Chunks(directory, "target", ids)
 
     def fill(self, teacher: Teacher, tell: Callable[[float], None]) -> None:
         """Let the target read the texts that it has not read."""
@@ -123,7 +135,7 @@ class TargetRows:
             count = min(MOST_PROBABLE, teacher.model.get_input_embeddings().weight.shape[0])
             found = teacher.most_probable(features.flatten(0, 1), count)
             tokens, logprobs = (each.unflatten(0, ids.shape).cpu() for each in found)
-            return {"fed": fed.cpu(), "tokens": tokens, "logprobs": logprobs}
+            return {"ids": ids, "fed": fed.cpu(), "tokens": tokens, "logprobs": logprobs}
 
         self._chunks.fill(make, tell)
 
@@ -132,13 +144,13 @@ class TargetRows:
         found = (self._chunks.get(name, places) for name in Rows._fields[1:])
         return Rows(self.ids[places], *found)
 
-    def frequent(self, count: int, known: int, size: int) -> Tensor:
-        """The target's most frequent choices in the first `known` texts, ascending: [<= count].
+    def frequent(self, count: int, first: int, size: int) -> Tensor:
+        """The target's most frequent choices in the texts from `first` on, ascending: [<= count].
 
         They are of a vocabulary of `size`. Of equally frequent tokens those with lower ids come
         first.
         """
-        parts = torch.arange(known).split(CHUNK_ROWS)
+        parts = torch.arange(first, len(self.ids)).split(CHUNK_ROWS)
         chosen = [self._chunks.get("tokens", part)[..., 0].flatten() for part in parts]
         counts = torch.bincount(torch.cat(chosen).long(), minlength=size)
         return counts.argsort(descending=True, stable=True)[:count].sort().values

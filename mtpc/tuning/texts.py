@@ -32,7 +32,8 @@ class Texts:
     """Token ids of a run.
 
     Attributes:
-        rows: int64 [N + M, L], training texts and then held-out ones.
+        rows: int64 [M + N, L], held-out texts and then training ones, in no order: the first of
+            them stand for all.
         held_out: M.
         prompts: int64 [M', P], beginnings of held-out text.
     """
@@ -93,7 +94,8 @@ def read_texts(
     tests = ids[: len(ids) // limits.length * limits.length].view(-1, limits.length)
     tests = _spread(tests, max(1, min(limits.held_out, limits.rows // 2)))
     rows = _spread(rows, limits.rows - len(tests))
-    return Texts(torch.cat([rows, tests]), len(tests), _spread(pieces, limits.prompts))
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return Texts(torch.cat([tests, rows]), len(tests), _spread(pieces, limits.prompts))
 
 
 def _spread(rows: Tensor, most: int) -> Tensor:
@@ -124,12 +126,17 @@ def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
+def known_tokens(rows: Tensor) -> int:
+    """Tokens of rows [N, L] that the target keeps when it continues them."""
+    return max(1, rows.shape[1] // KNOWN_SHARE)
+
+
 def continue_rows(model: SpecModel, rows: Tensor) -> Tensor:
     """Let the target write the rest of rows [N, L], greedily, after the beginning of each.
 
     In decoding, drafts follow text that the target has written, which may differ from the user's.
     """
-    known = max(1, rows.shape[1] // KNOWN_SHARE)
+    known = known_tokens(rows)
     new = model.generate(rows[:, :known].tolist(), rows.shape[1] - known, ignore_eos=True)
     return torch.cat([rows[:, :known], torch.tensor(new)], 1)
 

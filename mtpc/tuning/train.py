@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtpc.tuning.chain import TrainedModel
+from mtpc.tuning.chain import TrainedModel, wide
 from mtpc.tuning.files import replacing, unreadable
+from mtpc.tuning.products import LinearProducts, weight_gradient
 from mtpc.tuning.store import Rows, TargetRows
 
 DEPTH_DECAY = 0.8
@@ -24,8 +25,8 @@ DEPTH_DECAY = 0.8
 WARM_UP, LAST_RATE = 0.03, 0.02
 """Share of a run in which the learning rate grows; and its last value, relative to the highest."""
 CLIP = 1.0
-LOGIT_VALUES = 1 << 24
-"""The most logits of drafts in memory at once: 64 MiB in float32."""
+LOGIT_VALUES = 1 << 22
+"""The most logits of drafts in memory at once: few enough for a processor's cache."""
 MEASURE_STEPS = 50
 """Steps from one measurement on held-out text to the next."""
 TELL_SECONDS, SAVE_SECONDS = 5.0, 60.0
@@ -128,7 +129,7 @@ def draft_losses(model: TrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of a head's logits to distributions over few tokens.
 
-    The logits exist for `LOGIT_VALUES` at a time: the gradient is made with them, in their memory.
+    The logits exist for `LOGIT_VALUES` at a time: the gradient is made with them.
     """
 
     @staticmethod
@@ -145,7 +146,6 @@ class HeadLoss(torch.autograd.Function):
             shares: their probabilities, which sum to 1, or to 0 in a row that does not count.
         """
         counted = shares.sum(-1, keepdim=True)
-        number = counted.sum().clamp(min=1)
         of_states = torch.empty_like(states)
         of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         loss, hits = shares.new_zeros(()), []
@@ -155,38 +155,37 @@ class HeadLoss(torch.autograd.Function):
             strict=True,
         ):
             found, gradient, hit = _head_part(functional.linear(x, head), *row)
-            gradient = (gradient / number).to(head.dtype)
-            out.copy_(gradient @ head)
+            out.copy_((gradient @ head) * row[-1])
             if of_head is not None:
-                of_head += gradient.T @ x
+                of_head += weight_gradient(gradient, (x * row[-1]).to(x.dtype))
             loss = loss + found
             hits.append(hit)
+        ctx.number = counted.sum().clamp(min=1)
         ctx.save_for_backward(of_states, of_head)
         right = torch.cat(hits)
         ctx.mark_non_differentiable(right)
-        return loss / number, right
+        return loss / ctx.number, right
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         of_states, of_head = ctx.saved_tensors
-        return of_states * gradient, None if of_head is None else of_head * gradient, None, None
+        scale = (gradient / ctx.number).to(of_states.dtype)
+        return of_states * scale, None if of_head is None else of_head * scale, None, None
 
 
 def _head_part(
     logits: Tensor, places: Tensor, shares: Tensor, counted: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of some rows, its gradient in the logits' memory, and which are right."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    known = places.clamp(min=0)
-    largest, wanted = logits.amax(-1, keepdim=True), logits.gather(1, known)
-    # argmax takes six times as long as amax.
-    hits = (wanted[:, 0] == largest[:, 0]) & (places[:, 0] >= 0)
-    softmax = logits.sub_(largest).exp_()
-    sums = softmax.sum(-1, keepdim=True)
-    loss = ((largest + sums.log()) * counted).sum() - (wanted * shares).sum()
-    gradient = softmax.mul_(counted / sums)
-    gradient.scatter_add_(1, known, -shares.to(gradient.dtype))
-    return loss, gradient, hits
+    """The summed loss of some rows, its gradient before `counted`, and which rows are right."""
+    is_known, first = places >= 0, places[:, :1].clamp(min=0)
+    known = torch.where(is_known, places, first)  # A place twice is written the same twice.
+    shares = torch.where(is_known, shares, shares[:, :1])
+    # argmax takes ten times as long as amax, and scatter_add_ of 16 bits copies all logits twice.
+    hits = (logits.gather(1, first) == logits.amax(-1, keepdim=True))[:, 0] & is_known[:, 0]
+    gradient = logits.softmax(-1)
+    found = gradient.gather(1, known).to(shares.dtype)
+    loss = -(found.clamp(min=1e-30).log() * shares * is_known).sum()
+    return loss, gradient.scatter_(1, known, (found - shares).to(gradient.dtype)), hits
 
 
 class Training:
@@ -195,7 +194,7 @@ class Training:
     Args:
         model: the model to train.
         source: what the target says of the texts.
-        held_out: number of the last texts of `source`, which measure and are not trained on.
+        held_out: number of the first texts of `source`, which measure and are not trained on.
         schedule: the schedule.
         state: the file of the saved state; if it exists, the training continues from it.
     """
@@ -209,10 +208,10 @@ class Training:
         state: Path,
     ):
         self._model, self._source, self._schedule, self._state = model, source, schedule, state
-        self._count = len(source.ids) - held_out
-        self._held = torch.arange(self._count, len(source.ids))
+        self._held, self._count = torch.arange(held_out), len(source.ids) - held_out
+        self._masters = {name: wide(each.detach()) for name, each in model.trained.items()}
         self._optimizer = torch.optim.AdamW(
-            model.trained.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
+            self._masters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.progress, self._best = Progress(), dict[str, Tensor]()
         if state.is_file():
@@ -241,7 +240,7 @@ class Training:
             if now - saved >= SAVE_SECONDS or is_over:
                 self.save()
                 saved = now
-        self._set(self._best)
+        self._use(self._best)
         return at
 
     def _line(self) -> str:
@@ -260,13 +259,16 @@ class Training:
     def _step(self) -> tuple[float, list[float]]:
         for group in self._optimizer.param_groups:
             group["lr"] = self._schedule.rate(self._share())
-        places = self._schedule.drawn(self.progress.step, self._count)
-        self._optimizer.zero_grad()
-        with self._model.mixed():
+        places = len(self._held) + self._schedule.drawn(self.progress.step, self._count)
+        with LinearProducts():
             loss, right = draft_losses(self._model, self._source.get(places))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.trained.values(), CLIP)
+            loss.backward()
+        for name, parameter in self._model.trained.items():
+            self._masters[name].grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(self._masters.values(), CLIP)
         self._optimizer.step()
+        self._use(self._masters)
         return loss.item(), right.tolist()
 
     @torch.no_grad()
@@ -274,18 +276,18 @@ class Training:
         """Note the acceptance on held-out texts, and keep the weights if it is the best so far."""
         found = []
         for places in self._held.split(self._schedule.batch):
-            with self._model.mixed():
-                right = draft_losses(self._model, self._source.get(places))[1]
+            right = draft_losses(self._model, self._source.get(places))[1]
             found.append(len(places) / len(self._held) * right.cpu())
         right, at = torch.stack(found).sum(0), self.progress
         best = max((sum(point["right"]) for point in at.held_out), default=-1.0)
         rounded = [round(share, 4) for share in right.tolist()]
         at.held_out.append({"step": at.step, "seconds": round(at.seconds, 1), "right": rounded})
         if sum(rounded) > best:
-            self._best = {name: p.detach().clone() for name, p in self._model.trained.items()}
+            self._best = {name: p.detach().clone() for name, p in self._masters.items()}
 
     @torch.no_grad()
-    def _set(self, values: Mapping[str, Tensor]) -> None:
+    def _use(self, values: Mapping[str, Tensor]) -> None:
+        """Let the model have these values of the trained tensors."""
         for name, parameter in self._model.trained.items():
             parameter.copy_(values[name])
 
@@ -293,7 +295,7 @@ class Training:
         """Save the state; the file is replaced atomically."""
         value = {
             "progress": asdict(self.progress),
-            "trained": self._model.trained,
+            "trained": self._masters,
             "best": self._best,
             "optimizer": self._optimizer.state_dict(),
         }
@@ -306,7 +308,9 @@ class Training:
         try:
             value = torch.load(self._state, weights_only=True, map_location="cpu")
             self.progress = Progress(**value["progress"])
-            self._set(value["trained"])
+            for name, master in self._masters.items():
+                master.copy_(value["trained"][name])
+            self._use(self._masters)
             self._best = value["best"]
             self._optimizer.load_state_dict(value["optimizer"])
         except Exception as error:  # torch raises errors of any kind.
