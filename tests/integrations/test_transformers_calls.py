@@ -54,6 +54,35 @@ def test_the_seam_itself(generator: Any) -> None:
     assert len(streamer.got) == 4
 
 
+def test_use_mtp_never_runs_the_hosts_loop(generator: Any) -> None:
+    """With `custom_generate`, and after `attach`: mtpc's steps run, for rows that the host's own
+    loop refuses, and what would bypass them is refused by name."""
+    model = generator.model
+    mtp = {"use_mtp": True, "max_new_tokens": 6}
+    plain = model.generate(**RAGGED, max_new_tokens=6)
+
+    def replays(**call: Any) -> int:
+        before = sum(generator.spec.stats.replays.values())
+        assert torch.equal(model.generate(**RAGGED, **mtp, **call), plain)
+        return sum(generator.spec.stats.replays.values()) - before
+
+    assert replays(custom_generate=generator) > 0
+    again = {**RAGGED, "num_return_sequences": 2, "do_sample": True}
+    assert generator.generate(**again, **mtp).shape[0] == 2 * len(plain)
+    generator.attach()
+    try:
+        assert replays() > 0
+        assert model.generate(**again, **mtp).shape[0] == 2 * len(plain)
+        with pytest.raises(RequestError, match=r"cache_implementation is 'paged'"):
+            model.generate(**RAGGED, **mtp, cache_implementation="paged")
+        with pytest.raises(RequestError, match="custom_generate was given"):
+            model.generate(**RAGGED, **mtp, custom_generate=generator)
+    finally:
+        generator.detach()
+    assert "generate" not in vars(model)
+    generator.detach()
+
+
 def test_the_call_decides_what_is_compiled(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options that `generate` compiles with follow rows and length of the call."""
     asked: list[dict[str, Any]] = []

@@ -87,6 +87,8 @@ LIMIT_S = 900
 class CausalAttention:
     """An attention backend over the rows of one prompt, without cache: what the host's compute."""
 
+    prefill_attention_backend_str = "triton"
+
     def __init__(self) -> None:
         self.layers: list[Any] = []
 
@@ -299,13 +301,16 @@ def check_algorithm() -> None:
     fields = dict(speculative_num_steps=3, speculative_num_draft_tokens=4)
     options = ("adaptive", "use_rejection_sampling", "token_map")
     fields |= {f"speculative_{name}": None for name in options} | {"enable_multi_layer_eagle": None}
+    fields |= {f"speculative_accept_threshold_{name}": 1.0 for name in ("single", "acc")}
     good = SimpleNamespace(speculative_eagle_topk=1, **fields)
+    found.validate_server_args(good)
+    good.speculative_use_rejection_sampling = True
     found.validate_server_args(good)
     for field, value, words in (
         ("speculative_eagle_topk", 4, "topk 4"),
         ("speculative_num_steps", None, "steps None"),
         ("speculative_num_draft_tokens", 9, "9 draft tokens for 3 steps"),
-        ("speculative_use_rejection_sampling", True, "use_rejection_sampling"),
+        ("speculative_accept_threshold_acc", 0.5, "threshold_acc 0.5 with rejection sampling"),
     ):
         bad = SimpleNamespace(**{**vars(good), field: value})
         refused(words, lambda bad=bad: found.validate_server_args(bad), OptionError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.runtime_context import get_platform
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -39,6 +40,9 @@ class MTPCAlgorithm(CustomSpecAlgo):
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True
         server_args.enable_mixed_chunk = False
+        if get_platform().is_hip:
+            # Without it SGLang's verification takes the argmax on ROCm, whatever a request asks.
+            server_args.speculative_use_rejection_sampling = True
 
 
 def check_arguments(server_args: Any) -> None:
@@ -54,19 +58,19 @@ def check_arguments(server_args: Any) -> None:
         wrong = f"steps {steps}, topk {server_args.speculative_eagle_topk}"
     elif drafts != steps + 1:
         wrong = f"{drafts} draft tokens for {steps} steps"
-    for option in (
-        "speculative_adaptive",
-        "speculative_use_rejection_sampling",
-        "speculative_token_map",
-        "enable_multi_layer_eagle",
-    ):
+    for option in ("speculative_adaptive", "speculative_token_map", "enable_multi_layer_eagle"):
         if getattr(server_args, option):
             wrong = option
+    if server_args.speculative_use_rejection_sampling or get_platform().is_hip:
+        for option in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if getattr(server_args, option) != 1.0:
+                wrong = f"{option} {getattr(server_args, option)} with rejection sampling"
     if wrong:
         raise OptionError(
             f"--speculative-algorithm {NAME}: found {wrong}; expected --speculative-num-steps N, "
             "--speculative-eagle-topk 1, --speculative-num-draft-tokens N+1, and none of adaptive "
-            "speculation, rejection sampling, a token map, multi-layer EAGLE"
+            "speculation, a token map, multi-layer EAGLE, nor thresholds of acceptance with "
+            "rejection sampling, which ROCm always needs"
         )
 
 

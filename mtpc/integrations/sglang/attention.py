@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+from sglang.srt.runtime_context import attention_backends
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.integrations.attention_site import AttentionSite
+from mtpc.integrations.attention_site import AttentionSite, expand_latent
 
 
 @dataclass
@@ -75,7 +78,8 @@ class LatentAttention(nn.Module):
     """Attention over SGLang's latent pool: (q [T, N, D], latent [T, rank], rope_key [T, D_rope]).
 
     The two halves of the expansion are applied to the query and to the output, as in DeepSeek-V2
-    (section 2.1.2). So SGLang attends to one head of latents, and stores only latents.
+    (section 2.1.2). So SGLang attends to one head of latents, and stores only latents. SGLang's
+    aiter backend cannot attend so in a prompt's rows: there it gets expanded keys and values.
 
     Attributes:
         to_key: [N, D - D_rope, rank].
@@ -90,18 +94,25 @@ class LatentAttention(nn.Module):
     def __init__(self, site: AttentionSite, layer_id: int, run: DraftRun):
         super().__init__()
         self.run, self.site = run, site
+        options = dict(scaling=site.scale, layer_id=layer_id, logit_cap=site.softcap)
+        width, rank = site.latent_rank + site.rope_head_dim, site.latent_rank
         self.radix = RadixAttention(
-            site.num_heads,
-            site.latent_rank + site.rope_head_dim,
-            site.scale,
-            1,
-            layer_id,
-            logit_cap=site.softcap,
-            v_head_dim=site.latent_rank,
+            site.num_heads, width, num_kv_heads=1, v_head_dim=rank, **options
         )
-        width = site.head_dim - site.rope_head_dim
-        for name, size in (("to_key", width), ("to_value", site.v_head_dim)):
-            half = torch.zeros(site.num_heads, size, site.latent_rank)
+        self.expanded = RadixAttention(
+            site.num_heads,
+            site.head_dim,
+            num_kv_heads=site.num_heads,
+            v_head_dim=site.v_head_dim,
+            **options,
+        )
+        # The aiter backend expands the latents of a prompt's cached beginning with it.
+        self.expanded.kv_b_proj = _Expansion(site.expansion)
+        for name, size in (
+            ("to_key", site.head_dim - site.rope_head_dim),
+            ("to_value", site.v_head_dim),
+        ):
+            half = torch.zeros(site.num_heads, size, rank)
             self.register_buffer(name, half, persistent=False)
         self.quant_method = _AfterLoading()
 
@@ -123,13 +134,49 @@ class LatentAttention(nn.Module):
 
     def forward(self, q: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
         """Attend with queries, latents and rope keys; returns [T, N, D_v]."""
-        site = self.site
+        site, batch = self.site, self.run.forward_batch
+        key = torch.cat([latent, rope_key], -1)[:, None]
+        if needs_expanded_heads(batch):
+            get_token_to_kv_pool().set_kv_buffer(
+                self.radix, KVWriteLoc.for_batch(batch), key, latent[:, None]
+            )
+            expanded = expand_latent(site, latent, rope_key)
+            out: Tensor = self.expanded(q, *expanded, batch, save_kv_cache=False)
+            return out.view(-1, site.num_heads, site.v_head_dim)
         plain, rotated = q.split([self.to_key.shape[1], site.rope_head_dim], -1)
         query = torch.cat([torch.einsum("tnd,ndr->tnr", plain, self.to_key), rotated], -1)
-        key = torch.cat([latent, rope_key], -1)[:, None]
-        out = self.radix(query.flatten(1), key, latent[:, None], self.run.forward_batch)
+        # The query keeps its heads: the aiter backend asserts three dimensions.
+        out = self.radix(query, key, latent[:, None], batch)
         out = out.view(-1, site.num_heads, site.latent_rank)
         return torch.einsum("tnr,ndr->tnd", out, self.to_value)
+
+
+def needs_expanded_heads(forward_batch: Any) -> bool:
+    """Whether SGLang's backend takes a prompt's rows with keys and values of each head.
+
+    As SGLang's own choice for DeepSeek does: on aiter, for all rows but those of speculation.
+    """
+    if not forward_batch.forward_mode.is_extend_without_speculative():
+        return False
+    name = get_attn_backend().prefill_attention_backend_str or attention_backends()[0]
+    return bool(name == "aiter")
+
+
+class _Expansion:
+    """A site's expansion with the interface of SGLang's linear layers."""
+
+    def __init__(self, linear: Any):
+        self._linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as it is stored: SGLang asks for its dtype."""
+        weight: Tensor = self._linear.weight
+        return weight
+
+    def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
+        """Expand latents [T, 1, rank] or [T, rank]; the second result is SGLang's bias."""
+        return self._linear(latent), None
 
 
 class _AfterLoading:

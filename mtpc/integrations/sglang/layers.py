@@ -107,6 +107,12 @@ class HostedLinear(nn.Module):
         super().__init__()
         self.inner = inner
 
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight, as SGLang stores it."""
+        weight: Tensor = self.inner.weight
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out], see `LinearSite`."""
         out: Tensor = self.inner(x)[0]

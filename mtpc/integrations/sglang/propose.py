@@ -71,12 +71,13 @@ class ProposeRunner:
         """Whether the batch has requests."""
         return not forward_batch.forward_mode.is_idle()
 
-    def execute(self, forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+    def execute(self, forward_batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Draft for a batch.
 
         Returns:
             The four values that SGLang expects: the parents and the score indices of a chain, which
-            are constant; the drafts, int64 [R, steps]; and None for the draft probabilities.
+            are constant; the drafts, int64 [R, steps]; and what the drafts were drawn from, float32
+            [R, steps, V] with rejection sampling, else None.
         """
         given, count = forward_batch.spec_info, forward_batch.batch_size
         pages = self.req_to_token[forward_batch.req_pool_indices, :: self.page_size]
@@ -88,7 +89,28 @@ class ProposeRunner:
         )
         drafts = torch.cat([given.topk_index, more], 1)
         parents = self.worker._topk1_parents_prealloc[:count]
-        return parents, self.worker._topk1_score_indices_prealloc[:count], drafts, None
+        scores = self.worker._topk1_score_indices_prealloc[:count]
+        if given.draft_probs is None or forward_batch.sampling_info.is_all_greedy:
+            return parents, scores, drafts, None
+        return parents, scores, drafts, proposals(given.draft_probs, more)
+
+
+def proposals(first: Tensor, more: Tensor) -> Tensor:
+    """What the drafts of a chain were drawn from.
+
+    SGLang draws the first draft. Each later one is the argmax of its logits, so it was drawn from a
+    distribution with all its mass at one token. Rejection sampling is exact for any distribution,
+    if the draft was drawn from it.
+
+    Args:
+        first: float [R, V], what the first draft was drawn from.
+        more: int64 [R, steps - 1], the later drafts.
+
+    Returns:
+        [R, steps, V], of the dtype of `first`.
+    """
+    certain = first.new_zeros(*more.shape, first.shape[1]).scatter_(2, more[..., None], 1.0)
+    return torch.cat([first[:, None], certain], 1)
 
 
 def choose_backend(device: torch.device) -> Backend:

@@ -99,8 +99,9 @@ class Generator:
         generator = mtpc.transformers.Generator(model, spec_tokens=3)
         model.generate(**inputs, custom_generate=generator)
         generator.generate(**inputs, streamer=streamer)     # The same, with all arguments.
+        generator.attach()                                  # model.generate is it from here on.
 
-    It owns the compiled steps and does not change the model. If the model's weights change in place
+    It owns the compiled steps, and only `attach` changes the model. If the model's weights change in place
     later, make a new Generator: packed copies and pages of the prefix cache keep the old weights.
 
     Args:
@@ -201,10 +202,30 @@ class Generator:
                 "cache_implementation is 'paged', with which transformers decodes by itself and "
                 "never calls mtpc; leave it out: mtpc's steps have a paged cache of their own"
             )
+        places = (arguments.get("generation_config"), self.model.generation_config)
+        if arguments.get("use_mtp") or any(getattr(place, "use_mtp", None) for place in places):
+            # The step uses MTP anyway. Of a call with `use_mtp` transformers would refuse what its
+            # own loop cannot do: recurrent models, several returned sequences.
+            arguments["use_mtp"] = False
         if tokenizer is not None:
             arguments = self._with_stop_strings(arguments, tokenizer)
-        generate: Any = self.model.generate
-        return generate(inputs, custom_generate=self, token_streamer=streamer, **arguments)
+        generate: Any = type(self.model).generate
+        return generate(
+            self.model, inputs, custom_generate=self, token_streamer=streamer, **arguments
+        )
+
+    def attach(self) -> None:
+        """Make `model.generate` this generator's, until `detach`.
+
+        Then whatever calls the model's `generate` (a pipeline, `generate(use_mtp=True)`) decodes
+        with mtpc's steps, or gets an error. transformers sets a model's `generate` in the same way
+        for a checkpoint that has a loop of its own. The attribute is of this model object alone.
+        """
+        vars(self.model)["generate"] = self.generate
+
+    def detach(self) -> None:
+        """Give the model its own `generate` back. Does nothing if it has it."""
+        vars(self.model).pop("generate", None)
 
     def _with_stop_strings(self, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         """Replace stop strings, of an argument or a config, with transformers' own criterion."""
