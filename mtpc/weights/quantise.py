@@ -64,9 +64,10 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 """By the names of `mtpc.config.SCHEMES`."""
 
+TABLES = ("embed_tokens", "embed")
+"""Last parts of names of embeddings, of which rows are read, not all."""
 PLAIN = (
-    "embed_tokens",  # Rows of it are read, not all of it.
-    "embed",
+    *TABLES,
     "gate",
     "router",
     "shared_expert_gate",  # Small, and an expert too many or too few costs more than the bytes.
