@@ -42,7 +42,7 @@ DEFAULT_SNAPSHOT_BYTES = 1 << 30
 DEFAULT_OFFLOAD_BYTES = 4 << 30
 """The pages of 340,000 tokens of a 0.5B model, or of 30,000 tokens of an 8B model."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-SCHEMES = ("int4-g32", "int4-g128", "int8", "fp8")
+SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""

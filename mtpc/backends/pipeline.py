@@ -55,7 +55,7 @@ def full_pipeline(
         TrimDraftHead(plan.draft_vocab),
         ShardStep(sharding),
         QuantiseDraft(),
-        PackBlocks(),
+        PackBlocks(plan.quantize),
         PackGroups(plan.quantize),
         MergeProjections(),
         PackWeights(),

@@ -12,10 +12,12 @@ from mtpc.config import SCHEMES
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Arguments of `mtpc quantize`."""
     add = parser.add_argument
-    text = "checkpoint of plain weights, or an id of the local hub cache"
+    text = "checkpoint of plain weights, a GGUF file, or an id of the local hub cache"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
-    add("out", type=Path, metavar="OUT", help="the new directory")
+    add("out", type=Path, metavar="OUT", help="the new directory, or the new GGUF file")
     add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
+    text = "text that shows which inputs are large; without FILE, Python's help topics"
+    add("--calibration", nargs="?", type=Path, const=Path(), metavar="FILE", help=text)
     text = "quantise output heads, too: vLLM reads them since March 2026, SGLang does not"
     add_switches(parser, ("--head", text))
     text = "leave modules of these names plain, as '*.self_attn.*'; repeatable"

@@ -44,15 +44,19 @@ class PackBlocks:
     super-blocks, as GGUF's types have them. Without this pass, pack-groups widens their codes to 4
     or 8 bits and their scales to floats. Embeddings whose checkpoint stores codes are read by row,
     and stay codes as well. On by default on backends with kernels for them (cpu).
+
+    Attributes:
+        scheme: as `PackGroups` has it.
     """
 
     name: ClassVar[str] = "pack-blocks"
     policy: ClassVar[Policy] = "backend"
+    scheme: str = ""
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            stored = graph.weights.spec(name)
-            return None if stored is None or stored == stored.widened() else stored
+            found = graph.weights.spec(name) or _by_scheme(graph, self.scheme, name, weight)
+            return None if found is None or found == found.widened() else found
 
         return _place_embeddings(graph) + place_groups(graph, spec, "grouped")
 
@@ -64,7 +68,8 @@ class PackGroups:
     The checkpoint stores these weights in groups or, with a scheme, the pass rounds all weights
     but embeddings, routers and the entry projections of MTP layers. Linears that share an input
     become one if their weights have the same form. On by default on backends with kernels for them
-    (cpu and cuda), and with a scheme on all. Other weights stay as they are for later passes.
+    (cpu and cuda), and with a scheme on all. Where pack-blocks does not run, weights of schemes of
+    blocks have 8 bits. Other weights stay as they are for later passes.
 
     Attributes:
         scheme: of `mtpc.weights.quantise`; "" rounds nothing.
@@ -76,24 +81,25 @@ class PackGroups:
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            stored = graph.weights.spec(name)
-            return stored.widened() if stored else self._by_scheme(graph, name, weight)
+            found = graph.weights.spec(name) or _by_scheme(graph, self.scheme, name, weight)
+            return found and found.widened()
 
         return place_groups(graph, spec, "grouped")
 
-    def _by_scheme(self, graph: StepGraph, name: str, weight: Tensor) -> GroupSpec | None:
-        """The spec of the whole weight, of which ranks have parts with its scales."""
-        whole = graph.weights.wholes.get(name, name)
-        inputs = graph.weights[whole].shape[-1]
-        spec = spec_by_scheme(self.scheme, whole, graph.weights[whole])
-        step = 1 if spec is None else PACKED_INPUTS[spec.form.kind] if weight.dim() == 2 else TILE
-        if weight.shape[-1] % step and inputs % step == 0:
-            raise OptionError(
-                f"quantize is {self.scheme!r}, and a rank has {weight.shape[-1]} of the {inputs} "
-                f"inputs of {whole}; expected a multiple of {step}, which kernels read at once: "
-                "use fewer ranks, or leave quantize out"
-            )
-        return spec
+
+def _by_scheme(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupSpec | None:
+    """The spec of the whole weight, of which ranks have parts with its scales."""
+    whole = graph.weights.wholes.get(name, name)
+    inputs = graph.weights[whole].shape[-1]
+    spec = spec_by_scheme(scheme, whole, graph.weights[whole])
+    step = 1 if spec is None else PACKED_INPUTS[spec.form.kind] if weight.dim() == 2 else TILE
+    if weight.shape[-1] % step and inputs % step == 0:
+        raise OptionError(
+            f"quantize is {scheme!r}, and a rank has {weight.shape[-1]} of the {inputs} inputs of "
+            f"{whole}; expected a multiple of {step}, which kernels read at once: use fewer "
+            "ranks, or leave quantize out"
+        )
+    return spec
 
 
 def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:

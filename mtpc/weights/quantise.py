@@ -6,7 +6,7 @@ name, in checkpoints and in transformers' modules alike (`stays_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,13 @@ from torch import Tensor
 
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, Runs
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
+from mtpc.weights.rounding import (
+    Grid,
+    best_scales,
+    feedback,
+    inverse_of,
+    round_with_feedback,
+)
 
 
 @dataclass(frozen=True)
@@ -24,24 +31,32 @@ class Scheme:
     Attributes:
         kind: of the codes; all have symmetric scales.
         group: inputs that share a scale; None for one scale a row.
+        block: ggml's name of the type, where weights are stored as GGUF's blocks: their scales are
+            float16.
     """
 
     kind: Kind
     group: int | None = None
+    block: str | None = None
 
     def spec(self, inputs: int, dtype: torch.dtype) -> GroupSpec | None:
         """The spec of a weight with so many inputs; None if this scheme does not fit it.
 
-        Scales of groups have the weight's dtype, scales of rows are float32.
+        Scales of rows are float32; those of groups have the weight's dtype, but for blocks.
         """
         form = GroupForm(self.kind, self.group or inputs)
         if form.misfit(inputs) is not None:
             return None
+        if self.block is not None:
+            return GroupSpec(form, "float16")
         is_wide = self.group is None or dtype not in (torch.bfloat16, torch.float16)
         return GroupSpec(form, "float32" if is_wide else str(dtype).removeprefix("torch."))
 
 
 SCHEMES: Mapping[str, Scheme] = {
+    "iq4_nl": Scheme("iq4", 32, "IQ4_NL"),
+    "q5_0": Scheme("int5", 32, "Q5_0"),
+    "q8_0": Scheme("int8", 32, "Q8_0"),
     "int4-g32": Scheme("int4", 32),
     "int4-g128": Scheme("int4", 128),
     "int8": Scheme("int8"),
@@ -49,13 +64,16 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 """By the names of `mtpc.config.SCHEMES`."""
 
+TABLES = ("embed_tokens", "embed")
+"""Last parts of names of embeddings, of which rows are read, not all."""
 PLAIN = (
-    "embed_tokens",  # Rows of it are read, not all of it.
-    "embed",
+    *TABLES,
     "gate",
     "router",
     "shared_expert_gate",  # Small, and an expert too many or too few costs more than the bytes.
-    "kv_b_proj",  # Absorbed into the attention of latent caches, by parts.
+    "kv_b_proj",
+    "k_b_proj",
+    "v_b_proj",  # Absorbed into the attention of latent caches, by parts.
     "eh_proj",
     "fc",
     "input_proj",
@@ -67,18 +85,11 @@ HEADS = ("lm_head", "head", "output")
 _OTHERS = ("visual", "vision_model", "vision_tower")
 """Parts of names of modules that mtpc does not run."""
 
-_LARGEST: Mapping[Kind, tuple[int, int]] = {"int4": (-8, 7), "int8": (-128, 127)}
-_FACTORS: Mapping[Kind, tuple[float, ...]] = {
-    "int4": tuple(0.66 + 0.04 * step for step in range(12)),
-    "int8": (0.85, 0.9, 0.95, 0.98, 1.0),
-}
-"""Scales to try, in units of: a group's largest magnitude / the largest code."""
-_CHUNK, _CHUNK_ON_GPU = (1 << 15) - 1, 1 << 20
-"""Weights that are rounded at once. On a processor temporaries stay in its caches, and PyTorch
-splits no operation: its threads would wait for each other in each of hundreds of short ones."""
+_CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 22
+"""Weights that are rounded at once. On a processor temporaries stay in its caches."""
+_FED_BACK = 1 << 13
+"""Rows that are rounded at once with error feedback."""
 _MOST_THREADS, _LEAST_SPLIT = 8, 4
-_TO_WHOLE = 1.5 * 2.0**23
-"""Adding this to a float32 number below 2^22, and subtracting it, rounds it as `round` does."""
 
 
 def stays_plain(name: str) -> bool:
@@ -110,7 +121,7 @@ def is_head(name: str) -> bool:
     return name.removesuffix(".weight").rpartition(".")[2] in HEADS
 
 
-def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
+def quantise(weight: Tensor, spec: GroupSpec, moments: Tensor | None = None) -> GroupedWeight:
     """Round a weight to codes; each scale is the one of least squared error among those tried.
 
     With `by_largest` integers have the usual scale: the largest magnitude over the largest code.
@@ -118,41 +129,53 @@ def quantise(weight: Tensor, spec: GroupSpec) -> GroupedWeight:
     Args:
         weight: floating point [..., N, K], finite.
         spec: of a scheme: no zero points.
+        moments: second moments of blocks of the inputs, float32 [K / B, B, B]. They say how much
+            the error of each weight counts, and how weights of later inputs make up for it.
 
     Returns:
         On the weight's device. A group of zeros has scale 0.
     """
     form, flat = spec.form, weight.detach().reshape(-1, weight.shape[-1])
-    groups = weight.shape[-1] // form.group
-    is_float = form.kind == "float8"
-    codes = torch.empty(
-        flat.shape, dtype=torch.float8_e4m3fn if is_float else torch.uint8, device=weight.device
-    )
+    groups, grid = weight.shape[-1] // form.group, Grid(form.kind)
+    code_type = torch.float8_e4m3fn if form.kind == "float8" else torch.uint8
+    codes = torch.empty(flat.shape, dtype=code_type, device=weight.device)
     dtype = getattr(torch, spec.scales)
     scales = torch.empty((len(flat), groups), dtype=dtype, device=weight.device)
-    rows = max(1, (_CHUNK_ON_GPU if weight.is_cuda else _CHUNK) // max(weight.shape[-1], 1))
+    importance = None
+    if moments is not None:
+        importance = moments.diagonal(dim1=1, dim2=2).reshape(groups, form.group).t()[:, None]
 
-    def fill(start: int) -> None:
-        part = flat[start : start + rows].float().unflatten(-1, (groups, form.group))
-        step = _float8_scales(part, dtype) if is_float else _scales(part, spec, dtype)
-        scales[start : start + rows] = step
-        inverse = _inverse(step.float()[..., None])
-        if is_float:
-            limit = torch.finfo(torch.float8_e4m3fn).max
-            numbers = (part * inverse).clamp_(-limit, limit).to(torch.float8_e4m3fn)
-        else:
-            numbers = (_round(part, inverse, form.kind) + form.default_zero).to(torch.uint8)
-        codes[start : start + rows] = numbers.flatten(1)
+    def fill(rows: slice) -> None:
+        part = flat[rows].float().unflatten(-1, (groups, form.group)).movedim(-1, 0).contiguous()
+        best = scales[rows] = best_scales(part, importance, grid, dtype, spec.by_largest)
+        numbers = grid.nearest(part, inverse_of(best.float()))
+        codes[rows] = grid.codes(numbers).movedim(0, -1).flatten(1)
 
-    starts = range(0, len(flat), rows)
-    if weight.device.type != "cpu" or len(starts) < _LEAST_SPLIT:
-        for start in starts:
-            fill(start)
-    else:
-        with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as threads:
-            list(threads.map(fill, starts))
+    _in_parts(fill, flat)
+    if moments is not None:
+        upper = feedback(moments)
+        for start in range(0, len(flat), _FED_BACK):
+            run = slice(start, start + _FED_BACK)
+            numbers = round_with_feedback(flat[run].float(), scales[run], grid, upper)
+            codes[run] = grid.codes(numbers)
     shape = (*weight.shape[:-1], groups)
     return GroupedWeight(form, codes.view(weight.shape), scales.view(shape))
+
+
+def _in_parts(fill: Callable[[slice], None], flat: Tensor) -> None:
+    """Call a function for all rows of a matrix, a few at a time, by threads of its own.
+
+    PyTorch splits no operation of so few numbers: its threads would wait for each other in each of
+    hundreds of short ones.
+    """
+    step = max(1, (_CHUNK_ON_GPU if flat.is_cuda else _CHUNK) // max(flat.shape[-1], 1))
+    parts = [slice(start, start + step) for start in range(0, len(flat), step)]
+    if flat.is_cuda or len(parts) < _LEAST_SPLIT:
+        for part in parts:
+            fill(part)
+        return
+    with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as threads:
+        list(threads.map(fill, parts))
 
 
 def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
@@ -166,42 +189,3 @@ def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:
         return quantised_rows(parts[0] if len(parts) == 1 else torch.cat(parts, dim), spec)
 
     return replace(rows, take=take)
-
-
-def _round(part: Tensor, inverse: Tensor, kind: Kind) -> Tensor:
-    low, high = _LARGEST[kind]
-    return (part * inverse).clamp_(low, high).add_(_TO_WHOLE).sub_(_TO_WHOLE)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 0.0, 1 / scale)
-
-
-def _scales(part: Tensor, spec: GroupSpec, dtype: torch.dtype) -> Tensor:
-    """Scales [n, G] of groups [n, G, group], as rounded to their dtype."""
-    kind = spec.form.kind
-    whole = part.abs().amax(-1) / _LARGEST[kind][1]
-    if spec.by_largest:
-        return whole.to(dtype)
-    best, least = whole.to(dtype), torch.full_like(whole, float("inf"))
-    for factor in _FACTORS[kind]:
-        tried, codes, error = _try(part, (whole * factor).to(dtype), kind)
-        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
-        # Given the codes, this scale has the least error of all.
-        squares = codes.square().sum(-1)
-        fitted = torch.where(squares == 0, 0.0, (codes * part).sum(-1) / squares)
-        tried, _, error = _try(part, fitted.to(dtype), kind)
-        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
-    return best
-
-
-def _try(part: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale, codes, squared error of each group)."""
-    wide = scale.float()[..., None]
-    codes = _round(part, _inverse(wide), kind)
-    return scale, codes, (codes * wide).sub_(part).square_().sum(-1)
-
-
-def _float8_scales(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales from the largest magnitudes. No search: float8 codes have their own exponents."""
-    return (part.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max).to(dtype)

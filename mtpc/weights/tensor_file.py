@@ -32,7 +32,7 @@ from mtpc.weights.read_ahead import ReadAhead, Span
 _PIECE_BYTES = 1 << 26
 """Bytes of a large matrix to read at a time. A head may have more than a gigabyte, and new memory
 for as much takes seconds."""
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -50,11 +50,12 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+"""By safetensors' names."""
 
 
 def dtype_code(name: str) -> str:
     """safetensors' name of a dtype, given torch's name."""
-    return next(code for code, dtype in _DTYPES.items() if dtype == getattr(torch, name))
+    return next(code for code, dtype in DTYPES.items() if dtype == getattr(torch, name))
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ class StoredTensor:
     @property
     def dtype_name(self) -> str:
         """torch's name of the dtype, or safetensors' if torch has none."""
-        return str(_DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
+        return str(DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
         """Bytes of its values; of a dtype that torch lacks, their number."""
-        dtype = _DTYPES.get(self.dtype)
+        dtype = DTYPES.get(self.dtype)
         return prod(self.shape) * (dtype.itemsize if dtype else 1)
 
     @property
@@ -200,10 +201,10 @@ class TensorFile:
             CheckpointError: torch does not have it.
         """
         stored = self.tensors[name]
-        dtype = _DTYPES.get(stored.dtype)
+        dtype = DTYPES.get(stored.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{self.path}: {name} is {stored.dtype}; expected one of {', '.join(_DTYPES)}"
+                f"{self.path}: {name} is {stored.dtype}; expected one of {', '.join(DTYPES)}"
             )
         return dtype
 

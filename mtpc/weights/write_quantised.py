@@ -1,11 +1,13 @@
-"""Writing a quantised checkpoint, in the format of the library compressed-tensors."""
+"""Writing a quantised checkpoint: as safetensors, in the format of the library compressed-tensors;
+and GGUF files as GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +15,12 @@ from torch import Tensor
 
 import mtpc
 from mtpc.config import check_scheme
-from mtpc.errors import CheckpointError
+from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
-from mtpc.weights.quantise import SCHEMES, is_head, quantise, stays_plain
+from mtpc.weights.quantise import SCHEMES, TABLES, is_head, quantise, stays_plain
 from mtpc.weights.shards import (
     ShardWriter,
     copy_others,
@@ -28,6 +30,7 @@ from mtpc.weights.shards import (
     write_json,
 )
 
+NO_MOMENTS: Mapping[str, Tensor] = MappingProxyType({})
 _ACTIVATIONS: dict[str, Any] = {"symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -54,38 +57,108 @@ def quantise_checkpoint(
     scheme: str,
     head: bool = False,
     keep: Sequence[str] = (),
+    moments: Mapping[str, Tensor] = NO_MOMENTS,
     tell: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Written:
     """Write a quantised copy of a checkpoint.
 
     Args:
         source: the checkpoint, of plain weights.
-        out: the new directory; it must not exist.
-        scheme: one of `mtpc.config.SCHEMES`.
-        head: quantise output heads, too. vLLM reads them since March 2026; SGLang does not.
+        out: the new directory, or the new file of a GGUF file; it must not exist.
+        scheme: one of `mtpc.config.SCHEMES`: those of blocks for GGUF files, others for
+            directories.
+        head: quantise output heads, too; those of GGUF files always are, and embeddings with them.
+            vLLM reads quantised heads since March 2026; SGLang does not.
         keep: patterns of names of modules that stay plain, as "*.self_attn.*".
+        moments: of the inputs of weights, by name; see `quantise`.
         tell: called with progress: the stage, and the share of it that is done.
 
     Raises:
-        OptionError: there is no such scheme, or `out` exists.
+        OptionError: there is no such scheme, it is of the other format, or `out` exists.
         CheckpointError: the checkpoint cannot be read, is quantised already, or holds weights that
             are not finite; or `out` cannot be written.
     """
     check_scheme("scheme", scheme)
     refuse_existing(out)
     checkpoint = Checkpoint(source)
-    if checkpoint.gguf:
-        raise CheckpointError(
-            f"{checkpoint.directory} is a GGUF model; expected a directory with config.json and "
-            "*.safetensors: quantise the checkpoint that it was made from"
-        )
+    _check_format(checkpoint, scheme)
     if checkpoint.is_quantised:
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
+    if checkpoint.gguf:
+        return _rewrite_gguf(checkpoint, out, scheme, keep, moments, tell)
     files_beside(checkpoint.directory)  # Raises now, not after an hour.
     with new_directory(out) as scratch:
-        return _Writer(checkpoint, scratch, scheme, head, keep, tell).write()
+        return _Writer(checkpoint, scratch, scheme, head, keep, moments, tell).write()
+
+
+def _check_format(checkpoint: Checkpoint, scheme: str) -> None:
+    is_block = SCHEMES[scheme].block is not None
+    if bool(checkpoint.gguf) != is_block:
+        fitting = ", ".join(n for n, s in SCHEMES.items() if (s.block is None) == is_block)
+        raise OptionError(
+            f"scheme is {scheme!r}, which "
+            + (
+                f"GGUF files have, and {checkpoint.directory} is a directory of safetensors; "
+                f"expected one of {fitting}, or a GGUF file: llama.cpp's convert_hf_to_gguf.py "
+                "writes one"
+                if is_block
+                else f"GGUF files do not have, and {checkpoint.directory} is one; expected one of "
+                f"{fitting}, or the checkpoint that it was made from"
+            )
+        )
+
+
+def _rewrite_gguf(
+    checkpoint: Checkpoint,
+    out: Path,
+    scheme: str,
+    keep: Sequence[str],
+    moments: Mapping[str, Tensor],
+    tell: Callable[[str, float], None],
+) -> Written:
+    """Write a GGUF file again; embeddings, which may be heads as well, are rounded with the rest.
+
+    Raises:
+        CheckpointError: it has several parts, or no weight that the scheme fits.
+    """
+    from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
+    from mtpc.weights.gguf.write import Matrix, in_file_order, names_of, write_rounded
+
+    (file, *more) = checkpoint.files
+    if more:
+        raise CheckpointError(
+            f"{checkpoint.directory} is one of {1 + len(more)} files of a model; expected one "
+            "file: join them by llama-gguf-split --merge"
+        )
+    assert isinstance(file, GgufFile)
+    matrices, plain = dict[str, Matrix](), list[str]()
+    for source, name in names_of(file).items():
+        stored = file.header.tensors[source]
+        if len(stored.shape) < 2 or not name.endswith(".weight"):
+            continue
+        module = name.removesuffix(".weight")
+        stays = stays_plain(name) and module.rpartition(".")[2] not in TABLES
+        fits = SCHEMES[scheme].spec(stored.shape[-1], torch.bfloat16) is not None
+        if stays or not fits or any(fnmatch(module, pattern) for pattern in keep):
+            plain.append(name)
+            continue
+        found = moments.get(name)
+        of = None if found is None else in_file_order(found, file.tensors[name])
+        matrices[source] = Matrix(scheme, of)
+    if not matrices:
+        raise _nothing_fits(checkpoint, scheme)
+    after = write_rounded(file, out, matrices, scheme, tell)
+    before = sum(tensor.nbytes for tensor in checkpoint.stored.values())
+    return Written(len(matrices), tuple(plain), before, after)
+
+
+def _nothing_fits(checkpoint: Checkpoint, scheme: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.directory} has no weight that {scheme} fits; expected matrices whose number "
+        "of inputs is a multiple of its groups"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,6 +170,7 @@ class _Writer:
     scheme: str
     head: bool
     keep: Sequence[str]
+    moments: Mapping[str, Tensor]
     tell: Callable[[str, float], None]
 
     def write(self) -> Written:
@@ -104,10 +178,7 @@ class _Writer:
         stored = self.checkpoint.stored
         specs = {name: spec for name in stored if (spec := self._spec(name)) is not None}
         if not specs:
-            raise CheckpointError(
-                f"{self.checkpoint.directory} has no weight that {self.scheme} fits; expected "
-                "matrices whose number of inputs is a multiple of its groups"
-            )
+            raise _nothing_fits(self.checkpoint, self.scheme)
         matrices = (n for n, s in stored.items() if n.endswith(".weight") and len(s.shape) == 2)
         plain = tuple(name for name in matrices if name not in specs)
         after = self._write_shards(specs)
@@ -142,24 +213,23 @@ class _Writer:
             if not is_finite(tensor):
                 refuse_not_finite([name], str(self.checkpoint.directory))
             spec = specs.get(name)
-            parts = {name: tensor.clone()} if spec is None else dict(_parts(name, tensor, spec))
+            parts = {name: tensor.clone()} if spec is None else self._parts(name, tensor, spec)
             self.checkpoint.release(name)
             writer.add(parts)
         writer.finish()
         return writer.nbytes
 
-
-def _parts(name: str, tensor: Tensor, spec: GroupSpec) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a weight is stored as."""
-    weight = quantise(tensor, spec)
-    yield f"{name}_scale", weight.scales
-    if spec.form.kind == "int4":
-        yield f"{name}_packed", pack_words(weight.codes)
-        yield f"{name}_shape", torch.tensor(weight.codes.shape)
-    elif spec.form.kind == "float8":
-        yield name, weight.codes
-    else:  # Signed, as compressed-tensors stores them.
-        yield name, (weight.codes ^ weight.form.default_zero).view(torch.int8)
+    def _parts(self, name: str, tensor: Tensor, spec: GroupSpec) -> dict[str, Tensor]:
+        """The tensors that a weight is stored as."""
+        weight = quantise(tensor, spec, self.moments.get(name))
+        scales = {f"{name}_scale": weight.scales}
+        if spec.form.kind == "int4":
+            shape = torch.tensor(weight.codes.shape)
+            return {**scales, f"{name}_packed": pack_words(weight.codes), f"{name}_shape": shape}
+        if spec.form.kind == "float8":
+            return {**scales, name: weight.codes}
+        # Signed, as compressed-tensors stores them.
+        return {**scales, name: (weight.codes ^ weight.form.default_zero).view(torch.int8)}
 
 
 def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Block:
         scales: torch's name of the dtype of the scales; "int16" for those of super-blocks.
         has_mins: whether groups have a minimum.
         decode: bytes of blocks -> their codes and scales; None for plain numbers.
+        encode: its inverse; None for types that mtpc does not write.
         is_rounded: whether codes are not those of the file, but their values rounded again.
     """
 
@@ -64,6 +65,7 @@ class Block:
     has_mins: bool = False
     decode: Callable[[Tensor], Parts] | None = None
     is_rounded: bool = False
+    encode: Callable[[Parts], Tensor] | None = None
 
     @property
     def form(self) -> GroupForm:
@@ -150,6 +152,31 @@ def _mxfp4(blocks: Tensor) -> Parts:
     return Parts(_nibbles(blocks[..., 1:]), blocks[..., :1])
 
 
+def _head(parts: Parts) -> Tensor:
+    """The bytes of a scale, with which these blocks begin."""
+    return parts.scales.contiguous().view(torch.uint8)
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """The inverse of `_nibbles`."""
+    low, high = codes.chunk(2, -1)
+    return low & 15 | high << 4
+
+
+def _to_q5_0(parts: Parts) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8)
+    fifth = ((parts.codes >> 4).unflatten(-1, (4, 8)) << places).sum(-1, dtype=torch.uint8)
+    return torch.cat((_head(parts), fifth, _halves(parts.codes)), -1)
+
+
+def _to_q8_0(parts: Parts) -> Tensor:
+    return torch.cat((_head(parts), parts.codes ^ 128), -1)
+
+
+def _to_iq4_nl(parts: Parts) -> Tensor:
+    return torch.cat((_head(parts), _halves(parts.codes)), -1)
+
+
 _ROUNDED = GroupSpec(GroupForm("int8", 32), "float16", by_largest=True)
 
 
@@ -184,13 +211,13 @@ BLOCKS: dict[int, Block] = {
     30: Block("BF16", 1, 2),
     2: Block("Q4_0", 32, 18, "int4", decode=_q4_0),
     3: Block("Q4_1", 32, 20, "int4", has_mins=True, decode=_q4_1),
-    6: Block("Q5_0", 32, 22, "int5", decode=_q5_0),
+    6: Block("Q5_0", 32, 22, "int5", decode=_q5_0, encode=_to_q5_0),
     7: Block("Q5_1", 32, 24, "int5", has_mins=True, decode=_q5_1),
-    8: Block("Q8_0", 32, 34, "int8", decode=_q8_0),
+    8: Block("Q8_0", 32, 34, "int8", decode=_q8_0, encode=_to_q8_0),
     12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k),
     13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k),
     14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k),
-    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl),
+    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl, encode=_to_iq4_nl),
     23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs),
     39: Block("MXFP4", 32, 17, "e2m1", 32, "uint8", False, _mxfp4),
     10: _few_bits("Q2_K", 84),

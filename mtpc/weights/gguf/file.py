@@ -27,7 +27,7 @@ from mtpc.weights.gguf.header import (
     read_header,
 )
 from mtpc.weights.read_ahead import Span
-from mtpc.weights.tensor_file import StoredTensor, TensorFile, map_file
+from mtpc.weights.tensor_file import DTYPES, StoredTensor, TensorFile, map_file
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,17 @@ class GgufFile(TensorFile):
 
     def numbers(self, source: str) -> list[float]:
         """The values of a tensor of float32, by its name in the file."""
+        return [float(value) for value in self.plain(source).flatten()]
+
+    def plain(self, source: str) -> Tensor:
+        """A tensor of plain numbers as the file has it, by its name there."""
         stored = self.header.tensors[source]
         made = self._described(stored, Change(), stored.shape, stored.begin)
-        return [float(value) for value in self._values(made.span, torch.float32)]
+        return self._values(made.span, DTYPES[made.dtype]).view(stored.shape)
+
+    def raw(self, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of the file."""
+        return self._map[begin:end]
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         yield self.tensor(name)  # A change may need all rows.

@@ -86,11 +86,15 @@ class Header:
         path: the file.
         metadata: values by key: a number, a text, a list of numbers, or what is `Skipped`.
         tensors: by name.
+        entries: where in the file the entry of each key is, [begin, end).
+        alignment: tensors begin at multiples of so many bytes.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredBlocks]
+    entries: Mapping[str, tuple[int, int]]
+    alignment: int
 
 
 class _Cursor:
@@ -209,18 +213,22 @@ def read_header(data: mmap.mmap, path: Path) -> Header:
         raise cursor.error(f"it has version {version}; expected 2 or 3, little-endian")
     num_tensors = cursor.count("tensors", _SHORTEST_TENSOR, MOST_TENSORS)
     metadata: dict[str, Any] = {}
+    entries: dict[str, tuple[int, int]] = {}
     for _ in range(cursor.count("entries of metadata", 8 + 4 + 1, _MOST_ENTRIES)):
+        first = cursor.place
         key = cursor.text("a key")
         if key in metadata:
             raise cursor.error(f"its metadata have {key!r} twice")
         kind = cursor.take("I", f"the type of {key}")
         metadata[key] = cursor.value(kind, key)
+        entries[key] = (first, cursor.place)
     found = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = metadata.get(_ALIGNMENT, 32)
     if type(alignment) is not int or not 0 < alignment < 2**20 or alignment & (alignment - 1):
         raise cursor.error(f"{_ALIGNMENT} is {alignment!r}; expected a small power of two")
     begin = -(-cursor.place // alignment) * alignment
-    return Header(path, metadata, _placed(cursor, found, begin, alignment))
+    tensors = _placed(cursor, found, begin, alignment)
+    return Header(path, metadata, tensors, entries, alignment)
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

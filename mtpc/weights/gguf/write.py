@@ -1,0 +1,164 @@
+"""Writing a GGUF file again with fewer bits: metadata and vocabulary stay, matrices are rounded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from mtpc.weights.checkpoint import is_finite, refuse_not_finite
+from mtpc.weights.gguf.blocks import BLOCKS, Block, Parts
+from mtpc.weights.gguf.file import GgufFile, GgufTensor
+from mtpc.weights.gguf.header import MAGIC, StoredBlocks
+from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.tensor_file import StoredTensor
+
+_VERSION = 3
+_U32 = 4
+"""The type of a number of metadata."""
+_SAYS = {"IQ4_NL": 25, "Q5_0": 8, "Q8_0": 7}
+"""`general.file_type` of files whose matrices are mostly of a type."""
+_FILE_TYPE, _REVISION = "general.file_type", "general.quantization_version"
+_AT_ONCE = 1 << 24
+"""Weights whose blocks are made at once."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a tensor of the file is rounded.
+
+    Attributes:
+        scheme: a name of `SCHEMES` with a type of blocks.
+        moments: of its inputs in the file's order; see `quantise`.
+    """
+
+    scheme: str
+    moments: Tensor | None
+
+    @property
+    def number(self) -> int:
+        """ggml's number of the type."""
+        name = SCHEMES[self.scheme].block
+        return next(number for number, block in BLOCKS.items() if block.name == name)
+
+
+def names_of(file: GgufFile) -> Mapping[str, str]:
+    """A file's names of tensors -> transformers'; of stacks, that of the first matrix."""
+    found = {tensor.begin: name for name, tensor in file.tensors.items()}
+    stored = file.header.tensors.items()
+    return {source: found[s.begin] for source, s in stored if s.begin in found}
+
+
+def write_rounded(
+    file: GgufFile,
+    out: Path,
+    matrices: Mapping[str, Matrix],
+    usual: str,
+    tell: Callable[[str, float], None],
+) -> int:
+    """Write the tensors of a file, some of them rounded; returns the bytes of all.
+
+    Args:
+        file: of plain numbers.
+        out: the new file.
+        matrices: by names in the file; others are copied.
+        usual: the scheme that most have.
+        tell: called with progress.
+
+    Raises:
+        CheckpointError: weights are not finite.
+        OSError: the file cannot be written.
+    """
+    types = {name: _type(stored, matrices.get(name)) for name, stored in _stored(file)}
+    sizes = {
+        name: prod(stored.shape) // BLOCKS[types[name]].inputs * BLOCKS[types[name]].nbytes
+        for name, stored in _stored(file)
+    }
+    with out.open("xb") as target:
+        target.write(_header(file, types, sizes, usual))
+        for done, (name, stored) in enumerate(_stored(file)):
+            tell(f"quantise {len(sizes)} tensors", done / len(sizes))
+            _pad(target, file.header.alignment)
+            matrix = matrices.get(name)
+            if matrix is None:
+                target.write(file.raw(stored.begin, stored.begin + sizes[name]))
+                continue
+            for raw in _rounded(file.plain(name), matrix, f"{name} of {file.path}"):
+                target.write(raw)
+        _pad(target, file.header.alignment)
+    return sum(sizes.values())
+
+
+def _stored(file: GgufFile) -> list[tuple[str, StoredBlocks]]:
+    return list(file.header.tensors.items())
+
+
+def _type(stored: StoredBlocks, matrix: Matrix | None) -> int:
+    if matrix is not None:
+        return matrix.number
+    return next(number for number, block in BLOCKS.items() if block == stored.block)
+
+
+def _pad(target: IO[bytes], alignment: int) -> None:
+    target.write(bytes(-target.tell() % alignment))
+
+
+def _header(
+    file: GgufFile, types: Mapping[str, int], sizes: Mapping[str, int], usual: str
+) -> bytes:
+    header, own = file.header, {_FILE_TYPE: _SAYS[SCHEMES[usual].block or ""], _REVISION: 2}
+    entries = [file.raw(*span) for key, span in header.entries.items() if key not in own]
+    entries += [_text(key) + struct.pack("<II", _U32, value) for key, value in own.items()]
+    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(types), len(entries)), *entries]
+    place = 0
+    for name, stored in header.tensors.items():
+        shape = tuple(reversed(stored.shape))
+        form = f"<I{len(shape)}QIQ"
+        parts.append(_text(name) + struct.pack(form, len(shape), *shape, types[name], place))
+        place += sizes[name] + -sizes[name] % header.alignment
+    return b"".join(parts)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _rounded(tensor: Tensor, matrix: Matrix, what: str) -> Iterator[memoryview]:
+    """The blocks of a matrix, or of a stack of them, some rows at a time."""
+    if not is_finite(tensor):
+        refuse_not_finite([what], "weights")
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    spec, block = SCHEMES[matrix.scheme].spec(rows.shape[1], rows.dtype), BLOCKS[matrix.number]
+    assert spec is not None
+    step = max(1, _AT_ONCE // rows.shape[1])
+    for start in range(0, len(rows), step):
+        weight = quantise(rows[start : start + step], spec, matrix.moments)
+        yield _encoded(weight.codes, weight.scales, block).numpy().data
+
+
+def _encoded(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
+    assert block.encode is not None
+    count = codes.shape[1] // block.inputs
+    parts = Parts(*(part.unflatten(-1, (count, -1)) for part in (codes, scales)))
+    return block.encode(parts).contiguous()
+
+
+def in_file_order(moments: Tensor, stored: StoredTensor) -> Tensor:
+    """Second moments of inputs in the order in which the file has them.
+
+    Where that is another order, those of pairs are left out.
+    """
+    assert isinstance(stored, GgufTensor)
+    if stored.change.columns is None:
+        return moments
+    order = stored.change.columns.order()
+    diagonal = torch.empty(len(order))
+    diagonal[order] = moments.diagonal(dim1=1, dim2=2).flatten()
+    return diagonal.view(-1, 1, 1)
