@@ -17,6 +17,7 @@ class CompileArguments(TypedDict, total=False):
     spec_tokens: int | Literal["auto"]
     num_speculative_tokens: int | Literal["auto"]
     spec_tiers: Iterable[int]
+    row_budgets: int | Iterable[int]
     batch_buckets: int | Iterable[int]
     max_len: int | None
     page_size: int

@@ -15,6 +15,7 @@ from mtpc.option_checks import (
     Check,
     check_backend,
     check_buckets,
+    check_budgets,
     check_choice,
     check_digest,
     check_directory,
@@ -25,6 +26,7 @@ from mtpc.option_checks import (
     check_switch,
     check_tiers,
     copies_text,
+    drafters_of,
     ids_text,
     integer,
     one_of,
@@ -66,6 +68,10 @@ class CompileOptions:
             K in `spec_tiers`. The engine then chooses K as it runs, from the times of the steps and
             the accepted drafts.
         spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.
+        row_budgets: rows a request, on average, that decode steps verify, from 1 to K + 1; for
+            each there are steps, among which the engine chooses. A step gives its rows to the
+            drafts that are likeliest to be accepted, whatever request they are of
+            (`mtpc.step.budget`). () verifies all drafts.
         batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
             smallest bucket that holds it.
         max_len: longest sequence (prompt and new tokens), in tokens. None is 4096, or the model's
@@ -163,6 +169,11 @@ class CompileOptions:
     )
     spec_tiers: Iterable[int] = option(
         (), "decoding", check_tiers, "numbers that 'auto' chooses from (default: 0,1,2,3)", "K,K",
+    )
+    row_budgets: int | Iterable[int] = option(
+        (), "decoding", check_budgets,
+        "rows a request, on average, that steps verify: the likeliest drafts", "N,N",
+        key=lambda budgets: str(bool(budgets)), for_hosts=False,
     )
     batch_buckets: int | Iterable[int] = option(
         (1, 2, 4, 8), "batching", check_buckets, "request counts to capture", "R,R",
@@ -319,6 +330,7 @@ class CompileOptions:
         """
         found = {name: said.check(name, getattr(self, name)) for name, said in declared(type(self))}
         found |= _drafts(found["spec_tokens"], found["spec_tiers"])
+        _check_budgets(found)
         length = found.pop("synthetic_acceptance_length")
         rates = settle(found["spec_tokens"], found["synthetic_acceptance_rates"], length)
         found["synthetic_acceptance_rates"] = rates
@@ -382,6 +394,20 @@ def _drafts(given: int | str | None, tiers: tuple[int, ...]) -> dict[str, Any]:
             "which chooses among the tiers"
         )
     return {"spec_tokens": most, "spec_tiers": tiers}
+
+
+def _check_budgets(found: dict[str, Any]) -> None:
+    budgets, most = found["row_budgets"], found["spec_tokens"]
+    if not budgets:
+        return
+    if max(budgets) > most + 1:
+        raise OptionError(
+            f"row_budgets is {budgets!r} with spec_tokens {most}; expected at most {most + 1}, the "
+            "last token of a request and its drafts"
+        )
+    if found["spec_tiers"] or drafters_of(found["draft"])[0]:
+        other = "spec_tokens='auto'" if found["spec_tiers"] else f"draft={found['draft']!r}"
+        raise OptionError(f"row_budgets is {budgets!r} with {other}; expected one of them alone")
 
 
 def _ranks(found: dict[str, Any]) -> dict[str, Any]:

@@ -203,6 +203,16 @@ def check_tiers(name: str, tiers: Any) -> tuple[int, ...]:
     return tuple(sorted(set(row)))
 
 
+def check_budgets(name: str, budgets: Any) -> tuple[int, ...]:
+    """Rows a request, ascending without duplicates; a number is one budget."""
+    row = _row((budgets,) if isinstance(budgets, int) else budgets)
+    if row is None:
+        raise OptionError(f"{name} is {budgets!r}; expected numbers of rows, such as (2, 3)")
+    for budget in row:
+        check_int(name, budget, low=1, high=MAX_SPEC_TOKENS + 1)
+    return tuple(sorted(set(row)))
+
+
 def check_spec_tokens(name: str, value: Any) -> int | str:
     """A number of drafts, or "auto"."""
     if value == AUTO:

@@ -88,6 +88,7 @@ class Plan(CompileOptions):
 
     spec_tokens: int = field()
     spec_tiers: tuple[int, ...] = field()
+    row_budgets: tuple[int, ...] = field()
     batch_buckets: tuple[int, ...] = field()
     max_len: int = field()
     num_pages: int = field()

@@ -21,9 +21,10 @@ from mtpc.capture.graph import StepGraph, module_of
 from mtpc.capture.step_mode import nominal
 from mtpc.layout import NO_SLOT, PROMPT_EMBEDS, Layout, StepKey
 from mtpc.layout.buffers import K_MAX, P
-from mtpc.layout.specs import SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
+from mtpc.layout.specs import DRAFT_COUNTS, SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
+from mtpc.step.budget import AcceptBudget, BeginBudget, CountDrafts
 from mtpc.step.choose import Choice, Choose, Pick
 from mtpc.step.copying import Copying
 from mtpc.step.metadata import BeginDecode, BeginPrefill, LogitsRows
@@ -196,7 +197,13 @@ def trace_step(
     buffers.add_module("batch", _allocate_batch(layout, shared))
     dictates = SYNTHETIC_DRAWS in layout and key.spec_tokens > 0
     step = Step(
-        key, _pieces(key, traces, layout), buffers, _choice(layout), traces.drafting, dictates
+        key,
+        _pieces(key, traces, layout),
+        buffers,
+        _choice(layout),
+        traces.drafting,
+        dictates,
+        DRAFT_COUNTS in layout,
     )
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
@@ -226,6 +233,8 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     page_size = layout.value(P)
     is_decode = key.phase == "decode"
     begin, accept = (BeginDecode, Accept) if is_decode else (BeginPrefill, AcceptPrefill)
+    if is_decode and key.is_ragged:
+        begin, accept = BeginBudget, AcceptBudget
     pieces = StepPieces()
     for name, piece in traces.named_children():
         pieces.add_module(name, piece)
@@ -237,5 +246,5 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     samples = SAMPLING_INTS in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
     pieces.record, pieces.advance = Record(), Advance(SYNTHETIC_DRAWS in layout)
-    pieces.dictate = Dictate(key.max_emitted)
+    pieces.dictate, pieces.count_drafts = Dictate(key.max_emitted), CountDrafts()
     return pieces

@@ -15,11 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtpc.engine.budgets import BudgetPolicy
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
-from mtpc.layout import NUM_DRAFTS, StepKey
+from mtpc.layout import DRAFT_CHANCES, NUM_DRAFTS, NUM_VERIFIED, StepKey
 from mtpc.program.program import Program
 
 
@@ -115,20 +116,33 @@ class PendingStep:
     readout: Readout
     launch_s: float
 
-    def count_drafts(self, results: Mapping[str, Tensor], stats: Stats, tiers: TierPolicy) -> None:
-        """Record in the statistics and the tier policy which drafts the step accepted.
+    def count_drafts(
+        self,
+        results: Mapping[str, Tensor],
+        stats: Stats,
+        tiers: TierPolicy,
+        budgets: BudgetPolicy | None,
+    ) -> None:
+        """Record in the statistics and the policies which drafts the step accepted.
 
         After a step with fewer drafts, the last columns of a row hold old tokens. They do not
         count as drafts.
         """
         key, turn = self.key, self.turn
         accepted, emitted = results["batch.num_accepted"], results["batch.num_emitted"]
-        rows = zip(turn.decoding, accepted.tolist(), emitted.tolist(), strict=False)
+        most = [key.spec_tokens] * len(turn.decoding)
+        if NUM_VERIFIED in results:  # A budget of rows: each request has its own number.
+            most = results[NUM_VERIFIED].tolist()
+            for request, chances in zip(
+                turn.requests, results[DRAFT_CHANCES].tolist(), strict=False
+            ):
+                request.draft_chances = chances
+        rows = zip(turn.decoding, most, accepted.tolist(), emitted.tolist(), strict=False)
         drafts, each = [], []
-        for request, num_accepted, num_emitted in rows:
+        for request, limit, num_accepted, num_emitted in rows:
             if request.finish_reason is not None:  # It ended before this step was read.
                 continue
-            verified = min(request.num_drafts, key.spec_tokens)
+            verified = min(request.num_drafts, limit)
             right = min(num_accepted, verified)
             stats.count_acceptance(verified, right, num_emitted, turn.phase == "prefill")
             drafts.append((verified, right))
@@ -142,3 +156,6 @@ class PendingStep:
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = sum(request.num_tokens for request in turn.decoding)
             tiers.observe(key.bucket.num_reqs, key.spec_tokens, self.readout.replay_s, context)
+            if budgets is not None:
+                shape = (key.bucket.num_reqs, key.bucket.query_len)
+                budgets.observe(*shape, self.readout.replay_s, context)

@@ -76,6 +76,8 @@ class Request:
         newest: the page with the request's last snapshot of decoded text, or None.
         num_unread: the most tokens that launched but unread steps may have emitted.
         num_drafts: drafts that the last step proposed for the next one to verify.
+        draft_chances: with a budget of rows, the chance that each of these drafts and all before
+            it are accepted, as the last step said.
         acceptance: which of its drafts were accepted lately.
         output_ids: new tokens so far.
         logprobs: one entry per token of `output_ids`, if the request asked for them.
@@ -110,6 +112,7 @@ class Request:
     newest: int | None = None
     num_unread: int = 0
     num_drafts: int = 0
+    draft_chances: list[float] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

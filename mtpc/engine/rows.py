@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import write_sampling_rows
 from mtpc.layout import NULL_PAGE, PROMPT_EMBEDS, ROPE_OFFSETS, TEXT_IDS, StepKey
-from mtpc.layout.specs import COPY_COUNTS, DRAFT_SOURCE
+from mtpc.layout.specs import COPY_COUNTS, DRAFT_COUNTS, DRAFT_SOURCE
 from mtpc.program.program import Program
 
 
@@ -33,7 +33,7 @@ def write_state(program: Program, request: Request) -> None:
     if TEXT_IDS in shared and request.num_prefilled:
         reused = request.token_ids(0, request.num_prefilled)
         write(shared[TEXT_IDS][slot, : len(reused)], torch.tensor(reused, dtype=torch.int32))
-    for name in {COPY_COUNTS, DRAFT_SOURCE} & shared.keys():
+    for name in {COPY_COUNTS, DRAFT_SOURCE, DRAFT_COUNTS} & shared.keys():
         write(shared[name][slot], 0)
     if ROPE_OFFSETS in shared:
         offsets, images = shared[ROPE_OFFSETS][slot], request.images

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from mtpc.engine.budgets import BudgetPolicy
 from mtpc.engine.grammar import GrammarMasks
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.readout import Moment, PendingStep, Readout
@@ -44,6 +45,7 @@ class StepRunner:
 
     Attributes:
         tiers: chooses K for each decode step, if the program has steps for several K.
+        budgets: chooses the rows of each decode step, if the program has a budget of rows.
         states: the memory of snapshots.
     """
 
@@ -68,6 +70,7 @@ class StepRunner:
                 self.tiers = TierPolicy(program.tiers, from_json(known))
             except ValueError as error:
                 stats.fallbacks[f"costs of earlier runs were not used: {error}"] += 1
+        self.budgets = BudgetPolicy(options.row_budgets) if options.row_budgets else None
         self._masks = GrammarMasks(program, vocab_size)
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
@@ -137,7 +140,11 @@ class StepRunner:
             context = sum(request.num_tokens for request in turn.decoding)
             idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
             tier = self.tiers.choose(num_reqs, context, each, idle)
-            key = StepKey.decode(num_reqs, tier)
+            budget = None
+            if self.budgets is not None:
+                known = [request.draft_chances for request in turn.decoding]
+                budget = self.budgets.choose(num_reqs, known)
+            key = StepKey.decode(num_reqs, tier, budget)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
@@ -163,7 +170,7 @@ class StepRunner:
             stats.count_prefill(len(turn.decoding), turn.chunks)
         else:
             stats.decode_steps += 1
-        pending.count_drafts(results, stats, self.tiers)
+        pending.count_drafts(results, stats, self.tiers, self.budgets)
         self._read(pending, results)
         seconds = pending.launch_s + time.perf_counter() - start
         if turn.phase == "prefill":

@@ -15,12 +15,15 @@ from mtpc.layout.keys import (
 )
 from mtpc.layout.specs import (
     CHAIN_EMBEDS,
+    DRAFT_CHANCES,
+    DRAFT_COUNTS,
     HOST,
     IMAGE_STATE,
     MAX_STOP_IDS,
     NO_SLOT,
     NULL_PAGE,
     NUM_DRAFTS,
+    NUM_VERIFIED,
     PROMPT_EMBEDS,
     PROPOSE,
     ROPE_OFFSETS,

@@ -164,9 +164,13 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
         _batch("is_decoding", (R,), torch.int32, 0, HOST,
                "prefill: 1 if the request decodes in this step. It then has the K + 1 "
                "tokens of a decode step, and its num_input is ignored"),
-        _batch("logits_start_loc", (R + 1,), torch.int32, 0, VERIFY,
-               "prefill: where each request's rows of logits begin, and their total"),
+        *_logits_starts(),
     )  # fmt: skip
+
+
+def _logits_starts() -> tuple[BufferSpec, ...]:
+    meaning = "prefill: where each request's rows of logits begin, and their total"
+    return (_batch("logits_start_loc", (R + 1,), torch.int32, 0, VERIFY, meaning),)
 
 
 def _batch(
@@ -243,6 +247,25 @@ def copy_specs(beside: bool) -> tuple[BufferSpec, ...]:
                "result, with copies: number of drafts to verify next, 0 where nothing is copied"),
                writers=PROPOSE),
     )  # fmt: skip
+
+
+def budget_specs(key: StepKey) -> tuple[BufferSpec, ...]:
+    """What a budget of rows adds.
+
+    Args:
+        key: of the step.
+    """
+    specs = (
+        _state("draft_counts", (S, K_MAX, 2), torch.float32, 0,
+               "with a budget of rows: how many drafts were judged at each position, and how many "
+               "of them were accepted; old ones count less. Written at join: 0", HOST + PROPOSE),
+        _result("num_verified", (R,), torch.int32,
+               "result, with a budget of rows: number of drafts that this step verified"),
+        replace(_result("draft_chances", (R, K), torch.float32,
+               "result, with a budget of rows: the chance that a draft to verify next and all "
+               "before it are accepted; 0 in an inactive row"), writers=PROPOSE),
+    )  # fmt: skip
+    return (*specs, *_logits_starts()) if key.is_ragged and key.phase == "decode" else specs
 
 
 SYNTHETIC_PERIOD = 4096

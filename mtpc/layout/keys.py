@@ -33,8 +33,8 @@ class StepKey:
     """What selects a captured step: its shape, its number of drafts, and its phase.
 
     A decode step has query_len == spec_tokens + 1 tokens in every row (the last emitted token
-    and the drafts to verify). A prefill step packs up to num_reqs * query_len tokens, of prompts
-    and of requests that decode.
+    and the drafts to verify), or a budget of num_reqs * query_len tokens for all rows together. A
+    prefill step packs up to num_reqs * query_len tokens, of prompts and of requests that decode.
     """
 
     phase: Phase
@@ -42,15 +42,22 @@ class StepKey:
     spec_tokens: int
 
     def __post_init__(self) -> None:
-        if self.phase == "decode" and self.bucket.query_len != self.spec_tokens + 1:
+        if self.phase == "decode" and not 1 <= self.bucket.query_len <= self.spec_tokens + 1:
             raise GraphError(
                 f"decode step with query_len {self.bucket.query_len} and spec_tokens "
-                f"{self.spec_tokens}; query_len must be spec_tokens + 1"
+                f"{self.spec_tokens}; query_len must be at most spec_tokens + 1"
             )
 
     @classmethod
-    def decode(cls, num_reqs: int, spec_tokens: int) -> StepKey:
-        return cls("decode", Bucket(num_reqs, spec_tokens + 1), spec_tokens)
+    def decode(cls, num_reqs: int, spec_tokens: int, budget: int | None = None) -> StepKey:
+        """A decode step.
+
+        Args:
+            num_reqs: R.
+            spec_tokens: K.
+            budget: rows a request, on average; None: K + 1, which each request then has.
+        """
+        return cls("decode", Bucket(num_reqs, budget or spec_tokens + 1), spec_tokens)
 
     @classmethod
     def prefill(cls, num_reqs: int, chunk: int, spec_tokens: int) -> StepKey:
@@ -62,8 +69,15 @@ class StepKey:
         return self.spec_tokens + 1
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether requests may have different numbers of rows."""
+        return self.phase == "prefill" or self.bucket.query_len < self.max_emitted
+
+    @property
     def num_logits(self) -> int:
         """Rows of logits: the last one of a prompt, and all rows of a decoding request."""
+        if self.phase == "decode":
+            return self.bucket.num_tokens
         return self.bucket.num_reqs * self.max_emitted
 
     def __str__(self) -> str:
@@ -77,9 +91,12 @@ def step_name(key: StepKey, part: Part) -> str:
 
 
 def step_keys(plan: Plan) -> tuple[StepKey, ...]:
-    """The steps of a plan: a decode step per bucket and tier, and a prefill step."""
+    """The steps of a plan: a decode step per bucket, tier and budget, and a prefill step."""
     decode = tuple(
-        StepKey.decode(num_reqs, k) for k in plan.tiers for num_reqs in plan.batch_buckets
+        StepKey.decode(num_reqs, k, budget)
+        for k in plan.tiers
+        for budget in plan.row_budgets or (None,)
+        for num_reqs in plan.batch_buckets
     )
     return (*decode, StepKey.prefill(*plan.prefill_shape, plan.spec_tokens))
 

@@ -41,6 +41,9 @@ TEXT_IDS, NUM_DRAFTS = "state.text_ids", "batch.num_drafts"
 """Buffers that copies add."""
 COPY_COUNTS, DRAFT_SOURCE = "state.copy_counts", "state.draft_source"
 """Buffers that copies beside another drafter add."""
+DRAFT_COUNTS = "state.draft_counts"
+NUM_VERIFIED, DRAFT_CHANCES = "batch.num_verified", "batch.draft_chances"
+"""Buffers that a budget of rows adds."""
 NUM_SOURCES = 5
 """Sources of drafts that are counted: the other drafter, and copies by the length of a match."""
 IMAGE_STATE = (PROMPT_EMBEDS, ROPE_OFFSETS, CHAIN_EMBEDS)

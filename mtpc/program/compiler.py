@@ -52,6 +52,7 @@ from mtpc.layout.buffers import (
     S,
     V,
     batch_specs,
+    budget_specs,
     copy_specs,
     sampling_specs,
     state_specs,
@@ -237,6 +238,8 @@ class StepCompiler:
             specs += image_buffers(self.loaded)
         if plan.copies:
             specs += copy_specs(plan.layer_drafts > 0)
+        if plan.row_budgets:
+            specs += budget_specs(key)
         if plan.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if plan.sampling:
@@ -470,4 +473,4 @@ class _Timer:
 
 def _rows_of_one_request(key: StepKey) -> int:
     """The most: a prefill step may give all its rows to one request."""
-    return key.bucket.num_tokens if key.phase == "prefill" else key.bucket.query_len
+    return key.bucket.num_tokens if key.phase == "prefill" else key.max_emitted

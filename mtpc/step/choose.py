@@ -56,12 +56,12 @@ class Choice:
     def verify(self, step: Step, logits: Tensor, begun: Begun, metadata: Metadata) -> Verdict:
         """The target's tokens for K + 1 rows of each request, from its logits [T, V].
 
-        A prefill step packs the rows that get logits, so that kernels can leave out the rows after
+        A ragged step packs the rows that get logits, so that kernels can leave out the rows after
         the last one. It then spreads the chosen tokens to K + 1 for each request.
         """
-        if step.key.phase == "decode":
+        if not step.key.is_ragged:
             return Verdict(unpack(Chosen, step.pieces.choose(logits)), begun.ids, logits)
-        found = step.logits_rows()
+        found = step.logits_rows(begun)
         packed = step.pieces.choose(aten.index_select.default(logits, 0, found.indices))
         chosen = unpack(Chosen, packed)
         spread = Chosen(*(aten.index_select.default(each, 0, found.places) for each in chosen))

@@ -146,7 +146,7 @@ class BeginPrefill(nn.Module):
 
 
 class LogitsRows(nn.Module):
-    """Which rows of a prefill step get logits: the last of a prompt, all of a decoding request."""
+    """Which rows of a ragged step get logits: the last of a prompt, all of a decoding request."""
 
     def __init__(self, key: StepKey):
         super().__init__()

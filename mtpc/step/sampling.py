@@ -88,12 +88,12 @@ class SampledChoice(Choice):
     def verify(self, step: Step, logits: Tensor, begun: Begun, metadata: Metadata) -> Verdict:
         """Sample for K + 1 rows of each request.
 
-        In a prefill step a prompt has one row that chooses, the first of its K + 1; no token is
-        sampled for the others.
+        In a ragged step a prompt has one row that chooses, the first of its K + 1, and a request
+        may have fewer; no token is sampled for the others.
         """
         ids, positions = begun.ids, metadata.positions
-        if step.key.phase == "prefill":
-            found = step.logits_rows()
+        if step.key.is_ragged:
+            found = step.logits_rows(begun)
             for index in (found.indices, found.places):
                 logits = aten.index_select.default(logits, 0, index)
             rows = aten.index_select.default(found.indices, 0, found.places)

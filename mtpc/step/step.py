@@ -6,7 +6,7 @@ begin -> target -> choose -> accept -> drafts over all rows -> single-row drafts
 is traced symbolically with the pieces as leaves. Those of the model are exported once for all
 buckets and all K. The others are in the modules beside this one. Values make the variants of a
 step: `Step.choice` (`choose`, `sampling`), `Step.drafting` (`drafting`, `chaining`, `blocks`,
-`single_position`, `copying`), and `Step.dictates` (`synthetic`).
+`single_position`, `copying`), `Step.dictates` (`synthetic`), and `Step.has_budget` (`budget`).
 
 L is the committed length, the tokens whose KV is final. After a step that accepts a drafts it is
 L' = L + a + 1, and a single-row draft step i >= 1 works on the row at position L' + i - 1.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mtpc.layout import StepKey
 from mtpc.step import synthetic
 from mtpc.step.accept import AcceptInputs
+from mtpc.step.budget import count_drafts
 from mtpc.step.choose import Choice
 from mtpc.step.drafting import Drafting, DraftInputs
 from mtpc.step.records import Accepted, Begun, LogitsIndices, Metadata, Rows, unpack
@@ -40,6 +41,7 @@ class StepPieces(nn.Module):
     choose: nn.Module
     accept: nn.Module
     dictate: nn.Module  # Only with synthetic acceptance.
+    count_drafts: nn.Module  # Only with a budget of rows.
     record: nn.Module
     drafts: nn.ModuleList
     draft_heads: nn.ModuleList
@@ -69,6 +71,7 @@ class Step(nn.Module):
         choice: how tokens are chosen.
         drafting: how drafts come about.
         dictates: whether a table says how many drafts are accepted.
+        has_budget: whether requests share a budget of rows.
     """
 
     def __init__(
@@ -79,10 +82,12 @@ class Step(nn.Module):
         choice: Choice,
         drafting: Drafting,
         dictates: bool = False,
+        has_budget: bool = False,
     ):
         super().__init__()
         self.key, self.pieces = key, pieces
-        self.choice, self.drafting, self.dictates = choice, drafting, dictates
+        self.choice, self.drafting = choice, drafting
+        self.dictates, self.has_budget = dictates, has_budget
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
 
@@ -105,6 +110,8 @@ class Step(nn.Module):
         held = [state.committed_lens, state.remaining_tokens, state.token_ids]
         if self.key.phase == "prefill":
             held += [batch.prompt_ids, batch.num_input, batch.is_decoding]
+        elif self.key.is_ragged:
+            held.append(state.draft_counts)
         return unpack(Begun, self.pieces.begin(batch.state_indices, *held, state.block_table))
 
     def publish(self, rows: Rows, requests: Metadata, num_tokens: int) -> Metadata:
@@ -147,12 +154,15 @@ class Step(nn.Module):
         given = AcceptInputs(*reports, *choices, *rows, *limits)
         results = self.pieces.accept(*given, *prompts)
         self.choice.record(self, verdict, begun)
+        if self.has_budget:
+            count_drafts(self, begun)
         return unpack(Accepted, results)
 
-    def logits_rows(self) -> LogitsIndices:
-        """The rows of a prefill step that get logits; writes where each request's begin."""
+    def logits_rows(self, begun: Begun) -> LogitsIndices:
+        """The rows of a ragged step that get logits; writes where each request's begin."""
         batch = self.batch
-        results = self.pieces.logits_rows(batch.query_start_loc, batch.is_decoding)
+        decodes = batch.is_decoding if self.key.phase == "prefill" else begun.active
+        results = self.pieces.logits_rows(batch.query_start_loc, decodes)
         found = unpack(LogitsIndices, results)
         aten.copy_.default(batch.logits_start_loc, found.start_loc)
         return found

@@ -86,6 +86,8 @@ class Dictate(nn.Module):
         decodes = active if is_decoding is None else active & (is_decoding != 0)
         num_reqs, drafts = active.shape[0], token_ids[state_indices][:, 1 : self.width]
         known = (drafts >= 0).long().cumprod(1).sum(1)
+        rows = (query_start_loc[1:] - query_start_loc[:-1]).long()
+        known = torch.minimum(known, (rows - 1).clamp(min=0))  # No other draft is verified.
         wanted = torch.minimum(table[context_lens.long() % table.shape[0]], known)
         column = torch.arange(self.width - 1, device=ids.device)
         is_accepted = (column < wanted[:, None]) & decodes[:, None]

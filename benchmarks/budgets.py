@@ -1,0 +1,184 @@
+"""A budget of rows beside fixed K: requests of which half are easy to draft for, and half hard.
+
+    python -m benchmarks.budgets --batches 4 8 --out RESULTS.json
+
+Weights are random, and acceptance is synthetic: its mean is that of a published acceptance length
+(`mtpc.acceptance.GOLDEN_LENGTHS`), from which easy requests are as far above as hard ones are
+below. A table by committed length says what a step accepts, so easy requests have short prompts,
+and hard ones prompts that begin where the table changes. Each case decodes all requests of a batch
+at once; cases take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+import torch
+
+import mtpc
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.sampling import Sampled
+from mtpc.acceptance import GOLDEN_LENGTHS
+from mtpc.step.synthetic import draws
+
+EASY, HARD = 32, 288
+"""Tokens of the prompts."""
+SPREAD = 0.8
+"""How far the rates of easy and hard requests lie from the mean, of what is possible."""
+COLUMNS = ("case", "batch", "tokens/s", "tokens a step", "of best fixed", "of K=0", "samples")
+NOTES = (
+    "tokens a step: of each request, those that it waited for included.",
+    "budget: the engine chooses how many rows a step verifies, the step which.",
+    SAMPLES_NOTE,
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One sample."""
+
+    tokens_per_s: float
+    tokens_per_step: float
+    foreign_share: float
+
+
+@dataclass
+class Case(Sampled[Taken]):
+    """A model at a batch size."""
+
+    name: str
+    batch: int
+    model: mtpc.SpecModel
+    samples: list[Taken] = field(default_factory=list)
+
+    def sample(self, new_tokens: int) -> None:
+        """Decode one batch."""
+        model, vocab = self.model, 1000
+        prompts = [
+            [(7 * row + place) % vocab for place in range(HARD if row % 2 else EASY)]
+            for row in range(self.batch)
+        ]
+        model.engine.reset_prefix_cache()
+        model.generate(prompts, 2, ignore_eos=True)  # The prompts' pages are there afterwards.
+        steps, watch = model.stats.request_steps, CpuWatch()
+        start = time.perf_counter()
+        model.generate(prompts, new_tokens, ignore_eos=True)
+        seconds = time.perf_counter() - start
+        count = self.batch * new_tokens
+        per_step = count / max(model.stats.request_steps - steps, 1)
+        self.samples.append(Taken(count / seconds, per_step, watch.foreign_share()))
+
+
+def rates(length: str, spec_tokens: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The acceptance rates of easy and of hard requests."""
+    lengths = {0: 1.0, **GOLDEN_LENGTHS[length]}
+    means = [lengths[k] - lengths[k - 1] for k in range(1, spec_tokens + 1)]
+    away = [SPREAD * min(mean, 1 - mean) for mean in means]
+    pairs = list(zip(means, away, strict=True))
+    return tuple(m + a for m, a in pairs), tuple(m - a for m, a in pairs)
+
+
+def set_acceptance(model: mtpc.SpecModel, length: str) -> None:
+    """Write the table of a model that was compiled with synthetic acceptance."""
+    table = model.program.shared["state.synthetic_draws"]
+    easy, hard = (draws(each, len(table)) for each in rates(length, model.options.spec_tokens))
+    is_hard = torch.arange(len(table)) >= HARD
+    model.program.write(table, torch.where(is_hard, hard, easy))
+
+
+def cells(rows: Sequence[dict[str, object]]) -> list[list[str]]:
+    """The cells of the table."""
+    found = []
+    for row in rows:
+        others = [r for r in rows if r["batch"] == row["batch"] and str(r["case"]).startswith("K")]
+        speed = {str(r["case"]): float(str(r["tokens_per_s"])) for r in others}
+        own = float(str(row["tokens_per_s"]))
+        ratios = (own / max(speed.values()), own / speed["K=0"])
+        figures = (f"{own:.1f}", f"{float(str(row['tokens_per_step'])):.2f}")
+        taken = argparse.Namespace(**row)
+        shares = [f"{ratio:.2f}" for ratio in ratios]
+        found.append([str(row["case"]), str(row["batch"]), *figures, *shares, sample_counts(taken)])
+    return found
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    return Table("A budget of rows", COLUMNS, cells(record["rows"]), NOTES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    tell = command.begin(args)
+    cases = []
+    with command.working_directory(args.workdir) as workdir:
+        directory = workdir / "random"
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+        most = args.spec_tokens
+        asked = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
+        asked["budget"] = {"spec_tokens": most, "row_budgets": tuple(range(1, most + 2))}
+        for name, options in asked.items():
+            tell(f"compile {name}")
+            synthetic = {"synthetic_acceptance_rates": (0.0,) * options["spec_tokens"]}
+            model = mtpc.compile(
+                directory,
+                batch_buckets=tuple(args.batches),
+                max_len=HARD + args.new_tokens + command.HEADROOM,
+                backend=args.backend,
+                quantize=args.quantize,
+                **options,
+                **(synthetic if options["spec_tokens"] else {}),
+            )
+            if options["spec_tokens"]:
+                set_acceptance(model, args.length)
+            cases += [Case(name, batch, model) for batch in args.batches]
+        for turn in range(args.repeats + 1):  # The first one warms up, and teaches costs.
+            for case in cases:
+                case.sample(args.new_tokens)
+                tell(f"{turn} {case.name} batch {case.batch}: {case.samples[-1].tokens_per_s:.1f}")
+                if turn == 0:
+                    case.samples.clear()
+    publish("budgets", args, {"rows": [_row(case, args.max_foreign) for case in cases]}, table)
+    return 0
+
+
+def _row(case: Case, max_foreign: float) -> dict[str, object]:
+    kept, counts = case.kept(max_foreign), case.counts(max_foreign)
+    return dict(
+        case=case.name,
+        batch=case.batch,
+        tokens_per_s=median(sample.tokens_per_s for sample in kept),
+        tokens_per_step=median(sample.tokens_per_step for sample in kept),
+        **counts | {"taken": [asdict(sample) for sample in case.samples]},
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("budgets", __doc__)
+    add = parser.add_argument
+    command.add_model(parser)
+    add("--spec-tokens", type=positive, default=3, metavar="K", help="the largest")
+    add("--batches", nargs="+", type=positive, default=[4, 8], metavar="N")
+    add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
+    add("--new-tokens", type=positive, default=128, metavar="N")
+    add("--quantize", metavar="SCHEME", help="of all engines")
+    command.add_backend(parser)
+    command.add_sampling(parser, 3)
+    command.add_files(parser)
+    args = parser.parse_args(argv)
+    if args.new_tokens >= HARD - EASY:
+        parser.error(f"--new-tokens is {args.new_tokens}; expected less than {HARD - EASY}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""A budget of rows: the likeliest drafts are verified, and the text is that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracles import Oracle
+from helpers.theorem import PROMPTS, check_theorem, poison
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mtpc
+from mtpc.engine.budgets import ENOUGH, REPEAT, BudgetPolicy
+from mtpc.errors import OptionError
+from mtpc.layout import DRAFT_COUNTS, StepKey
+from mtpc.step.budget import EXPECTED, chances, choose_drafts
+
+ASKED: dict[str, Any] = {"batch_buckets": (1, 4), "row_budgets": (2,)}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+NEW = 24
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    worth=st.lists(
+        st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25, 0.0]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    ),
+    useful=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    room=st.integers(0, 16),
+)
+def test_the_likeliest_drafts_are_chosen(
+    worth: list[list[float]], useful: list[int], room: int
+) -> None:
+    """As many as fit, of each request a prefix, and none beside them has a greater chance."""
+    rows = torch.tensor(worth).cumprod(1)
+    is_useful = torch.arange(3) < torch.tensor(useful[: len(worth)])[:, None]
+    count = choose_drafts(rows, is_useful, torch.tensor(room))
+    assert (count <= is_useful.sum(1)).all()
+    assert int(count.sum()) == min(room, int(is_useful.sum()))
+    is_chosen = torch.arange(3) < count[:, None]
+    left = rows[is_useful & ~is_chosen]
+    if len(left) and is_chosen.any():
+        assert rows[is_chosen].min() >= left.max()
+
+
+def test_chances_are_counted() -> None:
+    counts = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[18.0, 18.0], [8.0, 0.0]]])
+    first, second = chances(counts).tolist()
+    assert first == pytest.approx([EXPECTED, EXPECTED**2])
+    assert second[0] > 0.95
+    assert second[1] < 0.2
+
+
+Change = Callable[[torch.Tensor], None]
+
+
+def random_counts(counts: torch.Tensor) -> None:
+    judged = torch.rand(counts.shape[:2]) * 20
+    counts[..., 0] = judged
+    counts[..., 1] = judged * torch.rand(counts.shape[:2])
+
+
+def reversed_counts(counts: torch.Tensor) -> None:
+    """What was accepted counts as refused."""
+    counts[..., 1] = counts[..., 0] - counts[..., 1]
+
+
+def one_takes_all(counts: torch.Tensor) -> None:
+    counts[..., 0], counts[..., 1] = 50.0, 0.0
+    counts[2, :, 1] = 50.0
+
+
+@contextmanager
+def adversary(spec: mtpc.SpecModel, change: Change) -> Iterator[None]:
+    """Change the counts before each step."""
+    program = spec.program
+    inner = program.run
+
+    def run(key: StepKey) -> None:
+        change(program.shared[DRAFT_COUNTS])
+        inner(key)
+
+    program.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        program.run = inner  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mimo",
+        pytest.param("qwen3_next", marks=pytest.mark.slow),  # Recurrent state.
+        pytest.param("step3p7", marks=pytest.mark.slow),  # Rings, and several layers.
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),  # Latents and experts.
+        pytest.param("deepseek_v4", marks=pytest.mark.slow),  # Compressed entries.
+    ],
+)
+def test_the_text_is_that_of_plain_decoding(
+    family: str, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Random requests from poisoned memory; then counts that somebody spoils before each step."""
+    spec = compiled(family, 3, **ASKED)
+    check_theorem(spec, oracle(family), max_examples=8)
+    plain = [oracle(family).generate(prompt, NEW, stop=False) for prompt in PROMPTS[:4]]
+    for change in (random_counts, reversed_counts, one_takes_all):
+        poison(spec)
+        with adversary(spec, change):
+            assert spec.generate(PROMPTS[:4], NEW, **GREEDY) == plain, change.__name__
+    assert 0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)
+
+
+def test_what_users_run(compiled: Callable[..., Any]) -> None:
+    """The cpu backend in bfloat16, greedy and sampled, beside a step that verifies all drafts."""
+    asked = {"backend": "cpu", "dtype": "bfloat16", "sampling": True, "batch_buckets": (4,)}
+    whole = compiled("mimo", 3, **asked)
+    spec = compiled("mimo", 3, **asked, row_budgets=(2,))
+    for parameters in (GREEDY, {"temperature": 0.8, "top_p": 0.9, "seed": 7, "ignore_eos": True}):
+        expected = whole.generate(PROMPTS[:5], NEW, **parameters)
+        assert spec.generate(PROMPTS[:5], NEW, **parameters) == expected
+    rows = {key.bucket.num_tokens for key in spec.stats.replays if key.phase == "decode"}
+    assert rows == {8}
+
+
+def test_no_step_verifies_more_than_its_budget(compiled: Callable[..., Any]) -> None:
+    """Four requests share 8 rows: one each, and four drafts; fewer requests leave room for more."""
+    spec = compiled("mimo", 3, **ASKED)
+    poison(spec)
+    for prompt in PROMPTS[:4]:
+        spec.engine.add(prompt, NEW, stop_ids=())
+    seen = []
+    while spec.engine.has_work:
+        before, steps = sum(spec.stats.drafted), spec.stats.decode_steps
+        count = len(spec.engine.running)
+        spec.engine.step()
+        if spec.stats.decode_steps > steps and count > 1:
+            seen.append(sum(spec.stats.drafted) - before + count)
+    assert max(seen) == 8
+
+
+def test_the_policy_takes_the_best_rate() -> None:
+    policy, costs = BudgetPolicy((1, 2, 3, 4)), {1: 1.0, 2: 1.1, 3: 2.2, 4: 3.3}
+
+    def step(chances: list[list[float]]) -> int:
+        budget = policy.choose(4, chances)
+        policy.observe(4, budget, costs[budget], 100)
+        return budget
+
+    first = [step([]) for _ in range(ENOUGH * 4)]
+    assert sorted(set(first)) == [1, 2, 3, 4]
+    some, all_, none = [0.9, 0.8, 0.1], [0.99, 0.98, 0.97], [0.01, 0.0, 0.0]
+    assert step([some, some, none, none]) == 2
+    assert step([none] * 4) == 1
+    costs |= {3: 1.2, 4: 1.3}
+    later = [step([all_] * 4) for _ in range(6 * REPEAT)]
+    assert later[-1] == 4
+    assert later.count(4) > 0.6 * len(later)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"spec_tokens": 2, "row_budgets": (4,)}, "expected at most 3"),
+        ({"spec_tokens": 2, "row_budgets": (0,)}, "row_budgets is 0"),
+        ({"spec_tokens": "auto", "row_budgets": (2,)}, "one of them alone"),
+        ({"spec_tokens": 3, "row_budgets": (2,), "draft": "copy"}, "one of them alone"),
+        ({"row_budgets": "ab"}, "expected numbers of rows"),
+    ],
+)
+def test_bad_budgets(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        mtpc.CompileOptions(**options)
