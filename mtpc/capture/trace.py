@@ -195,16 +195,10 @@ def trace_step(
     buffers = nn.Module()
     buffers.add_module("state", shared.get_submodule("state"))
     buffers.add_module("batch", _allocate_batch(layout, shared))
-    dictates = SYNTHETIC_DRAWS in layout and key.spec_tokens > 0
-    step = Step(
-        key,
-        _pieces(key, traces, layout),
-        buffers,
-        _choice(layout),
-        traces.drafting,
-        dictates,
-        DRAFT_COUNTS in layout,
-    )
+    drafts = key.spec_tokens > 0
+    has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout and drafts)
+    pieces = _pieces(key, traces, layout)
+    step = Step(key, pieces, buffers, _choice(layout), traces.drafting, *has)
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
 

@@ -141,7 +141,7 @@ class StepRunner:
             idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
             tier = self.tiers.choose(num_reqs, context, each, idle)
             budget = None
-            if self.budgets is not None:
+            if self.budgets is not None and tier:
                 known = [request.draft_chances for request in turn.decoding]
                 budget = self.budgets.choose(num_reqs, known)
             key = StepKey.decode(num_reqs, tier, budget)

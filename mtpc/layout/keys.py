@@ -95,7 +95,7 @@ def step_keys(plan: Plan) -> tuple[StepKey, ...]:
     decode = tuple(
         StepKey.decode(num_reqs, k, budget)
         for k in plan.tiers
-        for budget in plan.row_budgets or (None,)
+        for budget in (k and plan.row_budgets) or (None,)
         for num_reqs in plan.batch_buckets
     )
     return (*decode, StepKey.prefill(*plan.prefill_shape, plan.spec_tokens))
