@@ -226,15 +226,15 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     """The step's leaves: the model's traces, and the other pieces for this bucket."""
     page_size = layout.value(P)
     is_decode = key.phase == "decode"
-    begin, accept = (BeginDecode, Accept) if is_decode else (BeginPrefill, AcceptPrefill)
-    if is_decode and key.is_ragged:
-        begin, accept = BeginBudget, AcceptBudget
+    ends: tuple[type[nn.Module], type[nn.Module]] = (BeginPrefill, AcceptPrefill)
+    if is_decode:
+        ends = (BeginBudget, AcceptBudget) if key.is_ragged else (BeginDecode, Accept)
     pieces = StepPieces()
     for name, piece in traces.named_children():
         pieces.add_module(name, piece)
     more = layout.shape(PROMPT_EMBEDS)[0] if not is_decode and PROMPT_EMBEDS in layout else 0
-    pieces.begin = begin(key, page_size, traces.vocab_size + more)
-    pieces.accept, pieces.logits_rows = accept(), LogitsRows(key)
+    pieces.begin = ends[0](key, page_size, traces.vocab_size + more)
+    pieces.accept, pieces.logits_rows = ends[1](), LogitsRows(key)
     for name, piece in traces.drafting.pieces(key, page_size, traces.vocab_size).items():
         pieces.add_module(name, piece)
     samples = SAMPLING_INTS in layout
