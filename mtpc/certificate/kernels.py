@@ -94,7 +94,7 @@ def _named(c: Checker, number: int, value: Value) -> Value:
     if c.op == "choose_slots":
         pages, rows = c.at("index_cache").shape[:2]
         return replace(value, kind=PLACE, tag=("page", f"spots {rows} of {pages}"))
-    if c.op == "copy_drafts":  # Of each request, by its rows up to the anchor.
+    if c.op in tables.ANCHORED:
         return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), OWN)
     if c.op != "accept":
         return value

@@ -66,6 +66,8 @@ WRITES = {
 }
 WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")
 """Kernels in which a row may read later rows of its request."""
+ANCHORED = frozenset({"copy_drafts"})
+"""Kernels in which a request reads its rows up to the one that `anchors` names."""
 LEMMAS = tuple(
     re.findall(
         r"(\w+) (\S+) (\S+) = (\S+)",

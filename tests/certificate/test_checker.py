@@ -197,7 +197,8 @@ def test_kernels_are_as_they_declare(name: str) -> None:
     assert features == (-1 if traits.features is None else traits.features) or features == -1
     held = {*written_by(op)} - {"x"}
     assert held == {*tables.WRITES.get(name, ())}
-    assert traits.reach != "request" or name in tables.WHOLE
+    assert traits.reach != "request" or name in tables.WHOLE | tables.ANCHORED
+    assert ("anchors" in traits.requests.split()) == (name in tables.ANCHORED)
     assert traits.reach in ("row", "earlier", "request")
 
 
