@@ -73,6 +73,7 @@ def _taken(
     if isinstance(target, str) and target != "prompt":
         is_own = name == "slot" if target == "slots" else name == "page"
         is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
+        is_own |= name == "place" and target == "pages spots {2} of {1}".format(*number.tag)
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
     unless = _row(c, number, target)
     if unless is False:
@@ -80,7 +81,8 @@ def _taken(
     if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
         return c.unknown("takes rows after the last accepted one")
     kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
-    facts: set[Any] = {("unless", unless)} if unless else set()
+    only = "where" if name == "past" else "unless"
+    facts: set[Any] = {(only, unless)} if unless else set()
     if name == "anchor" and "anchors" in table.facts:
         facts = {"accepted"}  # True where the request is on.
     if name == "request":
@@ -102,6 +104,8 @@ def _row(c: Checker, number: Value, layout: Layout) -> Any:
         return None
     if name == "request" and layout == REQUESTS:
         return None
+    if name == "past" and params[1] == layout:
+        return ("inside", *params)
     is_fixed = len(layout) == 1 and layout[0][0] == "1"
     if name == "start+" and params[0] == layout and is_fixed and params[1] <= layout[0][1]:
         return None
@@ -220,7 +224,7 @@ def view(c: Checker) -> Any:
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
     """The dimensions of pages that are seen as pages of one row; None for other views."""
-    is_pages = str(value.dims[0]).startswith("pages") and len(value.shape) > 1
+    is_pages = str(value.dims[0]).startswith(("pages", "slots")) and len(value.shape) > 1
     if not is_pages or c.shapes[0][0] != f"{value.shape[1]}*{value.shape[0]}":
         return None
     return [f"pages spots {value.shape[1]} of {value.shape[0]}", *[None] * (len(c.shapes[0]) - 1)]

@@ -135,7 +135,7 @@ class Checker:
                     return self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
         values = [self._resolved(v, dims) for v in values]
-        if any(v.kind == ANY or any(fact[0] == "unless" for fact in v.facts) for v in values):
+        if any(v.kind == ANY or any(fact[0] in ("unless", "where") for fact in v.facts) for v in values):
             return self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
         if kinds & {PAIR, DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
