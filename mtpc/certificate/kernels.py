@@ -39,6 +39,8 @@ def kernel(c: Checker) -> Any:
     given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
     if c.num_reqs == 1:
         given = _only_row(c, given)
+    if c.at("rows") is not None:
+        given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
     layouts = [dim for dim in dims if dim is not None]
@@ -70,6 +72,16 @@ def kernel(c: Checker) -> Any:
         made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
         made = [_named(c, number, value) for number, value in enumerate(made)]
     return made if len(made) > 1 else made[0]
+
+
+def _in_use(c: Checker, value: Value) -> Value:
+    """Rows that are all alike, as those of the requests that the argument `rows` counts."""
+    used = c.at("rows").tag
+    layout = used[1] if used[:1] == ("used",) else None
+    is_fixed = isinstance(layout, tuple) and [name for name, _ in layout] == ["1"]
+    if not is_fixed or value.shape[0] != c.num_reqs * layout[0][1]:
+        return value
+    return replace(value, dims=(layout, *value.dims[1:]), kind=OWN)
 
 
 def _only_row(c: Checker, given: list[Value]) -> list[Value]:

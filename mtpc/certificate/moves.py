@@ -47,6 +47,8 @@ def index(c: Checker) -> Value:
     if is_mixed or others or table.kind in (PAIR, DIAGONAL, ANY):
         return c.unknown("takes places by numbers of others", table)
     dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
+    if "uniform" in numbers[0].facts and table.kind == CONST and axis == 0:
+        return c.make(dims, CONST, facts={"alike"})
     return _taken(c, table, axis, numbers[0], dims, kind)
 
 
@@ -215,11 +217,14 @@ def view(c: Checker) -> Any:
             return c.unknown("mixes rows with other dimensions", value)
         dims = found
     tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
+    facts = value.facts - {"alike"}
+    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == CONST:
+        facts |= {"alike"} if len(c.shapes[0]) == rank else set()
     if value.kind == ANY or (value.kind == PLACE and not tag):
         return c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
         return [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
-    return c.make(dims, value.kind, tag, value.facts)
+    return c.make(dims, value.kind, tag, facts)
 
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
