@@ -191,6 +191,8 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
         )
         other = replace(other, facts=other.facts - {fact}) if is_met else other
     one = replace(one, facts=one.facts - {("where", fact) for fact in condition.facts})
+    if one.is_conditional:
+        return c.unknown("has rows that may be another request's", one)
     if "accepted" in condition.facts:
         return c.make(one.dims, one.kind, one.tag)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:

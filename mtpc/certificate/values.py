@@ -43,6 +43,11 @@ class Value:
     facts: frozenset[Any] = frozenset()
     why: str = ""
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether rows may be another request's where a condition does not hold."""
+        return any(fact[0] in ("unless", "where") for fact in self.facts)
+
     def __str__(self) -> str:
         dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
         return f"{self.kind}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
