@@ -20,6 +20,7 @@ from mtpc.certificate.values import (
     Layout,
     RefusedError,
     Value,
+    fewer_rows,
     pool_of,
     regroup,
     sum_of,
@@ -215,6 +216,8 @@ def view(c: Checker) -> Any:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
         if found is None:
             return c.unknown("mixes rows with other dimensions", value)
+        if fewer_rows(dims, found):
+            return c.make(found, value.kind, facts={"together"})
         dims = found
     tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
     facts = value.facts - {"alike"}

@@ -22,6 +22,8 @@ from mtpc.certificate.values import (
 )
 
 Line = Sequence[Any]
+_REPORTS = ("count_tokens", "write_logprobs")
+"""What may read the rows of a request as columns: it takes those that were emitted."""
 _CARRIERS = tables.VIEWS | {"where"}
 """What may take a value that is known under a condition: `where` has the condition."""
 
@@ -93,6 +95,8 @@ class Checker:
         found = held if is_whole else self.values[name]
         if isinstance(found, Value) and found.is_conditional and self.base not in _CARRIERS:
             found = replace(found, kind=ANY, why=self.because("has rows of another request"))
+        if isinstance(found, Value) and "together" in found.facts and self.op not in _REPORTS:
+            found = replace(found, kind=ANY, why=self.because("has later rows of its request"))
         return found
 
     def unknown(self, why: str, *sources: Value) -> Any:

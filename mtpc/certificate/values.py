@@ -142,6 +142,12 @@ def regroup(
     return None
 
 
+def fewer_rows(old: Sequence[Layout], new: Sequence[Layout]) -> bool:
+    """Whether rows of a request have become columns of one."""
+    one, other = (next((dim for dim in dims if dim is not None), None) for dims in (old, new))
+    return one != other and isinstance(one, tuple) and other is not None and other < one
+
+
 def _size(sizes: Sequence[Any]) -> Any:
     """How many elements dimensions have; open sizes by name."""
     return prod(n for n in sizes if isinstance(n, int)), [n for n in sizes if isinstance(n, str)]

@@ -535,3 +535,19 @@ def earlier_rows_of_requests_that_are_off(edit: Edit) -> None:
 def earlier_rows_counted_from_another_length(edit: Edit) -> None:
     other = edit.find("aten::index.Tensor", has=lambda line: line[2]["self"] == "%gt_scalar_1")
     earlier_rows(edit, context=f"%{other[0]}")
+
+
+@planted(phase="decode")
+def rows_after_a_row(edit: Edit) -> None:
+    """Each row gets the maximum of its request's rows: text depends on drafts, and so on K."""
+    embedded = edit.find("aten::embedding.default")
+    ref, shape, dtype = f"%{embedded[0]}", embedded[3][0], embedded[4][0]
+    at = edit.lines[edit.lines.index(embedded) + 1]
+    requests = edit.find("get", has=lambda line: line[2]["name"] == "batch.state_indices")[3][0][0]
+    apart = [requests, shape[1] // requests, shape[2]]
+    new = edit.add(at, "aten::view.default", {"self": ref, "size": apart}, apart, dtype)
+    args = {"self": new, "dim": [1], "keepdim": True}
+    new = edit.add(at, "aten::amax.default", args, [requests, 1, shape[2]], dtype)
+    new = edit.add(at, "aten::expand.default", {"self": new, "size": apart}, apart, dtype)
+    new = edit.add(at, "aten::reshape.default", {"self": new, "shape": shape}, shape, dtype)
+    edit.redirect(ref, new, at)
