@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from helpers.listings import Listings
 
-
 ALONE = {"glm4_moe": {"batch_buckets": (1,), "spec_tokens": 3}}
 """The family of the demo model has the demo's decode step: of one request, with 3 drafts."""
 

@@ -476,6 +476,7 @@ def earlier_rows(
     """Embeddings are those of the row before, where the request has one in this step.
 
     Args:
+        edit: of a step's listing.
         positions: of the rows; "": the step's own, which are 0 where a row is no request's.
         context: positions of the requests' first rows; "": by each row, as the step has them.
         sign: "add" takes the row after.
