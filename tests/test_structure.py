@@ -244,7 +244,7 @@ LINES = {
     ".": 2370,
     "backends": 14740,
     "capture": 1310,
-    "certificate": 1360,
+    "certificate": 1430,
     "cli": 5070,
     "engine": 5910,
     "evaluation": 610,

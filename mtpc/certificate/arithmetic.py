@@ -103,6 +103,8 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
         return set(one.facts | other.facts) - lost
     if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
         return {"numbered"}
+    if c.base == "ge" and name == "pos" and other.tag == ("cnt", one.tag[1]):
+        return {("inside", *one.tag[1:])}
     if c.base == "lt" and name == "off" and other.tag[:1] == ("cnt",):
         return {("below", one.tag[1], other.tag[1])}
     if number is None:
@@ -131,6 +133,10 @@ def compare(c: Checker) -> Value:
     return elementwise(c)
 
 
+_MASKED = {"pos*": ("pos", {"live", "active"}), "head": ("cnt", {"on"})}
+"""What a number names that is 0 where its request is off: tag -> tag, what the condition says."""
+
+
 def where(c: Checker) -> Value:
     condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
     if isinstance(one, Value) and isinstance(other, Value):
@@ -143,6 +149,9 @@ def where(c: Checker) -> Value:
     if isinstance(joined, Value):
         return joined
     dims, kind, (_, value) = joined
+    tag, needed = _MASKED.get(value.tag[0] if value.tag else "", ("", set()))
+    if tag and needed <= condition.facts and value is one and number == 0:
+        return c.make(dims, kind, (tag, *value.tag[1:]))
     known = _kept(c, condition, value, number, isinstance(one, Value))
     if known is not None:
         return c.make(dims, kind, value.tag, known)
@@ -181,6 +190,9 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
             fact[1] in condition.facts or fact[1] == c.origin("condition")
         )
         other = replace(other, facts=other.facts - {fact}) if is_met else other
+    one = replace(one, facts=one.facts - {("where", fact) for fact in condition.facts})
+    if one.is_conditional:
+        return c.unknown("has rows that may be another request's", one)
     if "accepted" in condition.facts:
         return c.make(one.dims, one.kind, one.tag)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:

@@ -119,6 +119,8 @@ def _dispatched(lines: Sequence[Sequence[Any]], tape: bytes) -> set[str]:
     kernels = [entry[1] for entry in entries if entry[0] == "kernel"]
     listed = [line[1] for line in lines if line[1] in KERNELS]
     for number, (found, wanted) in enumerate(zip([*kernels, ""], [*listed, ""], strict=False)):
+        if found and found not in KERNELS:
+            raise RefusedError(f"{found} has no rule")
         if found != wanted:
             raise RefusedError(f"kernel {number} of the tape is {found or 'none'}, not {wanted}")
     return {f"{entry[1]}.{entry[2] or 'default'}" for entry in entries if entry[0] == "aten"}

@@ -39,6 +39,8 @@ def kernel(c: Checker) -> Any:
     given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
     if c.num_reqs == 1:
         given = _only_row(c, given)
+    if c.at("rows") is not None:
+        given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
     layouts = [dim for dim in dims if dim is not None]
@@ -72,6 +74,16 @@ def kernel(c: Checker) -> Any:
     return made if len(made) > 1 else made[0]
 
 
+def _in_use(c: Checker, value: Value) -> Value:
+    """Rows that are all alike, as those of the requests that the argument `rows` counts."""
+    used = c.at("rows").tag
+    layout = used[1] if used[:1] == ("used",) else None
+    is_fixed = isinstance(layout, tuple) and [name for name, _ in layout] == ["1"]
+    if not is_fixed or value.shape[0] != c.num_reqs * layout[0][1]:
+        return value
+    return replace(value, dims=(layout, *value.dims[1:]), kind=OWN)
+
+
 def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     """Arguments of a step of one request: its only row is along any dimension of size 1, and so
     along the first argument's."""
@@ -94,7 +106,7 @@ def _named(c: Checker, number: int, value: Value) -> Value:
     if c.op == "choose_slots":
         pages, rows = c.at("index_cache").shape[:2]
         return replace(value, kind=PLACE, tag=("page", f"spots {rows} of {pages}"))
-    if c.op == "copy_drafts":  # Of each request, by its rows up to the anchor.
+    if c.op in tables.ANCHORED:
         return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), OWN)
     if c.op != "accept":
         return value

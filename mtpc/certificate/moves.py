@@ -20,6 +20,7 @@ from mtpc.certificate.values import (
     Layout,
     RefusedError,
     Value,
+    fewer_rows,
     pool_of,
     regroup,
     sum_of,
@@ -47,6 +48,8 @@ def index(c: Checker) -> Value:
     if is_mixed or others or table.kind in (PAIR, DIAGONAL, ANY):
         return c.unknown("takes places by numbers of others", table)
     dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
+    if "uniform" in numbers[0].facts and table.kind == CONST and axis == 0:
+        return c.make(dims, CONST, facts={"alike"})
     return _taken(c, table, axis, numbers[0], dims, kind)
 
 
@@ -73,6 +76,7 @@ def _taken(
     if isinstance(target, str) and target != "prompt":
         is_own = name == "slot" if target == "slots" else name == "page"
         is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
+        is_own |= name == "place" and target == "pages spots {2} of {1}".format(*number.tag)
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
     unless = _row(c, number, target)
     if unless is False:
@@ -80,7 +84,8 @@ def _taken(
     if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
         return c.unknown("takes rows after the last accepted one")
     kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
-    facts: set[Any] = {("unless", unless)} if unless else set()
+    only = "where" if name == "past" else "unless"
+    facts: set[Any] = {(only, unless)} if unless else set()
     if name == "anchor" and "anchors" in table.facts:
         facts = {"accepted"}  # True where the request is on.
     if name == "request":
@@ -102,6 +107,8 @@ def _row(c: Checker, number: Value, layout: Layout) -> Any:
         return None
     if name == "request" and layout == REQUESTS:
         return None
+    if name == "past" and params[1] == layout:
+        return ("inside", *params)
     is_fixed = len(layout) == 1 and layout[0][0] == "1"
     if name == "start+" and params[0] == layout and is_fixed and params[1] <= layout[0][1]:
         return None
@@ -209,18 +216,23 @@ def view(c: Checker) -> Any:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
         if found is None:
             return c.unknown("mixes rows with other dimensions", value)
+        if fewer_rows(dims, found):
+            return c.make(found, value.kind, facts={"together"})
         dims = found
     tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
+    facts = value.facts - {"alike"}
+    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == CONST:
+        facts |= {"alike"} if len(c.shapes[0]) == rank else set()
     if value.kind == ANY or (value.kind == PLACE and not tag):
         return c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
         return [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
-    return c.make(dims, value.kind, tag, value.facts)
+    return c.make(dims, value.kind, tag, facts)
 
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
     """The dimensions of pages that are seen as pages of one row; None for other views."""
-    is_pages = str(value.dims[0]).startswith("pages") and len(value.shape) > 1
+    is_pages = str(value.dims[0]).startswith(("pages", "slots")) and len(value.shape) > 1
     if not is_pages or c.shapes[0][0] != f"{value.shape[1]}*{value.shape[0]}":
         return None
     return [f"pages spots {value.shape[1]} of {value.shape[0]}", *[None] * (len(c.shapes[0]) - 1)]

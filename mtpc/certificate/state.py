@@ -22,6 +22,10 @@ from mtpc.certificate.values import (
 )
 
 Line = Sequence[Any]
+_REPORTS = ("count_tokens", "write_logprobs")
+"""What may read the rows of a request as columns: it takes those that were emitted."""
+_CARRIERS = tables.VIEWS | {"where"}
+"""What may take a value that is known under a condition: `where` has the condition."""
 
 
 class Checker:
@@ -88,7 +92,12 @@ class Checker:
             raise RefusedError(f"{self.op} ({self.name}) reads {given}, which no line has given")
         held = self.content.get(self.buffers.get(name, ""))
         is_whole = held is not None and held.shape == tuple(self.calls[name][3][0])
-        return held if is_whole else self.values[name]
+        found = held if is_whole else self.values[name]
+        if isinstance(found, Value) and found.is_conditional and self.base not in _CARRIERS:
+            found = replace(found, kind=ANY, why=self.because("has rows of another request"))
+        if isinstance(found, Value) and "together" in found.facts and self.op not in _REPORTS:
+            found = replace(found, kind=ANY, why=self.because("has later rows of its request"))
+        return found
 
     def unknown(self, why: str, *sources: Value) -> Any:
         """Nothing is known of the results, because of this line or of one before."""
@@ -135,7 +144,7 @@ class Checker:
                     return self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
         values = [self._resolved(v, dims) for v in values]
-        if any(v.kind == ANY or any(fact[0] == "unless" for fact in v.facts) for v in values):
+        if any(v.kind == ANY or v.is_conditional for v in values):
             return self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
         if kinds & {PAIR, DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:

@@ -66,10 +66,14 @@ WRITES = {
 }
 WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")
 """Kernels in which a row may read later rows of its request."""
+ANCHORED = frozenset({"copy_drafts"})
+"""Kernels in which a request reads its rows up to the one that `anchors` names."""
 LEMMAS = tuple(
     re.findall(
         r"(\w+) (\S+) (\S+) = (\S+)",
         """
+add cnt:C row:L = pos+:C:L           sub pos+:C:L start:L = pos*:C:L  sub pos:C:L col:n = pos:C:L
+add start:L pos:C:L = past+:C:L      sub past+:C:L cnt:C = past:C:L  sub len:C:L cnt:L = head:C
 sub end:L start:L = cnt:L            sub end:L cnt:L = start:L        sub end:L cnt:C = tail:L:C
 add tail:L:C row:C = tail+:L:C       sub tail+:L:C start:C = some:L    add own row:L = own+:L
 sub own+:L start:L = own             sub row:L start:L = off:L        add start:P off:L = into:P:L
@@ -89,10 +93,12 @@ mul page:X n = page*:X:n             add page*:X:n mod:n = place:X:n  mul slot n
 or one before it; `off`: a number below `cnt`; `col:n`, `mod:n`: below n; `tail:L:C`: where the last
 C rows of L begin; `into:P:L`: a row of P if L has no more; `fresh:M:E`: a row of M less E, unless
 it is one of E; `last`: the last row; `len`: a length with that many rows; `ring:n`: the first of n
-pages of a slot; `place`: of a row in pages.
+pages of a slot; `place`: of a row in pages; `pos:C:L`: C and a row's offset, or less, and 0
+where the request is off, as in `pos*` it need not be; `past:C:L`: the row that is there, if C is no
+more; `head:C`: C where the request is on.
 """
 PLACES = _words(
     "bounds start end tail tail+ row some own+ into fresh anchor start+ last back request next nth "
-    "slot slot- ring- ring page page* place used"
+    "slot slot- ring- ring page page* place used pos+ past+ past"
 )
 """Tags of integers that depend on company, and may only be used as the rules say."""

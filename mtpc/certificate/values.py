@@ -43,6 +43,11 @@ class Value:
     facts: frozenset[Any] = frozenset()
     why: str = ""
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether rows may be another request's where a condition does not hold."""
+        return any(fact[0] in ("unless", "where") for fact in self.facts)
+
     def __str__(self) -> str:
         dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
         return f"{self.kind}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
@@ -135,6 +140,12 @@ def regroup(
             made[at] = (("1", new[at] // requests),)
             return made
     return None
+
+
+def fewer_rows(old: Sequence[Layout], new: Sequence[Layout]) -> bool:
+    """Whether rows of a request have become columns of one."""
+    one, other = (next((dim for dim in dims if dim is not None), None) for dims in (old, new))
+    return one != other and isinstance(one, tuple) and other is not None and other < one
 
 
 def _size(sizes: Sequence[Any]) -> Any:

@@ -465,3 +465,90 @@ def counts_of_the_batch(edit: Edit) -> None:
     line = edit.find("count_tokens")
     ref = line[2]["ids"]
     line[2]["ids"] = _first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+
+
+# ---- Rows before a row, as n-grams take them ----------------------------------------------------
+
+
+def earlier_rows(
+    edit: Edit, positions: str = "", context: str = "", sign: str = "sub", guard: bool = True
+) -> None:
+    """Embeddings are those of the row before, where the request has one in this step.
+
+    Args:
+        edit: of a step's listing.
+        positions: of the rows; "": the step's own, which are 0 where a row is no request's.
+        context: positions of the requests' first rows; "": by each row, as the step has them.
+        sign: "add" takes the row after.
+        guard: whether a request's first row keeps its own.
+    """
+    kept = edit.line(edit.find("aten::copy_.default")[2]["src"])
+    raw = edit.line(kept[2]["self"])
+    start, first = raw[2]["other"], edit.line(raw[2]["self"])[2]["self"]
+    embedded = edit.find("aten::embedding.default")
+    rows, at = kept[3][0], edit.lines[edit.lines.index(embedded) + 1]
+
+    def add(op: str, args: dict[str, Any], shape: list[Any], dtype: str = "int64") -> str:
+        return edit.add(at, f"aten::{op}", args, shape, dtype)
+
+    columns = add("arange.default", {"end": 2}, [2])
+    held = add("unsqueeze.default", {"self": positions or f"%{kept[0]}", "dim": 1}, [*rows, 1])
+    moved = add(f"{sign}.Tensor", {"self": held, "other": columns, "alpha": 1}, [*rows, 2])
+    start, first = (
+        add("unsqueeze.default", {"self": ref, "dim": 1}, [*rows, 1])
+        for ref in (start, context or first)
+    )
+    row = add("add.Tensor", {"self": start, "other": moved, "alpha": 1}, [*rows, 2])
+    row = add("sub.Tensor", {"self": row, "other": first, "alpha": 1}, [*rows, 2])
+    row = add("clamp.default", {"self": row, "min": 0, "max": rows[0] - 1}, [*rows, 2])
+    shape, dtype = embedded[3][0], embedded[4][0]
+    table = add("select.int", {"self": f"%{embedded[0]}", "dim": 0, "index": 0}, shape[1:], dtype)
+    wide = [*rows, 2, shape[-1]]
+    taken = add("index.Tensor", {"self": table, "indices": [row]}, wide, dtype)
+    if guard:
+        known = add("ge.Tensor", {"self": moved, "other": first}, [*rows, 2], "bool")
+        known = add("unsqueeze.default", {"self": known, "dim": 2}, [*rows, 2, 1], "bool")
+        own = add("unsqueeze.default", {"self": table, "dim": 1}, [*rows, 1, shape[-1]], dtype)
+        taken = add("where.self", {"condition": known, "self": taken, "other": own}, wide, dtype)
+    taken = add("select.int", {"self": taken, "dim": 1, "index": 1}, shape[1:], dtype)
+    taken = add("unsqueeze.default", {"self": taken, "dim": 0}, shape, dtype)
+    edit.redirect(f"%{embedded[0]}", taken, at)
+
+
+@planted()
+def earlier_rows_of_the_request_before(edit: Edit) -> None:
+    earlier_rows(edit, guard=False)
+
+
+@planted()
+def later_rows(edit: Edit) -> None:
+    earlier_rows(edit, sign="add")
+
+
+@planted()
+def earlier_rows_of_requests_that_are_off(edit: Edit) -> None:
+    """Their lengths are 0, their positions are not."""
+    kept = edit.line(edit.find("aten::copy_.default")[2]["src"])
+    earlier_rows(edit, positions=kept[2]["self"])
+
+
+@planted()
+def earlier_rows_counted_from_another_length(edit: Edit) -> None:
+    other = edit.find("aten::index.Tensor", has=lambda line: line[2]["self"] == "%gt_scalar_1")
+    earlier_rows(edit, context=f"%{other[0]}")
+
+
+@planted(phase="decode")
+def rows_after_a_row(edit: Edit) -> None:
+    """Each row gets the maximum of its request's rows: text depends on drafts, and so on K."""
+    embedded = edit.find("aten::embedding.default")
+    ref, shape, dtype = f"%{embedded[0]}", embedded[3][0], embedded[4][0]
+    at = edit.lines[edit.lines.index(embedded) + 1]
+    requests = edit.find("get", has=lambda line: line[2]["name"] == "batch.state_indices")[3][0][0]
+    apart = [requests, shape[1] // requests, shape[2]]
+    new = edit.add(at, "aten::view.default", {"self": ref, "size": apart}, apart, dtype)
+    args = {"self": new, "dim": [1], "keepdim": True}
+    new = edit.add(at, "aten::amax.default", args, [requests, 1, shape[2]], dtype)
+    new = edit.add(at, "aten::expand.default", {"self": new, "size": apart}, apart, dtype)
+    new = edit.add(at, "aten::reshape.default", {"self": new, "shape": shape}, shape, dtype)
+    edit.redirect(ref, new, at)
