@@ -251,7 +251,7 @@ LINES = {
     "host": 520,
     "integrations": 4410,
     "layout": 1160,
-    "models": 8890,
+    "models": 9120,
     "ops": 2670,
     "passes": 2520,
     "program": 4940,
