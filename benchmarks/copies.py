@@ -44,6 +44,8 @@ from benchmarks.harness.results import (
 )
 from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
 from mtpc.server.chat import load_chat_template
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.gguf.file import GgufTensor
 
 EDITED = """
 ast:get_docstring base64:b64encode base64:decodebytes calendar:isleap calendar:leapdays
@@ -69,7 +71,6 @@ NOTES = (
     "engine over its own; least: of the prompt that gained least.",
     "same text: prompts whose text is that of K = 0 of the same engine.",
 )
-BLOCKS = "the file's blocks"
 MTPC, LLAMA = "mtpc", "llama.cpp"
 PLAIN = "0"
 """The setting that others are compared with."""
@@ -141,22 +142,31 @@ def answer(spec: mtpc.SpecModel, count: int, prompt: str) -> Counts:
     return Counts(stats.decode_counts().tokens - tokens, *used, ids)
 
 
+def weights_of(checkpoint: Path, dtype: str | None) -> str:
+    """What mtpc multiplies by: a dtype, or the types of a GGUF file's matrices."""
+    opened = Checkpoint(checkpoint)
+    matrices = [tensor for tensor in opened.tensors.values() if len(tensor.shape) > 1]
+    kinds = {t.block.name for t in matrices if isinstance(t, GgufTensor)}
+    entries = (dtype, opened.text_config.get("dtype"), opened.text_config.get("torch_dtype"))
+    return "+".join(sorted(kinds)) or str(next(filter(None, entries), "float32"))
+
+
 def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Runner]:
     """A runner for each setting of mtpc, warmed up, and for each of llama.cpp's types."""
-    is_file = args.checkpoint.suffix == ".gguf"
+    weights = weights_of(args.checkpoint, args.dtype)
     for setting in args.settings:
         tell(f"compile {setting}")
         draft = "none" if setting == PLAIN else args.draft
         spec = compiled(args.checkpoint, draft, setting, args)
         answer(spec, 24, "Warm up.")
-        weights = BLOCKS if is_file else str(spec.program.plan.dtype)
         yield Runner(MTPC, weights, draft, setting, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
+        held = weights_of(file, None)
         threads = args.threads or torch.get_num_threads()
         for kind in args.llama_types:
             run = partial(look_up, args.llama, file, kind, args.new_tokens, args.max_len, threads)
-            yield Runner(LLAMA, file.name, kind, PLAIN if kind == "none" else "own", run)
+            yield Runner(LLAMA, held, kind, PLAIN if kind == "none" else "own", run)
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:

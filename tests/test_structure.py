@@ -249,9 +249,15 @@ LINES = {
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
+<<<<<<< HEAD
     "integrations": 4540,
     "layout": 1200,
-    "models": 9170,
+    "models": 9180,
+=======
+    "integrations": 4540,
+    "layout": 1200,
+    "models": 9180,
+>>>>>>> w-drafters
     "ops": 2670,
     "passes": 2520,
     "program": 4950,

@@ -51,7 +51,7 @@ from mtpc.step.blocks import Blocks
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
-DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
+DSPARK = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel", "DSparkSpeculator")
 DFLASH2 = ("DFlash2DraftModel",)
 """What config.json has: the authors', and speculators'."""
 _OWN_IDS, _IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
@@ -60,6 +60,8 @@ _UNKNOWN = (
     *("attention_sink_bias", "use_swa", "projector_type", "use_gemma_norm"),
     *("attention_value_scale", "use_aux_hidden_norms", "gating"),
 )
+_HALVES = ("rope_is_neox_style", "is_neox_style")
+"""Entries that say whether angles turn a head's halves, if they are set."""
 _SLIDING = "sliding_attention"
 
 
@@ -151,6 +153,7 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
         unknown.append("layers of sliding_attention without sliding_window")
     if entries.get("model_type") not in (None, "qwen3", "dflash", "dspark"):
         unknown.append(f"model_type={entries['model_type']!r}")
+    unknown += [f"{name}=False" for name in _HALVES if entries.get(name) is False]
     if entries.get("markov_head_type") not in (None, "vanilla"):
         unknown.append(f"markov_head_type={entries['markov_head_type']!r}")
     if unknown:
@@ -288,6 +291,7 @@ def _parts(config: DFlashConfig) -> StepParts:
         skips=config.skips,
         both_ways=not all(config.causal),
         has_bias=config.markov_rank > 0 or config.second is not None,
+        has_confidence=config.confidence_width > 0,
     )
     return StepParts(
         target=partial(CapturingTarget, config.layer_ids),

@@ -57,8 +57,9 @@ def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) 
         raise CheckpointError(
             f"{draft.directory} is no drafter for {family.name}: its architectures are "
             f"{draft.config.get('architectures')}, and no tensor is named {prefix}*; "
-            f"expected an EAGLE-3 head ({eagle3.ARCHITECTURES[0]}), a DFlash drafter "
-            f"({dflash.ARCHITECTURES[0]}), Gemma 4's assistant or MTP layers of the target's family"
+            f"expected an EAGLE-3 or P-EAGLE head ({eagle3.ARCHITECTURES[0]}), DFlash, DFlash2 or "
+            f"DSpark ({dflash.ARCHITECTURES[0]}, {dflash.DFLASH2[0]}, {dflash.DSPARK[0]}), Gemma "
+            "4's assistant or MTP layers of the target's family"
         )
     for entry in ("hidden_size", "vocab_size"):
         found, expected = draft.text_config.get(entry), getattr(target, entry)

@@ -67,6 +67,7 @@ class Blocks(Drafting):
         both_ways: whether rows of a block see later ones, for the declaration.
         has_bias: whether the piece `draft_bias` adds to each draft's logits what follows from the
             draft before it.
+        has_confidence: whether a head says how sure a draft is, for the declaration.
     """
 
     mask_id: int = 0
@@ -74,6 +75,7 @@ class Blocks(Drafting):
     skips: bool = True
     both_ways: bool = True
     has_bias: bool = False
+    has_confidence: bool = False
 
     def rows(self, spec_tokens: int) -> int:
         """Rows of a block that gives K drafts."""
@@ -85,9 +87,11 @@ class Blocks(Drafting):
         first = "the last token and masks" if self.opens else "masks"
         count = f"K{self.rows(0):+d}" if self.rows(0) else "K"
         bias = "; each follows from the one before by a bias" if self.has_bias else ""
+        sure = {"confidence": "of a head, which no step reads"} if self.has_confidence else {}
         return {
             **super().declared,
             "drafts": f"one pass over {count} rows ({first}, token {self.mask_id}); {seen}{bias}",
+            **sure,
         }
 
     def pieces(self, key: StepKey, page_size: int, vocab_size: int) -> dict[str, nn.Module]:

@@ -77,6 +77,7 @@ CASES = (
     Case("EAGLE-3", "llama", _eagle3, _own),
     Case("Gemma 4's assistant", "gemma4", lambda at: at / "draft", _own),
     Case("DFlash", "llama", _dflash, _block),
+    Case("DFlash2", "llama", lambda at: _dflash(at, **block_drafters.SECOND), _block),
     Case("DSpark", "llama", lambda at: _dflash(at, **block_drafters.SPARK), _block),
     Case(
         "P-EAGLE",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ from helpers import block_drafters, eagle, tiny
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
 from helpers.records import NEW, STOP, Records, wanted
+from helpers.released import dflash
 from helpers.released.dflash import DFlash
 from helpers.released.eagle3 import PEagle
 from helpers.reuse import Conversations, check_reuse
 from helpers.sampling_oracle import FILTERS
 from helpers.theorem import PROMPTS, check_drafts, check_theorem, poison
+from torch import Tensor
+from transformers import AutoConfig
 
 import mtpc
 from mtpc.errors import MtpcError
+from mtpc.models.caches import PagedKV
+from mtpc.models.dflash import DFlashConfig, DFlashLayer
+from mtpc.models.family import MTPWiring
+from mtpc.models.seams import StepContext, register_seams
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
 ON_CPU: dict[str, Any] = {"backend": "cpu", "sampling": True, "batch_buckets": (1, 4)}
@@ -66,7 +75,7 @@ def oracle_of(directory: Path, family: str = "llama") -> DraftOracle:
         pytest.param("llama", 7, block_drafters.SPARK, marks=pytest.mark.slow),
         pytest.param("llama", 15, block_drafters.SPARK, marks=pytest.mark.slow),
         # DFlash2: convolutions within a block, and each draft is chosen among candidates.
-        ("llama", 3, block_drafters.SECOND),
+        pytest.param("llama", 3, block_drafters.SECOND, marks=pytest.mark.slow),
         pytest.param("qwen3", 1, block_drafters.SECOND, marks=pytest.mark.slow),
         pytest.param("llama", 7, block_drafters.SECOND, marks=pytest.mark.slow),
         pytest.param("llama", 15, block_drafters.SCALED, marks=pytest.mark.slow),
@@ -84,6 +93,55 @@ def test_drafts_equal_the_authors_code(
     prompts = [PROMPTS[5], PROMPTS[12]]
     wanted = [oracle.oracle.generate(prompt, 12, stop=False) for prompt in prompts]
     assert spec.generate(prompts, 12, ignore_eos=True) == wanted
+
+
+def blocks_of(lens: list[int], rows: int, table: Tensor) -> StepContext:
+    """Rows at the end of requests of these lengths, in pages of four."""
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32) * rows
+    positions = torch.cat([torch.arange(n - rows, n) for n in lens])
+    pages = table.repeat_interleave(rows, 0).gather(1, positions[:, None] // 4)[:, 0]
+    zeros = torch.zeros(len(lens), dtype=torch.int64)
+    metadata = (positions, pages * 4 + positions % 4, torch.tensor(lens).int(), starts)
+    return StepContext.of((*metadata, table.int(), zeros, zeros.int()), {})
+
+
+@pytest.mark.parametrize("says", ["SECOND", "SCALED"])
+def test_rows_of_dflash2(says: str, tmp_path: Path) -> None:
+    """Its layers over the blocks of two requests, and its choice: a page of plain code, in ms."""
+    target = tiny.make_checkpoint("llama", tmp_path, mtp=False, num_hidden_layers=4)
+    drafter(tmp_path / "draft", **getattr(block_drafters, says))
+    oracle: Any = oracle_of(target).page
+    config = AutoConfig.from_pretrained(target)
+    paired = PairedCheckpoint(target, tmp_path / "draft")
+    read = DFlashConfig.read(paired, config, 4)
+    names = dict(embedding_norm="", hidden_norm="", projection="", final_norm="")
+    layer: Any = DFlashLayer(MTPWiring(**names), read, 0, ()).double()
+    renamed = {"layers.": "block.", "fc.": "projection.", "norm.": "final_norm."}
+    stored = {
+        next((name.replace(o, n, 1) for o, n in renamed.items() if name.startswith(o)), name): t
+        for name, t in oracle.stored.items()
+    }
+    layer.load_state_dict(stored)
+    register_seams()
+    torch.manual_seed(4)
+    table, lens, rows = torch.tensor([[1, 4, 2, 6], [5, 3, 7, 8]]), [14, 11], 4
+    pool = {i: PagedKV(*torch.full((2, 9, 4, 2, 24), float("nan")).double()) for i in (0, 1)}
+    found, wanted, states = [], [], [torch.randn(1, n - rows, 128).double() for n in lens]
+    for each, length, pages in zip(states, lens, table, strict=True):
+        context = blocks_of([length - rows], length - rows, pages[None])
+        entered = layer.hidden_norm(layer.projection(each[0]))
+        layer.keep(entered, replace(context, layers=pool))
+    block = torch.randn(2, rows, 64).double()
+    hidden = layer.run(block.flatten(0, 1), replace(blocks_of(lens, rows, table), layers=pool))
+    before, logits = torch.tensor([3, 8]), torch.randn(2, 96).double()
+    choose, hidden = layer.bias, hidden.unflatten(0, (2, rows))
+    found = choose(logits, hidden[:, 1], before)
+    scale = read.embedding_scale
+    for request, each in enumerate(states):
+        wanted = dflash.run(oracle.stored, oracle.inner, each, scale * block[request : request + 1])
+        torch.testing.assert_close(layer.final_norm(hidden[request]), wanted[0], rtol=0, atol=1e-9)
+        chosen = oracle.selected(logits[request], wanted[0, 1], int(before[request]))
+        torch.testing.assert_close(found[request], chosen, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +336,7 @@ def refused(checkpoint: Path, draft: Path, **options: Any) -> str:
         (dict(dflash_config={"mask_token_id": 1}), r"layers to capture are \[\]"),
         (dict(num_hidden_layers=3), "missing block.2"),
         (dict(markov_head_type="rnn"), "with markov_head_type='rnn'"),
+        (dict(rope_is_neox_style=False), "with rope_is_neox_style=False"),
         (
             dict(dflash_config={**block_drafters.CONFIG["dflash_config"], "use_swa": True}),
             "with use_swa=True",

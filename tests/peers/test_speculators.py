@@ -16,7 +16,8 @@ import torch
 from helpers import eagle, tiny
 from helpers.families import TINY
 from helpers.oracles import DraftOracle, Oracle
-from helpers.released.eagle3 import captured
+from helpers.released.dflash import DFlash
+from helpers.released.eagle3 import PEagle, captured
 from helpers.theorem import PROMPTS, check_drafts
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from speculators.models.peagle import core as peagle_core
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 DRAFTS, LAYERS, SIZE, ROWS = 3, [1, 3], 96, 80
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
@@ -209,6 +210,20 @@ CLASSES: dict[str, tuple[Any, Any, type[Page], dict[str, Any]]] = {
         dict(block_size=DRAFTS, draft_vocab_size=ROWS, markov_rank=8, sample_from_anchor=True),
     ),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "eagle3"])
+def test_plain_code_is_speculators(name: str, tmp_path: Path) -> None:
+    """The pages of plain code that default tests compare with, over what the class saves."""
+    model, config, page, says = CLASSES[name]
+    target = tiny.make_checkpoint("llama", tmp_path, mtp=False, num_hidden_layers=4)
+    drafter = made(model, config, target, says)
+    drafter.save_pretrained(tmp_path / "draft")
+    plain, text = Oracle("llama", target).model, [3, 5, 7, 9, 2, 4, 8, 11, 13, 1, 2]
+    ours: Any = (PEagle if name == "peagle" else DFlash)(plain, target)
+    both = (page(plain, drafter), ours)
+    theirs, own = (torch.stack(each.drafts(text, DRAFTS)) for each in both)
+    torch.testing.assert_close(own, theirs, rtol=0, atol=1e-5)  # Norms are in float32.
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -127,6 +127,7 @@ class DFlash:
             name: x.double() if x.is_floating_point() else x for name, x in load_file(path).items()
         }
         self.inner = {**self.config, **self.config.get("transformer_layer_config", {})}
+        self.inner = {**(self.inner.get("rope_parameters") or {}), **self.inner}
         self.embedding = model.get_input_embeddings().weight.detach()
         self.head = model.get_output_embeddings().weight.detach()
 

@@ -1,0 +1,65 @@
+"""The benchmark of copies: what llama.cpp says, what a table counts, what a run goes on behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import copies
+from benchmarks.copies import LLAMA, MTPC, Sample, prompts, resumed, table
+from benchmarks.harness.results import new_record
+from benchmarks.peers.llama_decoder import LlamaError
+from benchmarks.peers.llama_lookup import Counts, read_counts
+
+LOG = """
+0.52.019 I encoded   46 tokens in    0.164 seconds, speed:  280.488 t/s
+0.52.020 I decoded  202 tokens in    4.208 seconds, speed:   48.004 t/s
+0.52.021 I n_draft   = 16
+0.52.022 I n_predict = 202
+0.52.023 I n_drafted = 240
+0.52.024 I n_accept  = 131
+0.52.025 I accept    = 54.583%
+"""
+"""As llama-speculative-simple of llama.cpp 0.5.0 has them in its source."""
+
+
+def test_what_llama_cpp_says() -> None:
+    assert read_counts(b"ab", LOG) == Counts(202, 71, 4.208, [97, 98])
+    with pytest.raises(LlamaError, match="does not say how long it decoded:\nno model"):
+        read_counts(b"", "no model")
+
+
+def test_kinds_take_turns() -> None:
+    assert [kind for kind, *_ in prompts(2)] == ["edits", "prose", "edits", "prose"]
+
+
+def sample(name: str, engine: str, setting: str, steps: int, seconds: float) -> Sample:
+    draft = "none" if setting == "0" else "copy"
+    return Sample("edits", name, engine, "bfloat16", draft, setting, 100, steps, seconds, [1])
+
+
+def test_gains_are_over_the_same_engine() -> None:
+    rows = [
+        *(sample(name, MTPC, "0", 100, 4.0) for name in "ab"),
+        *(sample("a", MTPC, "7", 50, 2.0), sample("b", MTPC, "7", 25, 1.0)),
+        *(sample("a", LLAMA, "0", 100, 3.0), sample("a", LLAMA, "own", 50, 1.5)),
+    ]
+    found = {tuple(cells[1:5]): cells[5:] for cells in table({"rows": [*map(asdict, rows)]}).cells}
+    own = found[MTPC, "bfloat16", "copy", "7"]
+    assert own == ["2.67", "66.7", "2.83x", "2.00x", "2 of 2", "2"]
+    assert found[LLAMA, "bfloat16", "copy", "own"][2:4] == ["2.00x", "2.00x"]
+
+
+def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
+    """With the same arguments, but for the cap on time and the number of prompts."""
+    out = tmp_path / "results.json"
+    given = ["model", "--out", str(out), "--settings", "0", "3"]
+    assert resumed(copies._parse(given)) == []
+    rows = [asdict(sample("a", MTPC, "0", 1, 1.0))]
+    out.write_text(json.dumps(new_record("copies", copies._parse(given), {"rows": rows})))
+    assert resumed(copies._parse([*given, "--minutes", "3", "--prompts", "9"])) == rows
+    with pytest.raises(SystemExit, match="results of other arguments"):
+        resumed(copies._parse([*given, "--new-tokens", "9"]))
