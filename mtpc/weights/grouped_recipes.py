@@ -36,8 +36,9 @@ from mtpc.weights.packing import (
     packed_shape,
 )
 
-_AT_ONCE = 1 << 20
-"""Weights that are packed at once, so that temporaries stay in the processor's caches."""
+_AT_ONCE, _BLOCKS_AT_ONCE = 1 << 20, 1 << 23
+"""Weights that are packed at once, so that temporaries stay in the processor's caches; and of rows
+that are packed as they are, which has no temporaries but for those that join two tensors."""
 
 _DTYPES: Mapping[Kind, torch.dtype] = {"float8": torch.float8_e4m3fn, "iq4": torch.int8}
 """Dtypes of packed codes that are not uint8; kernels tell them by these."""
@@ -165,7 +166,9 @@ def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = Packer()) -> 
     shape, place = rows.shape, packer.allocate
     packed = {piece: allocate_piece(piece, spec, shape, place) for piece in spec.pieces}
     unit = TILE if len(rows.shape) == 2 else 1
-    step = max(1, _AT_ONCE // (unit * prod(rows.shape[1:]))) * unit
+    as_they_are = packer.fill_blocks is not None and isinstance(rows.read(0, 1), BlockRows)
+    at_once = _BLOCKS_AT_ONCE if as_they_are else _AT_ONCE
+    step = max(1, at_once // (unit * prod(rows.shape[1:]))) * unit
     for start in range(0, rows.shape[0], step):
         stop = min(start + step, rows.shape[0])
         part = rows.read(start, stop)
