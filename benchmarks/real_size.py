@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _forget(directory)
                 tell(f"K={k}, {start}; read in {reading}")
                 before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
-                row = _start(directory, workdir.absolute() / f"cache-{k}", k, args)
+                row = start(directory, workdir.absolute() / f"cache-{k}", k, args.steps)
                 # Memory last: before, it would make reading faster and a start slower.
                 touching = _touch(directory) if start == "warm" else None
                 row["bandwidths"] = [before, BandwidthProbe().read()]
@@ -148,9 +148,11 @@ def _write_new(nbytes: int) -> float:
     return time.perf_counter() - begin
 
 
-def _start(directory: Path, cache: Path, k: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one process; returns its report, and the seconds from its start to its first token."""
-    job = dict(directory=str(directory), cache=str(cache), k=k, steps=args.steps)
+def start(
+    checkpoint: Path, cache: Path, k: int, steps: int, prompt: str | None = None
+) -> dict[str, Any]:
+    """Run one process of `real_start`; returns its report, and `first_token_s` from its start."""
+    job = dict(directory=str(checkpoint), cache=str(cache), k=k, steps=steps, prompt=prompt)
     begin = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.harness.real_start", json.dumps(job)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)

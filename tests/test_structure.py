@@ -242,30 +242,24 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2370,
-    "backends": 14740,
+    "backends": 14770,
     "capture": 1310,
     "certificate": 1430,
     "cli": 5070,
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
-<<<<<<< HEAD
     "integrations": 4540,
     "layout": 1200,
     "models": 9180,
-=======
-    "integrations": 4540,
-    "layout": 1200,
-    "models": 9180,
->>>>>>> w-drafters
     "ops": 2670,
     "passes": 2520,
     "program": 4950,
     "server": 4420,
     "step": 1990,
-    "store": 930,
+    "store": 1000,
     "tuning": 1810,
-    "weights": 8000,
+    "weights": 8160,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -20,7 +20,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     """The report of this process.
 
     Args:
-        job: the checkpoint's `directory`, the graph `cache`, `k`, and how many `steps` to time.
+        job: the checkpoint's `directory`, the graph `cache`, `k`, how many `steps` to time, and
+            the `prompt`, a text; None for token ids.
 
     Returns:
         `first_token`: `time.monotonic()` after it; `peak_bytes`: the most that was resident until
@@ -31,7 +32,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     model = mtpc.compile(
         job["directory"], spec_tokens=job["k"], cache_dir=job["cache"], backend="cpu", max_len=1024
     )
-    model.generate(PROMPT, 1, ignore_eos=True)
+    model.generate([job["prompt"] or PROMPT], 1, ignore_eos=True)
     first_token = time.monotonic()
     found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     step_ms = _time_steps(model.engine, job["steps"])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mtpc.backends import PACKAGING, backend_facts, first_choice
-from mtpc.backends.cpu_kernels import build_kernels, fill_packed, load_library
+from mtpc.backends.cpu_kernels import build_kernels, fill_blocks, fill_packed, load_library
 from mtpc.backends.package import signature
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, OptionError
@@ -315,7 +315,8 @@ def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
     """Built steps, to be bound to weights of a checkpoint's files."""
     # Weights that were dequantised for tracing are gone, and notes must not count them.
     checkpoint.dequantised.clear()
-    return BuiltSteps(steps, Weights(stored=StoredWeights(checkpoint, {}, fill=fill_packed)))
+    stored = StoredWeights(checkpoint, {}, fill=fill_packed, fill_blocks=fill_blocks)
+    return BuiltSteps(steps, Weights(stored=stored))
 
 
 def restore(

@@ -34,6 +34,7 @@ from mtpc.program.open_cache import (
 from mtpc.program.processes import HeldInterrupts, free_bytes, without_collections
 from mtpc.program.program import BuiltSteps, need_of_steps
 from mtpc.program.step_cache import OwnSteps, StepCache
+from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
 from mtpc.weights.served_model import ServedModel
@@ -307,7 +308,10 @@ class _Road(Generic[T]):
 
     def bound(self, found: Prepared, cache: StepCache | None) -> Opened[T]:
         """Make of the steps what is wanted, and check the weights that this reads."""
-        model = replace(found, cache=cache, identity=self._identity(found))
+        served = found.served
+        if cache is not None:
+            served = replace(served, kept=KeptTokenizers(cache.store, self.plan.frozen))
+        model = replace(found, cache=cache, identity=self._identity(found), served=served)
         built, source, rest = model.built, self.source, None
         if model.loaded is not None:
             made = self.wanted.bind(model)

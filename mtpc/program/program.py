@@ -35,7 +35,6 @@ from mtpc.layout.specs import is_buffer_name
 from mtpc.plan import Plan
 from mtpc.program.processes import free_bytes
 from mtpc.program.step_cache import CONSTANTS, CachedStep, CostEntry, Steps
-from mtpc.weights.packing import held_bytes
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -461,7 +460,7 @@ def need_of_steps(steps: Steps, plan: Plan, owns_buffers: bool) -> HostNeed:
         made = {n for n, recipe in record.stored.items() if not isinstance(recipe, str)}
         for name, signature in record.package.tensors.items():
             if name in record.derived or name in made:
-                weights[name] = held_bytes(signature_bytes(signature))
+                weights[name] = signature_bytes(signature)
     layouts = [step.layout for step in steps.values()]
     buffers = buffer_bytes(layouts, plan) if owns_buffers else 0
     return HostNeed(sum(weights.values()), buffers)

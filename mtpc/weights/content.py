@@ -26,7 +26,7 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
         OSError: a file cannot be read.
     """
     known = _read(memory)
-    found = {_status(path): path for path in paths}
+    found = {file_status(path): path for path in paths}
     digests = {status: known.get(status) or file_digest(path) for status, path in found.items()}
     if not digests.keys() <= known.keys():
         # If two processes write, one result is lost, and a later process reads those files again.
@@ -41,8 +41,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _status(path: Path) -> str:
-    """What changes whenever the content of a file does."""
+def file_status(path: Path) -> str:
+    """What changes whenever the content of a file does.
+
+    Raises:
+        OSError: there is no such file.
+    """
     status = path.stat()
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))

@@ -172,9 +172,14 @@ class GroupedWeight:
     def numbers(self) -> list[Tensor]:
         """Floating-point tensors that are finite if the weight is."""
         if not self.form.super_block:
-            return [t for t in (self.scales, self.codes) if t.is_floating_point()]
+            tensors = (self.scales, self.codes, self.zeros)
+            return [t for t in tensors if t is not None and t.is_floating_point()]
         blocks = self.scales.unflatten(-1, (-1, self.form.words))
         return [blocks[..., : 1 + self.form.has_mins].contiguous().view(torch.float16)]
+
+    def decoded(self) -> GroupedWeight:
+        """Itself; see `BlockRows`."""
+        return self
 
     def widened(self) -> GroupedWeight:
         """The same values with codes of 4 or 8 bits, and a float for each scale."""

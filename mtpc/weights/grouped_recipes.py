@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.grouped import (
     BITS,
     SUPER,
@@ -25,14 +26,25 @@ from mtpc.weights.grouped import (
     pack_scales,
     raw_codes,
 )
-from mtpc.weights.packing import TILE, Fill, allocate, allocate_packed, count_tiles, fill_packed
+from mtpc.weights.packing import (
+    TILE,
+    Allocate,
+    Fill,
+    allocate,
+    count_tiles,
+    fill_packed,
+    packed_shape,
+)
 
-_AT_ONCE = 1 << 20
-"""Weights that are packed at once, so that temporaries stay in the processor's caches."""
+_AT_ONCE, _BLOCKS_AT_ONCE = 1 << 20, 1 << 23
+"""Weights that are packed at once, so that temporaries stay in the processor's caches; and of rows
+that are packed as they are, which has no temporaries but for those that join two tensors."""
 
 _DTYPES: Mapping[Kind, torch.dtype] = {"float8": torch.float8_e4m3fn, "iq4": torch.int8}
 """Dtypes of packed codes that are not uint8; kernels tell them by these."""
 Piece = Literal["codes", "scales", "zeros"]
+SomeRows: TypeAlias = GroupedWeight | BlockRows
+"""Rows as they are read."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +110,44 @@ class GroupedRows:
     """
 
     shape: tuple[int, ...]
-    read: Callable[[int, int], GroupedWeight]
+    read: Callable[[int, int], SomeRows]
     take: Callable[[Runs, int], GroupedRows] | None = None
 
     def whole(self) -> GroupedWeight:
         """All rows."""
-        return self.read(0, self.shape[0])
+        return self.read(0, self.shape[0]).decoded()
 
 
 PackedWeight = dict[Piece, Tensor]
 """The tensors of a grouped weight in the kernels' order."""
+FillBlocks: TypeAlias = Callable[[BlockRows, PackedWeight], None]
+"""Packs rows as a file has them into given memory."""
 
 
-def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tensor:
+@dataclass(frozen=True)
+class Packer:
+    """How weights are packed.
+
+    Attributes:
+        fill: packs a weight, or codes.
+        fill_blocks: packs rows as a file has them; None if they are decoded first.
+        allocate: (shape, dtype) -> memory for what is packed.
+    """
+
+    fill: Fill = fill_packed
+    fill_blocks: FillBlocks | None = None
+    allocate: Allocate = allocate
+
+
+def allocate_piece(
+    piece: Piece, spec: GroupSpec, shape: Sequence[int], allocate: Allocate = allocate
+) -> Tensor:
     """Uninitialised memory for one of the tensors of a packed weight of this shape [..., N, K]."""
     *stack, features, inputs = shape
     form = spec.form
     if piece == "codes":
         width = inputs * BITS[form.kind] // 8
-        codes = allocate_packed((*stack, features, width), torch.uint8)
+        codes = allocate(packed_shape((*stack, features, width), torch.uint8), torch.uint8)
         return codes.view(_DTYPES.get(form.kind, torch.uint8))
     is_byte = piece == "zeros" and form.has_zeros
     dtype = torch.uint8 if is_byte else getattr(torch, spec.scales)
@@ -124,24 +155,31 @@ def allocate_piece(piece: Piece, spec: GroupSpec, shape: Sequence[int]) -> Tenso
     return allocate((*stack, count_tiles(features), count, TILE), dtype)
 
 
-def pack_rows(rows: GroupedRows, spec: GroupSpec, fill: Fill = fill_packed) -> PackedWeight:
+def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = Packer()) -> PackedWeight:
     """A grouped weight [..., N, K] in the kernels' order, some rows at a time.
 
     Args:
         rows: of the weight.
         spec: of the weight.
-        fill: packs the codes.
+        packer: how they are packed.
     """
-    packed = {piece: allocate_piece(piece, spec, rows.shape) for piece in spec.pieces}
+    shape, place = rows.shape, packer.allocate
+    packed = {piece: allocate_piece(piece, spec, shape, place) for piece in spec.pieces}
     unit = TILE if len(rows.shape) == 2 else 1
-    step = max(1, _AT_ONCE // (unit * prod(rows.shape[1:]))) * unit
+    as_they_are = packer.fill_blocks is not None and isinstance(rows.read(0, 1), BlockRows)
+    at_once = _BLOCKS_AT_ONCE if as_they_are else _AT_ONCE
+    step = max(1, at_once // (unit * prod(rows.shape[1:]))) * unit
     for start in range(0, rows.shape[0], step):
         stop = min(start + step, rows.shape[0])
         part = rows.read(start, stop)
-        part = part if part.form == spec.form else part.widened()
         tiles = slice(start // unit, -(-stop // unit))
+        as_stored = part.form == spec.form
+        if isinstance(part, BlockRows) and packer.fill_blocks is not None and as_stored:
+            packer.fill_blocks(part, {piece: tensor[tiles] for piece, tensor in packed.items()})
+            continue
+        part = part.decoded() if as_stored else part.widened()
         codes = raw_codes(part.codes, spec.form.kind).contiguous()
-        fill(codes, packed["codes"][tiles].view(torch.uint8))
+        packer.fill(codes, packed["codes"][tiles].view(torch.uint8))
         packed["scales"][tiles] = pack_scales(part.scales)
         if part.zeros is not None:
             packed["zeros"][tiles] = pack_scales(part.zeros)
@@ -151,7 +189,7 @@ def pack_rows(rows: GroupedRows, spec: GroupSpec, fill: Fill = fill_packed) -> P
 def rows_of(weight: GroupedWeight) -> GroupedRows:
     """The rows of a weight that is in memory."""
 
-    def read(start: int, stop: int) -> GroupedWeight:
+    def read(start: int, stop: int) -> SomeRows:
         return _map([weight], lambda tensors: tensors[0][start:stop])
 
     return GroupedRows(tuple(weight.codes.shape), read)
@@ -182,13 +220,13 @@ def _take_within(weight: GroupedRows, runs: Runs, dim: int) -> GroupedRows:
         found = [tensor.narrow(dim, a // step, (b - a) // step) for a, b in runs]
         return _cat(found, dim)
 
-    def read(start: int, stop: int) -> GroupedWeight:
-        part = weight.read(start, stop)
+    def read(start: int, stop: int) -> SomeRows:
+        rows = weight.read(start, stop)
         if dim != -1:
-            return _map([part], lambda tensors: slices(tensors[0]))
-        form = part.form.cut(runs)
-        if (form.kind, form.super_block) != (part.form.kind, part.form.super_block):
-            part = part.widened()
+            return _map([rows], lambda tensors: slices(tensors[0]))
+        form = rows.form.cut(runs)
+        as_stored = (form.kind, form.super_block) == (rows.form.kind, rows.form.super_block)
+        part = rows.decoded() if as_stored else rows.widened()
 
         def of_groups(tensor: Tensor) -> Tensor:
             if form.super_block:
@@ -208,7 +246,7 @@ def join(weights: Sequence[GroupedRows], dim: int = 0) -> GroupedRows:
     shape = list(weights[0].shape)
     shape[dim] = sum(weight.shape[dim] for weight in weights)
 
-    def read(start: int, stop: int) -> GroupedWeight:
+    def read(start: int, stop: int) -> SomeRows:
         if dim:
             return _cat_all([weight.read(start, stop) for weight in weights], dim)
         found, begin = [], 0
@@ -225,23 +263,25 @@ def join(weights: Sequence[GroupedRows], dim: int = 0) -> GroupedRows:
 def stack(weights: Sequence[GroupedRows]) -> GroupedRows:
     """Weights of one spec and shape as a stack."""
 
-    def read(start: int, stop: int) -> GroupedWeight:
-        parts = [weight.whole() for weight in weights[start:stop]]
+    def read(start: int, stop: int) -> SomeRows:
+        parts = [weight.read(0, weight.shape[0]) for weight in weights[start:stop]]
         return _map(parts, lambda tensors: _cat([tensor[None] for tensor in tensors], 0))
 
     return GroupedRows((len(weights), *weights[0].shape), read)
 
 
-def _cat_all(weights: Sequence[GroupedWeight], dim: int) -> GroupedWeight:
+def _cat_all(weights: Sequence[SomeRows], dim: int) -> SomeRows:
     return _map(weights, lambda tensors: _cat(tensors, dim))
 
 
-def _map(
-    weights: Sequence[GroupedWeight], together: Callable[[list[Tensor]], Tensor]
-) -> GroupedWeight:
-    codes, scales = (together([getattr(w, n) for w in weights]) for n in ("codes", "scales"))
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    return GroupedWeight(weights[0].form, codes, scales, together(zeros) if zeros else None)
+def _map(weights: Sequence[SomeRows], together: Callable[[list[Tensor]], Tensor]) -> SomeRows:
+    first, raw = weights[0], [rows.raw for rows in weights if isinstance(rows, BlockRows)]
+    if isinstance(first, BlockRows) and len(raw) == len(weights):
+        return BlockRows(first.block, together(raw))
+    parts = [rows.decoded() for rows in weights]
+    codes, scales = (together([getattr(w, n) for w in parts]) for n in ("codes", "scales"))
+    zeros = [weight.zeros for weight in parts if weight.zeros is not None]
+    return GroupedWeight(first.form, codes, scales, together(zeros) if zeros else None)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,14 @@ TILE = 32
 """Output features in a tile."""
 _GROUP_BYTES = 4
 _HUGE_PAGE, _LINE = 2 << 20, 64
+_CHUNK_BYTES = 64 << 20
+"""Memory that small weights share. What is never touched of it takes none."""
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag of that name, which Python knows since 3.13; this is its value on x86 and ARM."""
+
+
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""(shape, dtype) -> memory without contents."""
 
 
 class Fill(Protocol):
@@ -48,16 +54,16 @@ def pack(weight: Tensor) -> Tensor:
         [..., ceil(N / 32), K / g, 32, g] in huge pages, if the system has them. Pages of 2 MB are
         read faster than pages of 4 KB; docs/performance.md has the measurement.
     """
-    packed = allocate_packed(weight.shape, weight.dtype)
+    packed = allocate(packed_shape(weight.shape, weight.dtype), weight.dtype)
     fill_packed(weight, packed)
     return packed
 
 
-def allocate_packed(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory for the packed copy of a weight of this shape and dtype."""
+def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of the packed copy of a weight of this shape and dtype."""
     *stack, features, inputs = shape
     group = _GROUP_BYTES // dtype.itemsize
-    return allocate((*stack, count_tiles(features), inputs // group, TILE, group), dtype)
+    return (*stack, count_tiles(features), inputs // group, TILE, group)
 
 
 def count_tiles(features: int) -> int:
@@ -130,21 +136,29 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class SharedPages:
-    """Huge pages that weights of less than 2 MB share; small pages are read at half the speed."""
+    """Huge pages that weights share: small pages are read at half the speed, and a weight with
+    pages of its own wastes a part of the last one."""
 
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """A copy in shared pages; the tensor itself if it is large, or not dense on the CPU."""
-        nbytes, is_dense = tensor.nbytes, tensor.device.type == "cpu" and tensor.is_contiguous()
-        if not (is_dense and _LINE <= nbytes < _HUGE_PAGE):
-            return tensor
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As the function of that name; tensors of less than a chunk share pages."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not _LINE <= nbytes < _CHUNK_BYTES:
+            return allocate(shape, dtype)
         if self._used + nbytes > len(self._chunk):
-            self._chunk, self._used = allocate((8 * _HUGE_PAGE,), torch.uint8), 0
+            self._chunk, self._used = allocate((_CHUNK_BYTES,), torch.uint8), 0
         flat = self._chunk[self._used :][:nbytes]
         self._used += -(-nbytes // _LINE) * _LINE
-        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return flat.view(dtype).view(shape)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy in shared pages; the tensor itself if it is large, or not dense on the CPU."""
+        is_dense = tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not (is_dense and _LINE <= tensor.nbytes < _HUGE_PAGE):
+            return tensor
+        return self.allocate(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def map_memory(nbytes: int) -> mmap.mmap:

@@ -22,6 +22,7 @@ from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import (
     GroupedRows,
     GroupSpec,
+    Packer,
     Piece,
     allocate_piece,
     join,
@@ -194,11 +195,11 @@ class Held:
 
 def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
     """The tensor of a recipe over tensors in memory, packed on their device; see `make_all`."""
-    made = make_all(recipe, Held(tensor_of), fill)[recipe]
+    made = make_all(recipe, Held(tensor_of), Packer(fill))[recipe]
     return made.to(tensor_of(next(names(recipe))).device) if isinstance(recipe, Packed) else made
 
 
-def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]:
+def make_all(recipe: Recipe, source: Source, packer: Packer) -> dict[Recipe, Tensor]:
     """The tensor of a recipe: for a name the named tensor itself, otherwise a new one.
 
     All tensors of a weight in groups are made together. What is packed is in the host's memory,
@@ -207,20 +208,20 @@ def make_all(recipe: Recipe, source: Source, fill: Fill) -> dict[Recipe, Tensor]
     Args:
         recipe: what to make.
         source: of what it names.
-        fill: packs a weight.
+        packer: how weights are packed.
 
     Raises:
         TypeError: the recipe packs a packed weight.
     """
     if isinstance(recipe, Grouped):
         rows = make_grouped(take_early(recipe.part, source.form), recipe.spec, source.codes)
-        packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), fill)
+        packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), packer)
         return {replace(recipe, piece=piece): tensor for piece, tensor in packed.items()}
     early = take_early(recipe, source.form)
     if not isinstance(early, Packed):
         return {recipe: _plain(early, source.read)}
-    out = allocate(early, source.form)
-    _place(early.part, out, source, fill)
+    out = allocate(early, source.form, packer.allocate)
+    _place(early.part, out, source, packer.fill)
     return {recipe: out}
 
 
@@ -272,20 +273,24 @@ def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtyp
     return [sum(shape[0] for shape, _ in parts), *inner], dtype
 
 
-def allocate(recipe: Recipe, tensor_of: TensorOf) -> Tensor:
+def allocate(
+    recipe: Recipe, tensor_of: TensorOf, place: packing.Allocate = packing.allocate
+) -> Tensor:
     """Host memory for the tensor of a recipe, not filled.
 
     Args:
         recipe: what the memory is for.
         tensor_of: name -> tensor; only shapes and dtypes are read.
+        place: gives the memory.
     """
     if isinstance(recipe, Grouped):
         shape, _ = shape_of(recipe.part, tensor_of)
-        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape)
+        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
     if isinstance(recipe, Packed):
-        return packing.allocate_packed(*shape_of(recipe.part, tensor_of))
+        shape, dtype = shape_of(recipe.part, tensor_of)
+        return place(packing.packed_shape(shape, dtype), dtype)
     shape, dtype = shape_of(recipe, tensor_of)
-    return packing.allocate(tuple(shape), dtype)
+    return place(tuple(shape), dtype)
 
 
 def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mtpc.errors import CheckpointError, RequestError
 from mtpc.weights.gguf import find_gguf
@@ -48,6 +47,16 @@ def _entries(path: Path) -> dict[str, Any]:
     return read_json(path) if os.path.isfile(path) else {}
 
 
+class Kept(Protocol):
+    """Where tokenizers are kept from one process to the next."""
+
+    def read(self, place: Path) -> bytes | None:
+        """The tokenizer of a file, as a tokenizer.json; None if it is not kept."""
+
+    def write(self, place: Path, made: bytes) -> None:
+        """Keep it, where that is possible."""
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model as callers of the engine see it, whether it was compiled or came from the cache.
@@ -57,12 +66,14 @@ class ServedModel:
         vocab_size: token ids are below it.
         stop_ids: the model's end-of-sequence ids.
         directory: its checkpoint, where it has one.
+        kept: where its tokenizer is kept; None if nowhere.
     """
 
     source: str
     vocab_size: int
     stop_ids: tuple[int, ...]
     directory: Path | None
+    kept: Kept | None = None
 
     @property
     def name(self) -> str:
@@ -71,8 +82,37 @@ class ServedModel:
         return hub_id(directory) or directory.resolve().name
 
     @cached_property
+    def _loaded(self) -> tuple[Any | None, bool]:
+        """The tokenizer of the library tokenizers, and whether transformers must decode.
+
+        transformers' own method costs five times as much, and only adds the clean-up of spaces that
+        old tokenizers ask for. A tokenizer is loaded on first use, because token ids need none;
+        from `kept` if it is there, because transformers takes seconds.
+        """
+        kept, place = self.kept, None
+        if kept is not None and self.directory is not None:
+            place = find_tokenizer(self.directory)[0]
+        if kept is not None and place is not None and (found := kept.read(place)) is not None:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_buffer(found), False
+        whole = self._tokenizer
+        if whole is None:
+            return None, False
+        made, cleans_up = whole.backend_tokenizer, bool(whole.clean_up_tokenization_spaces)
+        made.no_padding()
+        made.no_truncation()
+        if kept is not None and place is not None and not (cleans_up or made.encode_special_tokens):
+            kept.write(place, made.to_str().encode())
+        return made, cleans_up
+
+    @property
+    def _backend(self) -> Any | None:
+        return self._loaded[0]
+
+    @cached_property
     def _tokenizer(self) -> Any | None:
-        """Loaded on first use: token ids need none, and importing transformers takes a second."""
+        """transformers' own, whose import alone takes a second."""
         if self.directory is None:
             return None
         place, more = find_tokenizer(self.directory)
@@ -99,7 +139,7 @@ class ServedModel:
         Raises:
             CheckpointError: the tokenizer's files cannot be read.
         """
-        return self._tokenizer is not None
+        return self._backend is not None
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -112,9 +152,9 @@ class ServedModel:
         Raises:
             RequestError: the checkpoint has no tokenizer.
         """
-        if self._tokenizer is None:
+        if self._backend is None:
             raise RequestError(f"{self.source} has no tokenizer; give prompts as token ids")
-        return list(self._tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        return list(self._backend.encode(text, add_special_tokens=special_tokens).ids)
 
     def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's next message.
@@ -162,30 +202,24 @@ class ServedModel:
     @cached_property
     def own_tokens(self) -> dict[str, int]:
         """Added tokens, which the tokenizer never splits: text -> id."""
-        if self._tokenizer is None:
+        if self._backend is None:
             return {}
-        added = self._tokenizer.added_tokens_decoder
+        added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
     def tokenizer_json(self) -> str:
         """The tokenizer in the format of tokenizer.json, without padding and truncation."""
-        assert self._tokenizer is not None
-        made = copy.copy(self._tokenizer.backend_tokenizer)
-        made.no_padding()
-        made.no_truncation()
-        return str(made.to_str())
+        assert self._backend is not None
+        return str(self._backend.to_str())
 
     @cached_property
     def _decode(self) -> Callable[..., str]:
-        """The tokenizer's inner decoder, which is called for each request and step.
-
-        transformers' own method costs five times as much, and only adds the clean-up of spaces that
-        old tokenizers ask for.
-        """
-        assert self._tokenizer is not None
-        if self._tokenizer.clean_up_tokenization_spaces:
-            return self._tokenizer.decode
-        return self._tokenizer.backend_tokenizer.decode
+        """The tokenizer's decoder, which is called for each request and step."""
+        backend, cleans_up = self._loaded
+        assert backend is not None
+        tokenizer: Any = self._tokenizer if cleans_up else backend
+        decode: Callable[..., str] = tokenizer.decode
+        return decode
 
 
 def find_tokenizer(directory: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.weights.grouped import GroupedWeight, Runs
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
+from mtpc.weights.grouped import Runs
+from mtpc.weights.grouped_recipes import (
+    FillBlocks,
+    GroupedRows,
+    GroupSpec,
+    Packer,
+    SomeRows,
+    take_rows,
+)
 from mtpc.weights.packing import TILE, Fill, SharedPages, count_tiles, fill_packed
 from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.read_ahead import ReadAhead, Span
@@ -56,6 +63,7 @@ class StoredWeights:
         recipes: name of a weight -> recipe over the checkpoint's tensors.
         ends: names of the embeddings and heads among them, of which it may store copies.
         fill: packs a weight.
+        fill_blocks: packs rows as a file has them; None if they are decoded first.
     """
 
     def __init__(
@@ -64,8 +72,10 @@ class StoredWeights:
         recipes: Mapping[str, Recipe],
         ends: Iterable[str] = (),
         fill: Fill = fill_packed,
+        fill_blocks: FillBlocks | None = None,
     ):
-        self._checkpoint, self._fill, self._pages = checkpoint, fill, SharedPages()
+        self._checkpoint, self._pages = checkpoint, SharedPages()
+        self._packer = Packer(fill, fill_blocks, self._pages.allocate)
         self._recipes, self._ends = dict(recipes), set(ends)
         self._finite: dict[Recipe, bool] = {}
         self._copies: dict[str, str] = {}
@@ -109,16 +119,19 @@ class StoredWeights:
         # few rows.
         for name in names(recipe):
             self._checkpoint.release(name)
+        if isinstance(recipe, (Packed, Grouped)):
+            return found
         return {each: self._pages.take(tensor.contiguous()) for each, tensor in found.items()}
 
     def _make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
         """Make a weight, and check the values that it reads. What packs all of them sees them."""
         if isinstance(recipe, Grouped):
-            return make_all(recipe, _Files(self._checkpoint, self._finite, False), self._fill)
+            return make_all(recipe, _Files(self._checkpoint, self._finite, False), self._packer)
         early, finite = take_early(recipe, self._checkpoint.meta_tensor), torch.ones(1).bool()
         packs = isinstance(early, Packed) and takes_all(early.part)
         files = _Files(self._checkpoint, self._finite, not packs)
-        made = make_all(recipe, files, partial(self._fill, finite=finite))
+        fill = partial(self._packer.fill, finite=finite)
+        made = make_all(recipe, files, replace(self._packer, fill=fill))
         if not finite:
             for part in parts_read(early):
                 files.look(part, files.read(part))
@@ -138,11 +151,13 @@ class StoredWeights:
 
     def _pack_in_pieces(self, name: str, recipe: Packed) -> Tensor:
         """A packed weight, of which some rows at a time are in memory as they are stored."""
-        packed = allocate(recipe, self._checkpoint.meta_tensor)
+        packed = allocate(recipe, self._checkpoint.meta_tensor, self._packer.allocate)
         begin, finite = 0, torch.ones(1, dtype=torch.bool)
         for rows in self._checkpoint.pieces(name):
             end = begin + len(rows)
-            self._fill(rows.to(packed.dtype), packed[begin // TILE : count_tiles(end)], finite)
+            self._packer.fill(
+                rows.to(packed.dtype), packed[begin // TILE : count_tiles(end)], finite
+            )
             begin = end
         self._finite[name] = self._finite.get(name, True) and bool(finite)
         return packed
@@ -271,7 +286,7 @@ class _Files:
         """Rows whose scales are checked as they are read; infinite weights show there."""
         some = Rows((), name)  # Never all of the tensor, which other weights may need.
 
-        def read(start: int, stop: int) -> GroupedWeight:
+        def read(start: int, stop: int) -> SomeRows:
             part = rows.read(start, stop)
             is_sound = all(map(is_finite, part.numbers))
             self.finite[some] = self.finite.get(some, True) and is_sound

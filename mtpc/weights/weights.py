@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.grouped_recipes import GroupSpec, Packer
 from mtpc.weights.orders import Orders
-from mtpc.weights.packing import fill_packed
 from mtpc.weights.recipes import (
     Grouped,
     Held,
@@ -153,7 +152,7 @@ class Weights:
         key = (stored is not None, same)
         if key not in self._made:
             device = next((self[n].device for n in names(recipe) if n in self), None)
-            made = stored.make(same) if stored else make_all(same, Held(self._tensor), fill_packed)
+            made = stored.make(same) if stored else make_all(same, Held(self._tensor), Packer())
             self._made |= {(key[0], each): tensor.to(device) for each, tensor in made.items()}
             if self._owned and isinstance(recipe, Join) and recipe.op == "cat":
                 self._take_the_place(self._made[key], recipe)

@@ -9,11 +9,21 @@ from helpers.blocks import KEPT, BlockWeight, random_blocks
 from helpers.compiled import run_on
 from helpers.grouped import bound
 
-from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.backends.cpu_kernels import fill_blocks, load_kernels
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.store.machine import cpu_flags
+from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.gguf.blocks import BLOCKS
-from mtpc.weights.grouped_recipes import pack_rows, rows_of, take_rows
+from mtpc.weights.grouped_recipes import (
+    GroupedRows,
+    GroupSpec,
+    PackedWeight,
+    Packer,
+    join,
+    pack_rows,
+    rows_of,
+    take_rows,
+)
 
 pytest.importorskip("gguf")
 load_kernels()
@@ -90,6 +100,39 @@ def test_weights_take_the_bits_of_the_file(number: int) -> None:
     made = BlockWeight(number, random_blocks(number, 64, 768))
     held = sum(part.nbytes for part in made.parts if part is not None)
     assert held == made.raw.nbytes == made.spec.nbytes(64 * 768)
+
+
+@types
+@pytest.mark.parametrize("stack", [(), (2,)], ids=["", "stack"])
+def test_rows_are_packed_as_they_are(number: int, stack: tuple[int, ...]) -> None:
+    """To the bytes of what is decoded first, in a last tile, in stacks, and where parts join."""
+    block, spec = BLOCKS[number], GroupSpec(BLOCKS[number].form, BLOCKS[number].scales)
+    raw = torch.randint(0, 256, (*stack, 70, 768 // block.inputs * block.nbytes)).byte()
+    shape, dim = (*stack, 70, 768), len(stack)
+    rows = GroupedRows(shape, lambda start, stop: BlockRows(block, raw[start:stop]))
+    both = join([take_rows(rows, [(0, 9), (33, 70)], dim), rows], dim)
+    taken = torch.cat((raw[..., :9, :], raw[..., 33:, :], raw), -2)
+    wanted = pack_rows(rows_of(BlockRows(block, taken).decoded()), spec)
+    seen = []
+
+    def fill(part: BlockRows, packed: PackedWeight) -> None:
+        seen.append(part)
+        fill_blocks(part, packed)
+        again = {piece: torch.empty_like(tensor) for piece, tensor in packed.items()}
+        codes = again["codes"].view(torch.uint8)
+        REFERENCE.pack_blocks(part.raw, block.name, codes, again["scales"], again.get("zeros"))
+        assert all(same_bytes(again[piece], tensor) for piece, tensor in packed.items())
+
+    found = pack_rows(both, spec, Packer(fill_blocks=fill))
+    assert seen
+    assert found.keys() == wanted.keys()
+    assert all(same_bytes(found[piece], tensor) for piece, tensor in wanted.items())
+    with pytest.raises(RuntimeError, match="do not fit"):
+        fill_blocks(BlockRows(block, raw[..., :40, :]), wanted)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @types

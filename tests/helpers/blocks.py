@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpc.weights.gguf.blocks import BLOCKS, Block
+from mtpc.weights.block_rows import Block, BlockRows
+from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.grouped import GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec, pack_rows, rows_of
 
@@ -55,11 +56,7 @@ class BlockWeight:
     @property
     def weight(self) -> GroupedWeight:
         """The codes and scales of the blocks."""
-        assert self.block.decode is not None
-        says = self.block.decode(self.raw.unflatten(-1, (-1, self.block.nbytes)))
-        mins = None if says.mins is None else says.mins.flatten(-2)
-        form = self.block.form
-        return GroupedWeight(form, says.codes.flatten(-2), says.scales.flatten(-2), mins)
+        return BlockRows(self.block, self.raw).decoded()
 
     @property
     def spec(self) -> GroupSpec:

@@ -25,8 +25,7 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
-from mtpc.weights.packing import fill_packed
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -103,7 +102,7 @@ def test_codes_are_joined_as_they_are(
             expected = of(raw).view(dtype)
             pack = pack_scales if piece != "codes" else lambda t: pack_codes(t, spec.form.kind)
             recipe = Grouped(piece, spec, part)
-            found = make_all(recipe, source, fill_packed)[recipe]
+            found = make_all(recipe, source, Packer())[recipe]
             assert same(found, pack(expected)), (part, piece)
             memory = recipes.allocate(recipe, form)
             assert (memory.shape, memory.dtype) == (found.shape, found.dtype)

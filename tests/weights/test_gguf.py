@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from mtpc.models.hf import model_class
 from mtpc.models.load import find_family
 from mtpc.models.read_config import read_config
 from mtpc.server.chat import load_chat_template
+from mtpc.store.entries import EntryStore
+from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.gguf import find
 from mtpc.weights.gguf import find_gguf
@@ -424,6 +427,18 @@ def test_the_vocabulary_of_the_file(tmp_path: Path) -> None:
     assert served.encode("abba") == [256, bytes_.index("b"), bytes_.index("a")]
     assert served.decode([256, bytes_.index("a")]) == "aba"
     assert served.name == "model.gguf"
+    kept = KeptTokenizers(EntryStore(tmp_path / "cache"))
+    assert not KeptTokenizers(kept.store, is_frozen=True).write(path, b"no")
+    for is_kept in (False, True):
+        again = replace(served, kept=kept)
+        assert (kept.read(path) is not None) is is_kept
+        if is_kept:  # transformers is not asked.
+            again.__dict__["_tokenizer"] = None
+        assert again.encode("abba") == served.encode("abba")
+        assert again.decode([256, bytes_.index("a")]) == "aba"
+        assert again.own_tokens == served.own_tokens
+    path.write_bytes(path.read_bytes())
+    assert kept.read(path) is None, "the file is another one now"
 
 
 def test_a_file_without_vocabulary(whole: bytes, tmp_path: Path) -> None:

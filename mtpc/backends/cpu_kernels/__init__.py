@@ -36,6 +36,8 @@ from torch import Tensor
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
+from mtpc.weights.block_rows import BlockRows
+from mtpc.weights.grouped_recipes import PackedWeight
 
 
 def load_kernels(store: EntryStore | None = None, report: Report = silent) -> None:
@@ -74,6 +76,14 @@ def _is_loaded() -> bool:
 def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
     """`mtpc.weights.packing.fill_packed` on all of torch's threads; needs the kernels loaded."""
     torch.ops.mtpc_cpu.pack(weight, packed, finite)
+
+
+def fill_blocks(rows: BlockRows, packed: PackedWeight) -> None:
+    """`mtpc.weights.grouped_recipes.FillBlocks` on all of torch's threads, as `fill_packed`."""
+    codes, raw = packed["codes"].view(torch.uint8), rows.raw.contiguous()
+    torch.ops.mtpc_cpu.pack_blocks(
+        raw, rows.block.name, codes, packed["scales"], packed.get("zeros")
+    )
 
 
 def kernel_table() -> dict[Any, Any]:

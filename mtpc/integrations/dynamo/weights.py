@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import fill_packed
+from mtpc.weights.grouped_recipes import Packer
 from mtpc.weights.recipes import Held, Recipe, make_all, substitute
 
 State: TypeAlias = tuple[int, int]
@@ -92,7 +93,7 @@ class CallWeights:
                 if held is not None:
                     found[recipe] = held
                 elif recipe not in found:
-                    found |= make_all(recipe, Held(values), fill_packed)
+                    found |= make_all(recipe, Held(values), Packer(fill_packed))
         self._store.update({substitute(r, identity): tensor for r, tensor in found.items()})
         return [found[recipe] for recipe in self._recipes]
 

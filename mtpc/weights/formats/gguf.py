@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.block_rows import Block, BlockRows
 from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors
-from mtpc.weights.gguf.blocks import Block
 from mtpc.weights.gguf.file import GgufTensor, Heads
-from mtpc.weights.grouped import BITS, GroupedWeight
+from mtpc.weights.grouped import BITS
 from mtpc.weights.grouped_recipes import GroupSpec
 
 LEAVES: tuple[str, ...] = ()
@@ -69,11 +69,12 @@ def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
         super_block=form.super_block,
         is_rounded=block.is_rounded,
         rows={"codes": (0, 1)},
+        block=None if columns is not None or block.is_rounded else block,
     )
 
 
 def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) -> Decoded:
-    weight = _weight_of(parts["codes"], block)
+    weight = BlockRows(block, parts["codes"]).decoded()
     if columns is None:
         return Decoded(weight.codes, weight.scales, weight.zeros)
     wide = weight.widened()
@@ -81,14 +82,6 @@ def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) ->
     grids = [wide.scales, *([] if wide.zeros is None else [wide.zeros])]
     flat = [grid.repeat_interleave(block.group // group, -1) for grid in grids]
     return Decoded(wide.codes[:, order], *(grid[:, order[::group] // group] for grid in flat))
-
-
-def _weight_of(raw: Tensor, block: Block) -> GroupedWeight:
-    """The weight of rows of blocks, uint8 [..., bytes]."""
-    assert block.decode is not None
-    says = block.decode(raw.unflatten(-1, (-1, block.nbytes)))
-    mins = None if says.mins is None else says.mins.flatten(-2)
-    return GroupedWeight(block.form, says.codes.flatten(-2), says.scales.flatten(-2), mins)
 
 
 def _as_values(
@@ -155,4 +148,4 @@ def _plain(raw: Tensor, stored: GgufTensor) -> Tensor:
     block = stored.block
     if block.kind is None:
         return raw.float()
-    return _weight_of(raw, block).dequantise().reshape(stored.shape)
+    return BlockRows(block, raw).decoded().dequantise().reshape(stored.shape)

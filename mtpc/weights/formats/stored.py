@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.block_rows import Block, BlockRows
 from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, values_of
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
 from mtpc.weights.tensor_file import StoredTensor
@@ -110,6 +111,8 @@ class QuantisedWeight:
         rows: role -> (dimension of that tensor along which rows of the weight lie, rows for each of
             its entries). The tensor of a role that is not listed holds for all rows. If empty, the
             weight is decoded as a whole.
+        block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
+            where they must be decoded first.
     """
 
     name: str
@@ -127,6 +130,7 @@ class QuantisedWeight:
     super_block: bool = False
     is_rounded: bool = False
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    block: Block | None = None
 
     @property
     def spec(self) -> GroupSpec | None:
@@ -148,6 +152,9 @@ class QuantisedWeight:
             read: name of a tensor -> the tensor.
         """
         tensors = {role: read(name) for role, name in self.parts.items()}
+        block, raw = self.block, tensors["codes"]
+        if block is not None:
+            return GroupedRows(self.shape, lambda start, stop: BlockRows(block, raw[start:stop]))
 
         def decode(start: int, stop: int) -> GroupedWeight:
             assert self.form is not None

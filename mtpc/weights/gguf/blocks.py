@@ -9,75 +9,16 @@ Source: ggml/src/ggml-common.h and ggml-quants.c. All functions take uint8 [...,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.grouped import SUPER, GroupForm, Kind
+from mtpc.weights.block_rows import Block, Parts, half_at
+from mtpc.weights.grouped import SUPER, GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.quantise import quantise
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Decoded blocks.
-
-    Attributes:
-        codes: uint8 [..., B, inputs].
-        scales: float16 or uint8 [..., B, G], G groups of adjacent inputs in a block; or the words
-            of super-blocks, int16 [..., B, words].
-        mins: of the scales' dtype [..., B, G], subtracted from the values; the zero point of codes
-            is then 0. None if there are none.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    mins: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Block:
-    """A type of ggml.
-
-    Attributes:
-        name: ggml's name; for plain numbers also safetensors'.
-        inputs: adjacent inputs of a block.
-        nbytes: bytes of a block.
-        kind: of the codes; None for plain numbers.
-        group: inputs that share a scale.
-        scales: torch's name of the dtype of the scales; "int16" for those of super-blocks.
-        has_mins: whether groups have a minimum.
-        decode: bytes of blocks -> their codes and scales; None for plain numbers.
-        encode: its inverse; None for types that mtpc does not write.
-        is_rounded: whether codes are not those of the file, but their values rounded again.
-    """
-
-    name: str
-    inputs: int
-    nbytes: int
-    kind: Kind | None = None
-    group: int = 32
-    scales: str = "float16"
-    has_mins: bool = False
-    decode: Callable[[Tensor], Parts] | None = None
-    is_rounded: bool = False
-    encode: Callable[[Parts], Tensor] | None = None
-
-    @property
-    def form(self) -> GroupForm:
-        """The form of a weight of these codes."""
-        assert self.kind is not None
-        is_super = self.scales == "int16"
-        return GroupForm(self.kind, self.group, has_mins=self.has_mins, super_block=is_super)
-
-
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 [..., B, 1] at a byte of each block."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
@@ -92,25 +33,25 @@ def _fifth(blocks: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+    return Parts(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 4:]), _half(blocks, 0), -_half(blocks, 2))
+    return Parts(_nibbles(blocks[..., 4:]), half_at(blocks, 0), -half_at(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Parts:
     codes = _nibbles(blocks[..., 6:]) | _fifth(blocks[..., 2:6])
-    return Parts(codes, _half(blocks, 0))
+    return Parts(codes, half_at(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
     codes = _nibbles(blocks[..., 8:]) | _fifth(blocks[..., 4:8])
-    return Parts(codes, _half(blocks, 0), -_half(blocks, 2))
+    return Parts(codes, half_at(blocks, 0), -half_at(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[..., 2:] ^ 128, _half(blocks, 0))
+    return Parts(blocks[..., 2:] ^ 128, half_at(blocks, 0))
 
 
 def _words(blocks: Tensor, *runs: tuple[int, int]) -> Tensor:
@@ -141,7 +82,7 @@ def _q6_k(blocks: Tensor) -> Parts:
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+    return Parts(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
@@ -209,16 +150,16 @@ BLOCKS: dict[int, Block] = {
     0: Block("F32", 1, 4),
     1: Block("F16", 1, 2),
     30: Block("BF16", 1, 2),
-    2: Block("Q4_0", 32, 18, "int4", decode=_q4_0),
-    3: Block("Q4_1", 32, 20, "int4", has_mins=True, decode=_q4_1),
-    6: Block("Q5_0", 32, 22, "int5", decode=_q5_0, encode=_to_q5_0),
-    7: Block("Q5_1", 32, 24, "int5", has_mins=True, decode=_q5_1),
-    8: Block("Q8_0", 32, 34, "int8", decode=_q8_0, encode=_to_q8_0),
-    12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k),
-    13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k),
-    14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k),
-    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl, encode=_to_iq4_nl),
-    23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs),
+    2: Block("Q4_0", 32, 18, "int4", decode=_q4_0, halves=(0,)),
+    3: Block("Q4_1", 32, 20, "int4", has_mins=True, decode=_q4_1, halves=(0, 2)),
+    6: Block("Q5_0", 32, 22, "int5", decode=_q5_0, halves=(0,), encode=_to_q5_0),
+    7: Block("Q5_1", 32, 24, "int5", has_mins=True, decode=_q5_1, halves=(0, 2)),
+    8: Block("Q8_0", 32, 34, "int8", decode=_q8_0, halves=(0,), encode=_to_q8_0),
+    12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k, (0, 2)),
+    13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k, (0, 2)),
+    14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k, (208,)),
+    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl, halves=(0,), encode=_to_iq4_nl),
+    23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs, (0,)),
     39: Block("MXFP4", 32, 17, "e2m1", 32, "uint8", False, _mxfp4),
     10: _few_bits("Q2_K", 84),
     11: _few_bits("Q3_K", 110),

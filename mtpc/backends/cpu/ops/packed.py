@@ -12,6 +12,9 @@ from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.ops.traits import Traits, operator
+from mtpc.weights.block_rows import BlockRows
+from mtpc.weights.gguf.blocks import BLOCKS
+from mtpc.weights.grouped import pack_scales, raw_codes
 from mtpc.weights.packing import fill_packed, unpack
 
 
@@ -25,6 +28,27 @@ def pack(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
         finite: bool [1], which becomes False if the weight holds NaN or infinity.
     """
     fill_packed(weight, packed, finite)
+
+
+@operator(Traits("all", "moves"), mutates_args=("codes", "scales", "zeros"))
+def pack_blocks(
+    raw: Tensor, block: str, codes: Tensor, scales: Tensor, zeros: Tensor | None = None
+) -> None:
+    """Write the packed form of a weight in blocks to given memory.
+
+    Args:
+        raw: uint8 [..., N, bytes of a row], rows as a GGUF file has them.
+        block: ggml's name of their type, whose codes have at least 4 bits.
+        codes: uint8 [..., ceil(N / 32), K * bits / 32, 32, 4], see `mtpc.weights.grouped`.
+        scales: [..., ceil(N / 32), scales of a row, 32], of the type's dtype of scales.
+        zeros: minima, as the scales, where the type has them outside of super-blocks.
+    """
+    kind = next(each for each in BLOCKS.values() if each.name == block)
+    weight = BlockRows(kind, raw).decoded()
+    fill_packed(raw_codes(weight.codes, weight.form.kind).contiguous(), codes)
+    scales.copy_(pack_scales(weight.scales))
+    if zeros is not None and weight.zeros is not None:
+        zeros.copy_(pack_scales(weight.zeros))
 
 
 @operator(Traits("row", "sums", rows="x", gated="packed_gated_linear"))
