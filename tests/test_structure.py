@@ -258,7 +258,7 @@ LINES = {
     "server": 4420,
     "step": 1790,
     "store": 930,
-    "tuning": 1730,
+    "tuning": 1830,
     "weights": 7550,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
