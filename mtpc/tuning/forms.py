@@ -88,7 +88,8 @@ def _new_mtp(teacher: Teacher, vocabulary: Tensor) -> Made:
         MTP_COUNT_NAMES[-1]: 1,
     }
     if family.wiring is MIMO.wiring:
-        entries |= {"architectures": list(MIMO.architectures), "model_type": MIMO.name}
+        # transformers knows no model_type "mimo", and vLLM reads configs with it.
+        entries |= {"architectures": list(MIMO.architectures)}
     return entries, {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
 
 

@@ -49,6 +49,7 @@ from mtpc.wiring import check_rules
 _PREPARED, _STATE, _SETTINGS = "prepared.safetensors", "state.pt", "settings"
 _NEW = "new"
 """Directory of a drafter that is not trained yet."""
+_DIGEST_BYTES = 16 << 20
 HELD_OUT_ROWS = 32
 """The most held-out texts that choose the best weights."""
 
@@ -253,7 +254,8 @@ class Tuning:
                 before = self._measure(model, texts)
             here.mkdir(exist_ok=True)
             _write_prepared(here / _PREPARED, texts, before, settings)
-        texts = Texts(texts.rows[: self._limits.rows], texts.held_out, texts.prompts)
+        most = max(self._limits.rows, texts.held_out + 1)
+        texts = Texts(texts.rows[:most], texts.held_out, texts.prompts)
         return self._continued(texts, model), before
 
     def _continued(self, texts: Texts, model: mtpc.SpecModel | None) -> Texts:
@@ -307,8 +309,9 @@ class Tuning:
 
 
 def _digest(path: Path) -> str:
+    """Of a file's beginning, which tells texts apart: a file may be of any size."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(file.read(_DIGEST_BYTES)).hexdigest()
 
 
 def _stored(model: TrainedModel, files: Checkpoint) -> dict[str, Tensor]:

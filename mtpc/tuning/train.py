@@ -276,7 +276,8 @@ class Training:
         """Note the acceptance on held-out texts, and keep the weights if it is the best so far."""
         found = []
         for places in self._held.split(self._schedule.batch):
-            right = draft_losses(self._model, self._source.get(places))[1]
+            with LinearProducts():
+                right = draft_losses(self._model, self._source.get(places))[1]
             found.append(len(places) / len(self._held) * right.cpu())
         right, at = torch.stack(found).sum(0), self.progress
         best = max((sum(point["right"]) for point in at.held_out), default=-1.0)

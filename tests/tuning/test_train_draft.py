@@ -13,6 +13,7 @@ import torch
 from helpers.killed import in_a_child, kill_at
 from helpers.word_model import word_checkpoint, write_text
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 import mtpc
 from mtpc.cli import train_arguments
@@ -31,6 +32,7 @@ NAMES = {
     "eagle3": {"d2t", "t2d", *(f"{name}.weight" for name in EAGLE)},
 }
 """Some of the tensors of each form, as released checkpoints name them."""
+ARCHITECTURES = {"mtp": ["MiMoForCausalLM"], "eagle3": ["LlamaForCausalLMEagle3"]}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,8 @@ def test_the_command_trains_a_drafter(
     assert not (tmp_path / "out.tuning").exists()
     stored = load_file(out / "model.safetensors")
     assert NAMES[form] <= stored.keys()
+    # vLLM reads the config with transformers, and chooses its loader by the architecture.
+    assert AutoConfig.from_pretrained(out).architectures == ARCHITECTURES[form]
     assert not any("embed" in name for name in stored)
     plain = mtpc.compile(words, **{**options, "max_len": 72, "spec_tokens": 0})
     drafted = mtpc.compile(words, **{**options, "max_len": 72, "draft": out})
@@ -112,12 +116,16 @@ def test_an_eagle3_head_names_the_frequent_tokens(
 def test_a_killed_run_goes_on(
     call: int, training: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it writes the texts, what the target wrote, or what it said: the same bytes."""
+    """Killed while it writes the texts, what the target wrote, or what it said: the same bytes.
+
+    What was begun with fewer continuations and steps goes on with more, as if begun with those.
+    """
     training(tmp_path / "whole").run()
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", kill_at(call, Path.replace))
-        in_a_child(lambda: training(out).run())
+        less = replace(PLAN, continuations=3, schedule=replace(PLAN.schedule, steps=2))
+        in_a_child(lambda: training(out, plan=less).run())
     assert not out.exists()
     training(out).run(resume=True)
     for path in (tmp_path / "whole").iterdir():

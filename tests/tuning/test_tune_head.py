@@ -305,8 +305,9 @@ def test_a_killed_run_goes_on(
         patch.setattr(shards.shutil, "copyfile", kill_at(2))
         in_a_child(lambda: tuning(out).run(resume=True))
     assert not out.exists()
-    other = replace(PLAN, schedule=replace(PLAN.schedule, steps=7))
-    with pytest.raises(OptionError, match="was begun with steps 6, and now it is 7"):
+    other = replace(PLAN, length=PLAN.length + 1)
+    said = f"was begun with length {PLAN.length}, and now it is {PLAN.length + 1}"
+    with pytest.raises(OptionError, match=said):
         tuning(out, plan=other).run(resume=True)
     tuned = tuning(out).run(resume=True)
     assert (tuned.before, tuned.after) == (whole.before, whole.after)
