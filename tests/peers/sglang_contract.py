@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,7 @@ HOSTS_OWN = {
     "qwen3_next": ("qwen3_next_mtp", "Qwen3NextForCausalLMMTP"),
     "qwen3_5": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+    "step3p5": ("step3p5_mtp", "Step3p5MTP"),
 }
 """By mtpc's family: the host's module and class that are overridden."""
 
@@ -132,9 +134,13 @@ def batch_of(ids: torch.Tensor, hidden: torch.Tensor, mode: ForwardMode) -> Forw
 def check_family(family: str, directory: Path, **changes: Any) -> None:
     """Everything that the module's description promises, for one family."""
     target = tiny.build_target(family, **changes)
-    layer = tiny.build_mtp_layer(family, target)
+    layers = tiny.build_mtp_layers(family, target)
     if torch.distributed.get_rank() == 0:
-        tiny.save_checkpoint(family, target, [layer], directory)
+        tiny.save_checkpoint(family, target, layers, directory)
+        if family == "step3p5":  # The host has a config class of its own, for released entries.
+            released = {"model_type": family, "architectures": ["Step3p5ForCausalLM"]}
+            entries = json.dumps({**tiny.CONFIGS[family], **released})
+            (directory / "config.json").write_text(entries)
     torch.distributed.barrier()
     config = ModelConfig(str(directory), is_draft_model=True, dtype="float32").hf_config
     ours, name = ModelRegistry.resolve_model_cls(config.architectures)
@@ -143,7 +149,16 @@ def check_family(family: str, directory: Path, **changes: Any) -> None:
     assert name == own_name
     assert ours.__module__.startswith("mtpc."), ours
     check_signatures(ours, own)
-    draft = ours(config=config, quant_config=None).eval()
+    for index, layer in enumerate(layers):
+        check_layer(family, directory, ours, config, target, layer, index)
+
+
+def check_layer(
+    family: str, directory: Path, ours: Any, config: Any, target: Any, layer: Any, index: int
+) -> None:
+    """One MTP layer as the host makes, loads and calls it; with several it gives the index."""
+    which = {"draft_model_idx": index} if index or family == "step3p5" else {}
+    draft = ours(config=config, quant_config=None, **which).eval()
     tensors = load_file(directory / "model.safetensors")
     taken = draft.load_weights(iter(tensors.items()))
     DefaultModelLoader.postprocess_weights(draft, torch.device("cpu"))
@@ -154,7 +169,7 @@ def check_family(family: str, directory: Path, **changes: Any) -> None:
     draft.set_embed_and_head(embed, head)
     shared = draft.get_embed_and_head()
     assert shared[0] is embed
-    assert shared[1] is head
+    assert (shared[1] is head) == (layer.head is None)
     check_numbers(family, target, layer, draft)
     refused("miss", lambda: draft.load_weights(iter([])), CheckpointError)
 
@@ -180,10 +195,10 @@ def check_signatures(ours: type, own: type) -> None:
 def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
     """A prompt through the wrapper equals the uncached computation, in each phase of the host."""
     ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(5))
-    features = uncached.target_features(target, ids)[:, :-1]
+    features = uncached.fed_features(family, target, ids)[:, :-1]
     rows = ids[:, 1:]
     hidden = uncached.run_mtp_uncached(family, target, layer, rows, features)[0]
-    logits = uncached.logits_of(target, hidden)
+    logits = uncached.logits_of(target, hidden, layer)
     for mode in (ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND):
         batch = batch_of(rows[0], features[0], mode)
         backend = CausalAttention()
@@ -206,7 +221,7 @@ def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
 def check_images(family: str, target: Any, layer: Any, draft: Any) -> None:
     """Where a prompt has images the target's embeddings count, and ids in the last row alone."""
     ids = torch.randint(2, 96, (1, 14), generator=torch.Generator().manual_seed(6))
-    features = uncached.target_features(target, ids)[:, :-1]
+    features = uncached.fed_features(family, target, ids)[:, :-1]
     rows = ids[0, 1:]
     embeddings = target.get_input_embeddings()(rows)
     hidden = uncached.run_mtp_uncached(family, target, layer, rows[None], features)[0]
@@ -276,7 +291,7 @@ def check_what_stays_the_hosts() -> None:
     """No name is overridden that mtpc does not serve."""
     ours = {n for n, c in ModelRegistry.models.items() if c.__module__.startswith("mtpc.")}
     assert ours == {name for _, name in HOSTS_OWN.values()}, ours
-    for name in ("DeepseekV4ForCausalLMNextN", "Step3p5MTP"):
+    for name in ("DeepseekV4ForCausalLMNextN", "MiMoV2MTP"):
         stays, _ = ModelRegistry.resolve_model_cls([name])
         assert stays.__module__.startswith("sglang."), stays
 

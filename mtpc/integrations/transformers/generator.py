@@ -101,8 +101,9 @@ class Generator:
         generator.generate(**inputs, streamer=streamer)     # The same, with all arguments.
         generator.attach()                                  # model.generate is it from here on.
 
-    It owns the compiled steps, and only `attach` changes the model. If the model's weights change in place
-    later, make a new Generator: packed copies and pages of the prefix cache keep the old weights.
+    It owns the compiled steps, and only `attach` changes the model. If the model's weights change
+    in place later, make a new Generator: packed copies and pages of the prefix cache keep the old
+    weights.
 
     Args:
         model: a transformers model, loaded from a local checkpoint directory that has MTP layers.
