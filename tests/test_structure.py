@@ -249,7 +249,7 @@ LINES = {
     "engine": 5820,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4410,
+    "integrations": 4580,
     "layout": 1160,
     "models": 8890,
     "ops": 2670,

@@ -136,9 +136,8 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "The class `DeepseekV4ForCausalLMNextN` in SGLang",
             "no",
-            "SGLang's own class runs. Its V4 attention is no `RadixAttention`: it is one call of "
-            "its V4 backend over a compressed pool (`models/deepseek_v4.py`), whose layout is the "
-            "kernels' own; a graph of mtpc has no seam to it",
+            "not built, SGLang's own class runs. Its V4 backend could serve the layer's window; a "
+            "traced draft of residual streams, and a site where keys are values, are missing",
             ("integrations/test_traced_draft.py::test_models_that_cannot_be_are_refused",),
         ),
         Row(
