@@ -99,6 +99,7 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             (
                 f"{SEAMS}::test_rocm_verifies_by_rejection_sampling",
                 f"{SEAMS}::test_drafts_come_with_what_they_were_drawn_from",
+                CONTRACT,
                 f"{SEAMS}::test_a_request_with_sampling_is_refused_on_a_cpu",
             ),
         ),

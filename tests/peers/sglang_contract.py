@@ -39,6 +39,7 @@ sglang_on_cpu.declare_torchvision_ops()
 
 import torch  # noqa: E402
 from helpers import tiny, uncached  # noqa: E402
+from helpers.fake_sglang import chain_speculative_sampling  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed.parallel_state import (  # noqa: E402
@@ -335,6 +336,36 @@ def check_algorithm() -> None:
     refused(MHATokenToKVPool.__name__, lambda: host_pools(other, torch.bfloat16))
 
 
+def check_rejection_sampling() -> None:
+    """The host's kernel emits from MTPC's proposals what the tests' reference of it emits."""
+    from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton
+
+    from mtpc.integrations.sglang.propose import proposals
+
+    generator, count, steps, vocab = torch.Generator().manual_seed(3), 48, 3, 96
+    target, first = (
+        (torch.randn(*shape, vocab, generator=generator) * 3).softmax(-1)
+        for shape in ((count, 1 + steps), (count,))
+    )
+    drafts = torch.multinomial(target[:, :steps].flatten(0, 1), 1, generator=generator)
+    drafts = drafts.view(count, steps)
+    drafts[:, 0] = torch.multinomial(first, 1, generator=generator)[:, 0]
+    drawn = proposals(first, drafts[:, 1:])
+    candidates = torch.cat([drafts[:, :1], drafts], 1)
+    coins, last = torch.rand(count, 1 + steps, generator=generator), torch.rand(count)
+    predicts = torch.zeros(count * (1 + steps), dtype=torch.int32)
+    accepted, numbers = torch.full((count, 1 + steps), -1, dtype=torch.int32), predicts[:count] * 0
+    index = torch.arange(count * (1 + steps)).view(count, 1 + steps)
+    chain_speculative_sampling_triton(
+        *(predicts, accepted, numbers, candidates, index, None, None, coins, last, target, drawn),
+        *(1.0, 1.0, True),
+    )
+    expected = chain_speculative_sampling(candidates, coins, last, target, drawn)
+    found = [predicts[accepted[r, : n + 1].long()].tolist() for r, n in enumerate(numbers.tolist())]
+    assert found == expected
+    assert len({len(tokens) for tokens in found}) > 2
+
+
 def check_refusals() -> None:
     """What is not served is said before anything is built. Leaves the host's context changed."""
     config, quantised = SimpleNamespace(), SimpleNamespace(get_name=lambda: "fp8")
@@ -370,6 +401,7 @@ def check_all(kept: Path, ranks: int) -> int:
     if ranks == 1:
         checks["what stays the host's"] = lambda path: check_what_stays_the_hosts()
         checks["algorithm MTPC"] = lambda path: check_algorithm()
+        checks["rejection sampling"] = lambda path: check_rejection_sampling()
         checks["refusals"] = lambda path: check_refusals()
     else:
         shared = {"num_attention_heads": 4, "num_key_value_heads": 1}
