@@ -390,11 +390,11 @@ graph does not run. Why, by their sources:
 
 | seam | what it can carry | what stops it |
 |---|---|---|
-| SGLang `SpeculativeAlgorithm.register` (`speculative/spec_registry.py:215`) | a worker of our own. `forward_batch_generation` gets the batch, and returns tokens, accepted lengths and the next `EagleDraftInput` (`speculative/eagle_worker_v2.py:1381`). It is the one seam that could hold the whole iteration | the scheduler allocates KV slots token by token through `req_to_token`, so pages are of one token or need `--page-size`; the target's weights are in SGLang's layers (joined, cut, quantised), and mtpc's step would need them under the checkpoint's names: twice the memory, or a recipe for each of SGLang's layers |
-| SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` of a platform (`sglang.srt.platforms`) | the same worker, and a graph runner, for an out-of-tree device | a platform is one for a process, and stands for the device: mtpc would have to be CUDA's or ROCm's platform |
+| SGLang `SpeculativeAlgorithm.register` (`speculative/spec_registry.py:234`) | a worker of our own. `forward_batch_generation` gets the batch, and returns tokens, accepted lengths and the next `EagleDraftInput` (`speculative/eagle_worker_v2.py:1416`). It is the one seam that could hold the whole iteration | the scheduler allocates KV slots token by token through `req_to_token`, so pages are of one token or need `--page-size`; the target's weights are in SGLang's layers (joined, cut, quantised), and mtpc's step would need them under the checkpoint's names: twice the memory, or a recipe for each of SGLang's layers |
+| SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` (`platforms/interface.py:192-211`) | the same worker; and a runner for the phases `draft_decode` and `draft_extend`, whose pass over the verified rows gives the first draft | SGLang asks out-of-tree platforms alone (`speculative/spec_info.py:307`): mtpc would have to stand for the device, in place of CUDA or ROCm. There is no phase of verification |
 | SGLang `SGLANG_EXTERNAL_MODEL_PACKAGE` | draft models: what mtpc uses | a model is called for one forward. Acceptance lies outside of it |
-| vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | as above; the V2 runner captures what it calls (`v1/worker/gpu/spec_decode/speculator.py`) |
-| vLLM platform, `worker_cls` | a model runner of our own | the runner owns input batches, KV groups and sampling together; replacing it replaces most of vLLM |
+| vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | as above; the V2 runner captures what it calls (`v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py:109`) |
+| vLLM platform, `worker_cls` (`config/parallel.py:306`) | a model runner of our own | the runner owns input batches, KV groups and sampling together; replacing it replaces most of vLLM |
 
 The first row is the way that is open. Until then `MTPC` holds the K - 1 single-row draft steps in one graph, and SGLang
 verifies.
