@@ -137,7 +137,7 @@ class HostedDraft(nn.Module):
             final norm as the model's wiring has it, to the next draft step.
         """
         features = forward_batch.spec_info.hidden_states
-        before = None
+        before: Tensor | None = None
         if forward_batch.forward_mode.is_idle():
             # All ranks of tensor parallelism are idle together, so none waits for a collective.
             hidden = features[:0]
