@@ -277,7 +277,7 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "partly",
             "the class is there, and SGLang chains the layers. Over a fake of SGLang's layers; "
             "SGLang's CPU build does not run the target",
-            (f"{SEAMS}::test_a_layer_of_a_chain_has_its_own_head_and_features", CONTRACT),
+            (f"{SEAMS}::test_a_layer_of_a_chain_has_its_own_head_and_features",),
         ),
         Row(
             "More drafts than layers",
