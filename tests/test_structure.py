@@ -249,7 +249,7 @@ LINES = {
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4540,
+    "integrations": 4580,
     "layout": 1200,
     "models": 9180,
     "ops": 2670,

@@ -160,6 +160,61 @@ class AiterBackend:
         return torch.cat(out)
 
 
+class CausalBackend:
+    """A backend over the rows of one prompt, without a cache."""
+
+    prefill_attention_backend_str = None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, batch: Any, save: bool
+    ) -> Tensor:
+        assert save
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        shared = layer.tp_q_head_num // layer.tp_k_head_num
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        scores = torch.einsum("qnd,knd->nqk", q, k) * layer.scaling
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = distance >= 0
+        if layer.sliding_window_size > 0:
+            seen &= distance <= layer.sliding_window_size
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("nqk,knd->qnd", weights, v).flatten(1)
+
+
+class Vocabulary(nn.Module):
+    """`VocabParallelEmbedding` and `ParallelLMHead` of one rank."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, width))
+
+    def weight_loader(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        parameter.data.copy_(tensor)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+
+class LogitsProcessor(nn.Module):
+    """layers/logits_processor.py:541-900: it stores the states from before the norm if given."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        hidden_states_before_norm: Tensor | None = None,
+    ) -> SimpleNamespace:
+        stored = hidden_states if hidden_states_before_norm is None else hidden_states_before_norm
+        return SimpleNamespace(
+            next_token_logits=hidden_states @ lm_head.weight.T, hidden_states=stored
+        )
+
+
 class CustomSpecAlgo:
     """speculative/spec_registry.py:27-69."""
 
@@ -249,12 +304,12 @@ def chain_speculative_sampling(
 HOST = SimpleNamespace(
     backend=None,
     platform=SimpleNamespace(is_hip=False),
+    arguments=SimpleNamespace(speculative_algorithm="MTPC"),
+    parallel=SimpleNamespace(tp_size=1, pp_size=1, attn_dp_size=1, attn_cp_size=1, moe_ep_size=1),
 )
 """What SGLang's runtime context answers; `installed` sets it back."""
 
 _UNUSED = {
-    "layers.logits_processor": ("LogitsProcessor",),
-    "layers.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
     "layers.linear": (
         "ColumnParallelLinear",
         "ReplicatedLinear",
@@ -272,6 +327,11 @@ _UNUSED = {
 def _modules() -> dict[str, dict[str, Any]]:
     named: dict[str, dict[str, Any]] = {
         "layers.radix_attention": {"RadixAttention": RadixAttention},
+        "layers.logits_processor": {"LogitsProcessor": LogitsProcessor},
+        "layers.vocab_parallel_embedding": {
+            "ParallelLMHead": Vocabulary,
+            "VocabParallelEmbedding": Vocabulary,
+        },
         "mem_cache.memory_pool": {
             "KVWriteLoc": KVWriteLoc,
             "MHATokenToKVPool": object,
@@ -283,9 +343,9 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         "runtime_context": {
             "attention_backends": lambda: ("triton", "triton"),
-            "get_parallel": object,
+            "get_parallel": lambda: HOST.parallel,
             "get_platform": lambda: HOST.platform,
-            "get_server_args": object,
+            "get_server_args": lambda: HOST.arguments,
         },
         "managers.schedule_batch": {"FINISH_ABORT": FINISH_ABORT},
         "speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},

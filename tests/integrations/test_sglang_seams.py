@@ -6,7 +6,8 @@ itself tests/peers/sglang_contract.py and sglang_plugin.py run the plugin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 from helpers import fake_sglang
 from helpers.fake_sglang import AiterBackend, MLATokenToKVPool, Mode
+from helpers.oracles import DraftOracle, Oracle
+from helpers.plain_host import TOKENS
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mtpc.errors import OptionError
@@ -244,3 +248,40 @@ def test_latent_attention_on_the_aiter_backend(host: SimpleNamespace) -> None:
     requests.forward("DECODE", [1, 1])
     with pytest.raises(AssertionError):  # The fake is aiter all the same, and takes no latents.
         requests.forward("EXTEND", [1, 1])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_layer_of_a_chain_has_its_own_head_and_features(
+    host: SimpleNamespace,
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step-3.5's second MTP layer, as SGLang's multi-layer EAGLE makes, feeds and chains it."""
+    from mtpc.integrations.sglang.models.drafts import Step3p5MTP
+
+    directory, reference = checkpoint("step3p5", "random"), DraftOracle(oracle("step3p5", "random"))
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    config = reference.oracle.model.config
+    draft = Step3p5MTP(config=config, draft_model_idx=1).double()
+    draft.load_weights(load_file(directory / "model.safetensors").items())
+    target, own = reference.oracle.model, draft.lm_head.weight
+    draft.set_embed_and_head(
+        target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    )
+    assert draft.lm_head.weight is own
+    assert draft.draft.embedding.weight is target.get_input_embeddings().weight
+    page, ids = reference.page, TOKENS[1:10]
+    fed = page.run(0, ids, page.first(TOKENS[:9]))
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(hidden_states=fed),
+        forward_mode=Mode("DRAFT_EXTEND_V2"),
+        mm_input_embeds=None,
+    )
+    host.backend = fake_sglang.CausalBackend()
+    found = draft(torch.tensor(ids), torch.arange(len(ids)), batch)
+    expected = page.run(1, ids, fed)
+    torch.testing.assert_close(found.hidden_states, expected, atol=2e-5, rtol=2e-5)
+    logits = page.logits(1, expected)
+    torch.testing.assert_close(found.next_token_logits, logits, atol=2e-5, rtol=2e-5)

@@ -74,9 +74,13 @@ class HostedDraft(nn.Module):
     Args:
         config: SGLang's draft config, with the architecture renamed by SGLang.
         quant_config: SGLang's quantisation config, or None.
+        draft_model_idx: the MTP layer, from 0. SGLang gives it with multi-layer EAGLE, where each
+            draft of an iteration has a model and a KV pool of its own.
         prefix: unused; names come from the checkpoint.
 
     Attributes:
+        own: the layer's own embedding and head, by role, if they differ from the target's. The
+            draft keeps them where SGLang shares the target's.
         target: the target's architecture, by which mtpc finds the family.
 
     Raises:
@@ -85,7 +89,13 @@ class HostedDraft(nn.Module):
 
     target: ClassVar[str]
 
-    def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
+    def __init__(
+        self,
+        config: Any,
+        quant_config: Any = None,
+        draft_model_idx: int | None = None,
+        prefix: str = "",
+    ):
         super().__init__()
         check_served(type(self).__name__, config, quant_config)
         self.config, self.quant_config = config, quant_config
@@ -95,6 +105,7 @@ class HostedDraft(nn.Module):
             # The draft has its own KV pool, which begins at layer 0.
             lambda site: make_attention(site, site.index, self.run),
             DraftOptions(
+                index=draft_model_idx or 0,
                 dtype=torch.get_default_dtype(),
                 device=torch.get_default_device(),
                 architecture=self.target_architecture(config),
@@ -105,6 +116,7 @@ class HostedDraft(nn.Module):
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)
         self.lm_head = ParallelLMHead(text.vocab_size, text.hidden_size)
         self.logits_processor = LogitsProcessor(config)
+        self.own: dict[str, Any] = {}
 
     @classmethod
     def target_architecture(cls, config: Any) -> str:
@@ -121,10 +133,11 @@ class HostedDraft(nn.Module):
             forward_batch: SGLang's `ForwardBatch`; its `spec_info` has the hidden states [T, H].
 
         Returns:
-            SGLang's `LogitsProcessorOutput`. SGLang passes its hidden states, after the final norm,
-            to the next draft step.
+            SGLang's `LogitsProcessorOutput`. SGLang passes its hidden states, before or after the
+            final norm as the model's wiring has it, to the next draft step.
         """
         features = forward_batch.spec_info.hidden_states
+        before: Tensor | None = None
         if forward_batch.forward_mode.is_idle():
             # All ranks of tensor parallelism are idle together, so none waits for a collective.
             hidden = features[:0]
@@ -135,7 +148,11 @@ class HostedDraft(nn.Module):
                 hidden = self.draft(input_ids, positions, features, embeddings)
             finally:
                 self.run.forward_batch = None
-        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+            if not self.draft.returns_normed:
+                before, hidden = hidden, self.draft.final_norm(hidden)
+        return self.logits_processor(
+            input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before
+        )
 
     def _embeddings(self, input_ids: Tensor, forward_batch: Any) -> Tensor | None:
         """The target's embeddings [T, H] of a prompt with images, else SGLang's or None.
@@ -154,10 +171,12 @@ class HostedDraft(nn.Module):
 
         Raises:
             CheckpointError: see `TracedDraft.load_weights`.
-            UnsupportedModelError: see `TracedDraft.check_ends`.
         """
         names = self.draft.load_weights(weights)
-        self.draft.check_ends()
+        ends = {"embedding": self.draft.embedding, "head": self.lm_head}
+        self.own = {role: ends[role] for role in self.draft.own}
+        for role, module in self.own.items():
+            module.weight_loader(module.weight, self.draft.own[role])
         return names
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
@@ -165,12 +184,14 @@ class HostedDraft(nn.Module):
         return self.draft.embedding.weight, self.lm_head.weight
 
     def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
-        """Use the target's weights, [V, H] each, and free the draft's own."""
+        """Use the target's weights, [V, H] each, but for those that are the layer's `own`."""
         self.set_embed(embed)
-        del self.lm_head.weight
-        self.lm_head.weight = head
+        if "head" not in self.own:
+            del self.lm_head.weight
+            self.lm_head.weight = head
 
     def set_embed(self, embed: Tensor) -> None:
-        """Use the target's embedding [V, H], and free the draft's own; the head stays."""
-        del self.draft.embedding.weight
-        self.draft.embedding.weight = embed
+        """Use the target's embedding [V, H], unless the layer has its `own`; the head stays."""
+        if "embedding" not in self.own:
+            del self.draft.embedding.weight
+            self.draft.embedding.weight = embed

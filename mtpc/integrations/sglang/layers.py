@@ -110,7 +110,8 @@ class HostedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The layer's weight, as SGLang stores it."""
-        weight: Tensor = self.inner.weight
+        inner: Any = self.inner
+        weight: Tensor = inner.weight
         return weight
 
     def forward(self, x: Tensor) -> Tensor:

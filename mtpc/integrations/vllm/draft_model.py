@@ -132,7 +132,8 @@ class TracedMTP(nn.Module):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        if self._to_compile:
+        # vLLM's V2 runner captures forwards of drafts. Nothing is compiled inside a capture.
+        if self._to_compile and not torch.cuda.is_current_stream_capturing():
             self._compile(inputs_embeds, positions, hidden_states)
         draft = self.drafts[spec_step_idx % len(self.drafts)]
         features = draft(None, positions, hidden_states, inputs_embeds)

@@ -41,10 +41,21 @@ class Qwen3_5ForCausalLMMTP(HostedDraft):
         return "Qwen3_5MoeForCausalLM" if "moe" in text.model_type else "Qwen3_5ForCausalLM"
 
 
+class Step3p5MTP(HostedDraft):
+    """One MTP layer of Step-3.5, or of the text model of Step-3.7.
+
+    SGLang chains the layers (multi-layer EAGLE): each is fed what the one before returned, before
+    its final norm. Each has its own head.
+    """
+
+    target = "Step3p5ForCausalLM"
+
+
 EntryClass = [
     MiMoMTP,
     Glm4MoeForCausalLMNextN,
     DeepseekV3ForCausalLMNextN,
     Qwen3NextForCausalLMMTP,
     Qwen3_5ForCausalLMMTP,
+    Step3p5MTP,
 ]
