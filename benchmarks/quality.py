@@ -145,16 +145,25 @@ class Way:
 
 
 @torch.no_grad()
-def losses(model: Any, windows: Tensor, plain: Any = None) -> tuple[Tensor, float]:
-    """Losses of all tokens but the first [windows, WINDOW - 1]; mean KL divergence from `plain`."""
-    found, divergence = [], 0.0
+def distributions(model: Any, windows: Tensor) -> Iterator[Tensor]:
+    """Log-probabilities of the tokens of each window but the first, [WINDOW - 1, vocabulary]."""
     for window in windows:
-        known = model(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found.append(-known.gather(1, window[1:, None])[:, 0])
-        if plain is not None:
-            wanted = plain(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            each = torch.nn.functional.kl_div(known, wanted, log_target=True, reduction="sum")
-            divergence += float(each) / len(known)
+        yield model(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def losses(known: Sequence[Tensor], windows: Tensor) -> Tensor:
+    """Losses [windows, WINDOW - 1] by distributions."""
+    rows = zip(known, windows, strict=True)
+    return torch.stack([-each.gather(1, w[1:, None])[:, 0].float() for each, w in rows])
+
+
+def compared(model: Any, windows: Tensor, plain: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """Losses, and the mean KL divergence from the plain model's distributions, in nats."""
+    found, divergence = [], 0.0
+    for window, known, wanted in zip(windows, distributions(model, windows), plain, strict=True):
+        found.append(losses([known], window[None])[0])
+        each = torch.nn.functional.kl_div(known, wanted.float(), log_target=True, reduction="sum")
+        divergence += float(each) / len(known)
     return torch.stack(found), divergence / len(windows)
 
 
@@ -173,15 +182,15 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, 
     source = chosen_checkpoint(args.checkpoint)
     windows, plain = windows_of(source, args.texts, args.windows), Way(Checkpoint(source))
     tell(f"plain weights: {windows.numel()} tokens")
-    model = plain.model()
-    wanted, _ = losses(model, windows)
+    known = [each.half() for each in distributions(plain.model(), windows)]
+    wanted = losses(known, windows)
     ran = run(source, windows) if args.run else None
     rows = []
     for name, way, options in _ways(args, source):
         tell(name)
         ratio = (None, None, None)
         if "kv_cache_dtype" not in options:
-            found, divergence = losses(way.model(), windows, model)
+            found, divergence = compared(way.model(), windows, known)
             ratio = (*over_plain(found, wanted), divergence)
         as_run = (None, None, None)
         if ran is not None:
