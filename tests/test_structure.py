@@ -241,17 +241,17 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2370,
+    ".": 2390,
     "backends": 14740,
     "capture": 1300,
     "certificate": 1350,
-    "cli": 5030,
+    "cli": 5070,
     "engine": 5820,
     "evaluation": 610,
     "host": 520,
     "integrations": 4410,
     "layout": 1160,
-    "models": 8890,
+    "models": 8960,
     "ops": 2670,
     "passes": 2520,
     "program": 4940,
@@ -259,7 +259,7 @@ LINES = {
     "step": 1790,
     "store": 930,
     "tuning": 1730,
-    "weights": 7550,
+    "weights": 8010,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
