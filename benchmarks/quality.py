@@ -1,119 +1,249 @@
-"""The cost of quantisation: perplexity, and how often the next token stays the same.
+"""The cost of quantisation: perplexity over plain weights', mean KL divergence, same next token.
 
-    python -m benchmarks.quality [CHECKPOINT] [--texts FILE ...]
+    python -m benchmarks.quality [CHECKPOINT] --files FILE ... --texts TEXT ... --out RESULTS.json
 
-Perplexity is that of transformers with the dequantised weights, over windows of the texts.
-Agreement is the share of positions at which mtpc's cpu backend, which also rounds activations,
-chooses the token that transformers chooses with the plain weights; both have the same text before
-the position. The default texts are Python's help topics (`pydoc_data`), which suit the demo model.
+A row is a scheme by which weights are rounded as they are loaded, a dtype of the KV cache, or a
+file of another number of bits: a checkpoint that `mtpc quantize` wrote, or a GGUF file of
+llama.cpp's. "weights alone" is transformers with the dequantised weights; "as run" is mtpc's cpu
+backend, which rounds activations as well. Both are compared with the plain checkpoint in the same
+program, token by token, so that a text's difficulty drops out of the standard error, which is that
+of windows. The default text is of Python's help topics (`pydoc_data`), without the parts by which
+`mtpc quantize --calibration` calibrates.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
+from torch import Tensor
 
-import mtpc
+from benchmarks.harness import command
+from benchmarks.harness.command import positive
+from benchmarks.harness.results import Record, Table, add_result_files, publish
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import SCHEMES
+from mtpc.evaluation.engines import MtpcEngine
 from mtpc.models.hf import model_class
-from mtpc.models.load import find_family
+from mtpc.models.load import family_of
 from mtpc.models.read_config import read_config
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.quantise import TABLES, quantise, spec_by_scheme
 from mtpc.weights.served_model import ServedModel
-from mtpc.weights.write_quantised import quantise_checkpoint
 
-WINDOW = 128
-STRIDE = 16
-"""A choice is compared at every so many tokens of a window."""
+WINDOW = 256
+CALIBRATES = 1000
+"""`mtpc quantize --calibration` reads so many characters of each help topic."""
 
 
 @dataclass(frozen=True)
-class Quality:
-    """A model's results on the windows.
+class Row:
+    """What one way of storing weights, or the KV cache, costs.
 
     Attributes:
-        perplexity: exp of the mean negative log-likelihood of a token.
-        choices: the most likely token at each place, [windows, WINDOW].
+        name: the scheme, or the file's name.
+        bits: bits of a weight of the matrices that a step reads.
+        ratio: perplexity over that of the plain weights, both in transformers; None for the cache.
+        ratio_error: its standard error.
+        divergence: mean KL divergence from the plain model's distribution of a token, in nats.
+        run_ratio: perplexity over that of the plain weights, both in mtpc; None if not run.
+        run_error: its standard error.
+        same: share of tokens for which mtpc chooses what it chooses with plain weights.
     """
 
-    perplexity: float
-    choices: torch.Tensor
+    name: str
+    bits: float
+    ratio: float | None
+    ratio_error: float | None
+    divergence: float | None
+    run_ratio: float | None
+    run_error: float | None
+    same: float | None
+
+
+def table(record: Record) -> Table:
+    """A record's table."""
+    heads = ("weights", "bits a weight", "weights alone", "KL", "as run", "same next token")
+    body = [
+        (
+            row["name"],
+            f"{row['bits']:.2f}",
+            _with_error(row["ratio"], row["ratio_error"]),
+            "-" if row["divergence"] is None else f"{row['divergence']:.4f}",
+            _with_error(row["run_ratio"], row["run_error"]),
+            "-" if row["same"] is None else f"{row['same']:.1%}",
+        )
+        for row in record["rows"]
+    ]
+    notes = [
+        "weights alone, as run: perplexity over that of plain weights, with its standard error",
+        f"{record['tokens']} tokens in windows of {WINDOW}; plain perplexity "
+        f"{record['perplexity']:.3f}",
+    ]
+    return Table("What fewer bits cost", heads, body, notes)
+
+
+def _with_error(ratio: float | None, error: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.4f} ± {error:.4f}"
+
+
+def over_plain(found: Tensor, plain: Tensor) -> tuple[float, float]:
+    """Ratio of perplexities and its standard error, of losses [windows, tokens]."""
+    means = (found - plain).mean(-1)
+    ratio = math.exp(float(means.mean()))
+    return ratio, ratio * float(means.std()) / math.sqrt(len(means))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of storing a model's weights.
+
+    Attributes:
+        checkpoint: its files.
+        scheme: by which `mtpc.compile` rounds them; None leaves them as they are.
+    """
+
+    checkpoint: Checkpoint
+    scheme: str | None = None
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights, dequantised, by name."""
+        return {name: self._tensor(name) for name in self.checkpoint.target_tensors}
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self.checkpoint.tensor(name)
+        spec = None if name in self.checkpoint.specs else spec_by_scheme(self.scheme, name, tensor)
+        return tensor if spec is None else quantise(tensor, spec).dequantise().to(tensor.dtype)
+
+    def model(self) -> Any:
+        """transformers' model of the weights, in bfloat16."""
+        family = family_of(self.checkpoint)
+        config = read_config(self.checkpoint, family)
+        return model_class(family).from_pretrained(
+            None, config=config, state_dict=self.tensors(), dtype=torch.bfloat16
+        )
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight of the matrices of which a step reads all."""
+        total = count = 0
+        for name in self.checkpoint.target_tensors:
+            tensor = self.checkpoint.meta_tensor(name)
+            if tensor.dim() < 2 or name.split(".")[-2] in TABLES:
+                continue
+            spec = self.checkpoint.specs.get(name) or spec_by_scheme(self.scheme, name, tensor)
+            stored = spec.nbytes(tensor.numel()) if spec else tensor.nbytes
+            total, count = total + 8 * stored, count + tensor.numel()
+        return total / count
 
 
 @torch.no_grad()
-def quality(checkpoint: Path, windows: torch.Tensor) -> Quality:
-    """Run transformers on a checkpoint's dequantised weights, in bfloat16."""
-    stored = Checkpoint(checkpoint)
-    family = find_family(stored.config["architectures"])
-    target = model_class(family).from_pretrained(
-        None,
-        config=read_config(stored, family),
-        state_dict={name: stored.tensor(name) for name in stored.tensors},
-        dtype=torch.bfloat16,
-    )
-    loss, choices = 0.0, []
+def distributions(model: Any, windows: Tensor) -> Iterator[Tensor]:
+    """Log-probabilities of the tokens of each window but the first, [WINDOW - 1, vocabulary]."""
     for window in windows:
-        logits = target(window[None], use_cache=False).logits[0].float()
-        loss += float(torch.nn.functional.cross_entropy(logits[:-1], window[1:], reduction="sum"))
-        choices.append(logits.argmax(-1))
-    count = windows.shape[0] * (windows.shape[1] - 1)
-    return Quality(math.exp(loss / count), torch.stack(choices))
+        yield model(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-def agreement(checkpoint: Path, windows: torch.Tensor, expected: torch.Tensor) -> float:
-    """The share of positions at which the cpu backend chooses the expected token."""
-    spec = mtpc.compile(
-        checkpoint, backend="cpu", spec_tokens=0, batch_buckets=(8,), max_len=WINDOW + 16
-    )
-    places = [(w, at) for w in range(len(windows)) for at in range(STRIDE - 1, WINDOW, STRIDE)]
-    prompts = [windows[w, : at + 1].tolist() for w, at in places]
-    found = spec.generate(prompts, max_new_tokens=1, ignore_eos=True)
-    same = sum(ids == [int(expected[w, at])] for ids, (w, at) in zip(found, places, strict=True))
-    return same / len(places)
+def losses(known: Sequence[Tensor], windows: Tensor) -> Tensor:
+    """Losses [windows, WINDOW - 1] by distributions."""
+    rows = zip(known, windows, strict=True)
+    return torch.stack([-each.gather(1, w[1:, None])[:, 0].float() for each, w in rows])
 
 
-def windows_of(checkpoint: Path, texts: Sequence[Path], count: int) -> torch.Tensor:
+def compared(model: Any, windows: Tensor, plain: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """Losses, and the mean KL divergence from the plain model's distributions, in nats."""
+    found, divergence = [], 0.0
+    for window, known, wanted in zip(windows, distributions(model, windows), plain, strict=True):
+        found.append(losses([known], window[None])[0])
+        each = torch.nn.functional.kl_div(known, wanted.float(), log_target=True, reduction="sum")
+        divergence += float(each) / len(known)
+    return torch.stack(found), divergence / len(windows)
+
+
+def run(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Losses and choices [windows, WINDOW - 1] of mtpc's cpu backend."""
+    sizes: dict[str, Any] = {"batch_buckets": (1,), "max_len": WINDOW + 16, "sampling": True}
+    options = {"backend": "cpu", "spec_tokens": 0, **sizes, **options}
+    engine = MtpcEngine(checkpoint, lambda _: None, **options)
+    scored = engine.prompt_logprobs(windows.tolist(), [1] * len(windows))
+    loss = torch.tensor([[-entry.logprob for entry in row] for row in scored])
+    return loss, torch.tensor([[entry.top[0][0] for entry in row] for row in scored])
+
+
+def measure(args: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
+    """All rows."""
+    source = chosen_checkpoint(args.checkpoint)
+    windows, plain = windows_of(source, args.texts, args.windows), Way(Checkpoint(source))
+    tell(f"plain weights: {windows.numel()} tokens")
+    known = [each.half() for each in distributions(plain.model(), windows)]
+    wanted = losses(known, windows)
+    ran = run(source, windows) if args.run else None
+    rows = []
+    for name, way, options in _ways(args, source):
+        tell(name)
+        ratio = (None, None, None)
+        if "kv_cache_dtype" not in options:
+            found, divergence = compared(way.model(), windows, known)
+            ratio = (*over_plain(found, wanted), divergence)
+        as_run = (None, None, None)
+        if ran is not None:
+            loss, choices = run(way.checkpoint.directory, windows, **options)
+            as_run = (*over_plain(loss, ran[0]), float((choices == ran[1]).float().mean()))
+        rows.append(Row(name, way.bits, *ratio, *as_run))
+        tell(str(rows[-1]))
+    perplexity = math.exp(float(wanted.mean()))
+    return {"rows": [asdict(r) for r in rows], "tokens": wanted.numel(), "perplexity": perplexity}
+
+
+def _ways(args: argparse.Namespace, source: Path) -> Iterator[tuple[str, Way, dict[str, Any]]]:
+    """Name, weights and options of each row."""
+    for scheme in args.schemes:
+        yield scheme, Way(Checkpoint(source), scheme), {"quantize": scheme}
+    for file in args.files:
+        yield file.name, Way(Checkpoint(file)), {}
+    for kind in args.kv_cache_dtypes:
+        yield f"KV cache {kind}", Way(Checkpoint(source)), {"kv_cache_dtype": kind}
+
+
+def windows_of(checkpoint: Path, texts: Sequence[Path], count: int) -> Tensor:
     """Token ids [windows, WINDOW], spread evenly over the texts."""
     served = ServedModel(str(checkpoint), 0, (), checkpoint)
-    text = "\n".join(path.read_text() for path in texts) or "\n".join(topics.values())
+    text = "\n".join(path.read_text() for path in texts)
+    text = text or "\n".join(topic[CALIBRATES:] for topic in topics.values())
     ids = torch.tensor(served.encode(text, special_tokens=False))
     whole = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
     return whole[:: max(1, len(whole) // count)][:count]
 
 
-def main() -> None:
-    """Print a table of all schemes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the demo model")
-    parser.add_argument("--texts", nargs="*", type=Path, default=[], metavar="FILE")
-    parser.add_argument("--windows", type=int, default=64, help="of 128 tokens (default: 64)")
-    args = parser.parse_args()
-    checkpoint = chosen_checkpoint(args.checkpoint)
-    windows = windows_of(checkpoint, args.texts, args.windows)
-    plain = quality(checkpoint, windows)
-    same = agreement(checkpoint, windows, plain.choices)
-    print(
-        "| scheme | weights quantised | perplexity | same next token |\n|---|---|---|---|",
-        flush=True,
-    )
-    print(f"| none | 0 | {plain.perplexity:.3f} | {same:.1%} |", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        for scheme in SCHEMES:
-            out = Path(scratch) / scheme
-            written = quantise_checkpoint(checkpoint, out, scheme, head=True)
-            found = quality(out, windows)
-            same = agreement(out, windows, plain.choices)
-            count = f"{written.quantised} of {written.quantised + len(written.plain)}"
-            print(f"| {scheme} | {count} | {found.perplexity:.3f} | {same:.1%} |", flush=True)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    args = _parse(argv)
+    publish("quality", args, measure(args, command.begin(args)), table)
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.new_parser("quality", __doc__)
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="plain weights (default: the demo model)")
+    add("--files", nargs="*", type=Path, default=[], metavar="FILE", help="with fewer bits")
+    add("--schemes", nargs="*", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME")
+    add("--kv-cache-dtypes", nargs="*", default=[], metavar="NAME")
+    add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
+    add("--windows", type=positive, default=64, help=f"of {WINDOW} tokens (default: 64)")
+    add("--threads", type=positive, metavar="N", help="of torch")
+    text = "measure transformers alone, without mtpc"
+    add("--no-run", dest="run", action="store_false", help=text)
+    add_result_files(parser)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -46,13 +47,31 @@ DEFAULT_OFFLOAD_BYTES = 4 << 30
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
+COSTLY = {"int4-g32": "8 %", "int4-g128": "24 %"}
+"""Schemes that cost more than 5 % of perplexity, see docs/quantised.md -> how much."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
 _ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 ALIASES = {"num_speculative_tokens": "spec_tokens"}
-check_scheme = scheme_of(SCHEMES)
-"""Refuses a name that is not in `SCHEMES`, with an OptionError that names the nearest."""
+_log = logging.getLogger("mtpc")
+_check_scheme = scheme_of(SCHEMES)
+
+
+def check_scheme(name: str, value: Any) -> str:
+    """Refuse a name that is not in `SCHEMES`, with an OptionError that names the nearest.
+
+    A scheme of `COSTLY` is logged as a warning.
+    """
+    scheme = _check_scheme(name, value)
+    if scheme in COSTLY:
+        _log.warning(
+            "%s %s: it raised the perplexity of a 0.5B model by %s; iq4_nl, with 4.5 bits a "
+            "weight, costs less", name, scheme, COSTLY[scheme],
+        )  # fmt: skip
+    return scheme
+
+
 _as_given: Check = lambda name, value: value  # noqa: E731
 """For what `mtpc.acceptance.settle` checks together."""
 _whole = integer(1)
@@ -115,9 +134,10 @@ class CompileOptions:
             with a scale for each token and head, "int8" or "fp8" (e4m3). Latents, rings of sliding
             windows, recurrent state and compressed entries keep their dtype. See docs/engine.md.
         quantize: a scheme that quantises the weights of linear layers and experts as they are
-            loaded: "int4-g32", "int4-g128", "int8" or "fp8". Weights that the checkpoint stores
-            quantised stay as they are, and so do embeddings, routers and the projections that join
-            embedding and features in MTP layers. See docs/quantised.md.
+            loaded: "iq4_nl", "q5_0" or "q8_0", as GGUF files have them; "int4-g32", "int4-g128",
+            "int8" or "fp8". Weights that the checkpoint stores quantised stay as they are, and so
+            do embeddings, routers and the projections that join embedding and features in MTP
+            layers. See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
             of the KV cache; on the backends "cpu", "cuda" and "eager". Every rank of a
             torch.distributed process group compiles; rank 0 generates, and the others follow it

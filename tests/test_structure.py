@@ -251,7 +251,7 @@ LINES = {
     "host": 520,
     "integrations": 4580,
     "layout": 1200,
-    "models": 9180,
+    "models": 9170,
     "ops": 2670,
     "passes": 2520,
     "program": 4950,
@@ -259,7 +259,7 @@ LINES = {
     "step": 1990,
     "store": 1000,
     "tuning": 1820,
-    "weights": 8160,
+    "weights": 8180,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtpc.models.hf import model_class
-from mtpc.models.load import family_of
-from mtpc.models.read_config import read_config
+from mtpc.models.load import family_of, read_target
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.rounding import moments_width
 
@@ -37,13 +35,7 @@ def second_moments(
         float32 [K / B, B, B] by the name of the weight. An embedding that is the head as well has
         the head's.
     """
-    family = family_of(checkpoint)
-    model: Any = model_class(family).from_pretrained(
-        None,
-        config=read_config(checkpoint, family),
-        state_dict={name: checkpoint.tensor(name) for name in checkpoint.tensors},
-        dtype=torch.bfloat16,
-    )
+    model: Any = read_target(checkpoint, family_of(checkpoint), "bfloat16")
     sums: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -52,7 +52,7 @@ class Grid:
         """
         if self.kind in VALUES:
             low, high = self.ends
-            return tuple(f * s for s in (1, high / low) for f in _spread(0.75, 1.1, 6))
+            return tuple(f * s for s in (1, high / low) for f in _spread(0.76, 1.06, 6))
         of = {"int4": (0.66, 1.1, 12), "int5": (0.8, 1.1, 7), "int8": (0.85, 1.0, 5)}
         return _spread(*of[self.kind]) if self.kind in of else ()
 

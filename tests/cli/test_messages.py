@@ -224,4 +224,4 @@ def test_schemes_of_other_names(said: str, near: str | None) -> None:
     hint = f" (the nearest is {near})" if near else ""
     with pytest.raises(OptionError) as refused:
         CompileOptions.parse({"quantize": said})
-    assert str(refused.value).startswith(f"quantize is {said!r}{hint}; expected one of int4-g32, ")
+    assert str(refused.value).startswith(f"quantize is {said!r}{hint}; expected one of iq4_nl, ")

@@ -401,7 +401,7 @@ def test_quantised_weights(scheme: str, dtype: torch.dtype) -> None:
     ("given", "message"),
     [
         ({"options": {"quantise": "int8"}}, "unknown option 'quantise'; did you mean 'quantize'"),
-        ({"options": {"quantize": "int4"}}, "quantize is 'int4'.*expected one of int4-g32"),
+        ({"options": {"quantize": "int4"}}, "quantize is 'int4'.*expected one of iq4_nl"),
         ({"options": {"fallback": "eager"}}, "fallback is 'eager'; expected 'inductor' or 'error'"),
         ({"mode": "max-autotune"}, "mode is 'max-autotune', a setting of the backend 'inductor'"),
     ],

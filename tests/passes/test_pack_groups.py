@@ -28,6 +28,7 @@ from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
+from mtpc.weights.rounding import Grid
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 OPS = torch.ops.mtpc
@@ -128,11 +129,12 @@ def test_scales_have_the_least_error_of_many(name: str) -> None:
             (found.dequantise() - plain.float()).abs().le(plain.float().abs() / 16 + 1e-2).all()
         )
         return
-    low, high = (-8, 7) if form.kind == "int4" else (-128, 127)
+    grid = Grid(form.kind)
     for factor in (*torch.linspace(0.6, 1.2, 10).tolist(), 1.0):
-        scale = (wide.abs().amax(-1, keepdim=True) / high * factor).to(found.scales.dtype).float()
-        codes = torch.where(scale == 0, 0, wide / scale).round().clamp(low, high)
-        other = (codes * scale - wide).square().sum(-1)
+        scale = wide.abs().amax(-1, keepdim=True) / grid.ends[1] * factor
+        scale = scale.to(found.scales.dtype).float()
+        numbers = grid.nearest(wide, torch.where(scale == 0, 0, 1 / scale))
+        other = (numbers * scale - wide).square().sum(-1)
         assert float(error.sum()) <= float(other.sum())
     assert bool((error <= other * 1.0001).all())  # Of each group, by the usual scale.
 

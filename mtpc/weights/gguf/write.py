@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import is_finite, refuse_not_finite
 from mtpc.weights.gguf.blocks import BLOCKS, Block, Parts
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
@@ -72,27 +74,39 @@ def write_rounded(
         tell: called with progress.
 
     Raises:
-        CheckpointError: weights are not finite.
-        OSError: the file cannot be written.
+        CheckpointError: weights are not finite, or the file cannot be written.
     """
     types = {name: _type(stored, matrices.get(name)) for name, stored in _stored(file)}
     sizes = {
         name: prod(stored.shape) // BLOCKS[types[name]].inputs * BLOCKS[types[name]].nbytes
         for name, stored in _stored(file)
     }
-    with out.open("xb") as target:
-        target.write(_header(file, types, sizes, usual))
-        for done, (name, stored) in enumerate(_stored(file)):
-            tell(f"quantise {len(sizes)} tensors", done / len(sizes))
+    scratch = out.with_name(f".{out.name}.mtpc-{secrets.token_hex(4)}")
+    try:
+        with scratch.open("xb") as target:
+            target.write(_header(file, types, sizes, usual))
+            for done, (name, stored) in enumerate(_stored(file)):
+                tell(f"quantise {len(sizes)} tensors", done / len(sizes))
+                _pad(target, file.header.alignment)
+                for raw in _data(file, name, stored.begin, sizes[name], matrices.get(name)):
+                    target.write(raw)
             _pad(target, file.header.alignment)
-            matrix = matrices.get(name)
-            if matrix is None:
-                target.write(file.raw(stored.begin, stored.begin + sizes[name]))
-                continue
-            for raw in _rounded(file.plain(name), matrix, f"{name} of {file.path}"):
-                target.write(raw)
-        _pad(target, file.header.alignment)
+        scratch.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
     return sum(sizes.values())
+
+
+def _data(
+    file: GgufFile, name: str, begin: int, size: int, matrix: Matrix | None
+) -> Iterator[memoryview | bytes]:
+    """The bytes of a tensor, some at a time."""
+    if matrix is not None:
+        yield from _rounded(file.plain(name), matrix, f"{name} of {file.path}")
+    else:
+        yield file.raw(begin, begin + size)
 
 
 def _stored(file: GgufFile) -> list[tuple[str, StoredBlocks]]:

@@ -1,0 +1,89 @@
+"""Rounding by what inputs are like: importance, error feedback, and what calibration collects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny import make_checkpoint
+
+from mtpc.models.calibrate import WINDOW, second_moments
+from mtpc.models.load import family_of, read_target
+from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.rounding import feedback, moments_width
+
+
+def inputs_of(width: int, count: int = 4096) -> torch.Tensor:
+    """Inputs that depend on each other, some of them larger than others, and one that is zero."""
+    torch.manual_seed(0)
+    rows = torch.randn(count, width) @ (torch.eye(width) + 0.3 * torch.randn(width, width))
+    rows *= torch.rand(width) + 0.1
+    rows[:, 5] = 0
+    return rows
+
+
+def blocks_of(rows: torch.Tensor) -> torch.Tensor:
+    """Second moments, as `quantise` takes them."""
+    width = moments_width(rows.shape[1])
+    parts = rows.unflatten(1, (-1, width)).permute(1, 2, 0)
+    return parts @ parts.transpose(1, 2) / len(rows)
+
+
+@pytest.mark.parametrize("scheme", ["iq4_nl", "q5_0", "int4-g32", "fp8"])
+def test_outputs_change_less_with_the_inputs_known(scheme: str) -> None:
+    """By a third at least, for inputs that depend on each other; on inputs not seen before."""
+    rows = inputs_of(128, 6000)
+    weight = torch.randn(96, 128)
+    spec = SCHEMES[scheme].spec(128, torch.bfloat16)
+    assert spec is not None
+
+    def error(moments: torch.Tensor | None) -> float:
+        change = quantise(weight, spec, moments).dequantise() - weight
+        return float((rows[4096:] @ change.T).square().mean())
+
+    moments = blocks_of(rows[:4096])
+    diagonal = moments.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1)
+    assert error(moments) < 0.66 * error(None)
+    assert error(diagonal) < error(None) * 1.02
+
+
+def test_feedback_inverts_the_moments() -> None:
+    moments = blocks_of(inputs_of(64))
+    diagonal = moments[0].diagonal().clone()
+    damped = moments[0] + torch.diag(
+        0.01 * torch.where(diagonal == 0, 1, diagonal).mean().expand(64)
+    )
+    damped[5, 5] += 1
+    upper = feedback(moments)[0]
+    assert torch.equal(upper, upper.triu())
+    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(64), rtol=0, atol=2e-4)
+
+
+def test_blocks_of_moments_divide_the_inputs() -> None:
+    assert [moments_width(n) for n in (64, 896, 4864, 18944, 1031)] == [64, 896, 608, 592, 1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_moments_are_those_of_the_layers_inputs(tied: bool, tmp_path: Path) -> None:
+    """Of a down projection against a run of its own; each linear layer has them, and a tied
+    embedding the head's."""
+    path = make_checkpoint("mimo", tmp_path / "plain", tie_word_embeddings=tied)
+    checkpoint = Checkpoint(path)
+    ids = torch.randint(0, 64, (2 * WINDOW + 7,))
+    found = second_moments(checkpoint, ids)
+    model = read_target(checkpoint, family_of(checkpoint), "bfloat16")
+    name, seen = "model.layers.0.mlp.down_proj", list[torch.Tensor]()
+    model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    with torch.no_grad():
+        for window in ids[: 2 * WINDOW].view(2, -1):
+            model(window[None])
+    rows = torch.cat(seen).float()
+    torch.testing.assert_close(found[f"{name}.weight"][0], rows.T @ rows / len(rows))
+    assert ("model.embed_tokens.weight" in found) == tied
+    assert "lm_head.weight" in found
+    matrices = {n for n, t in checkpoint.target_tensors.items() if len(t.shape) == 2}
+    assert matrices - found.keys() <= {"model.embed_tokens.weight"} | {
+        n for n in matrices if "mtp" in n
+    }
