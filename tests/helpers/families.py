@@ -50,12 +50,10 @@ EACH_FAMILY_OF_FEW = [
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8, "sampling": False}
 """Small pages and chunks, so that short sequences have several of each; greedy steps."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {
-    family: {"batch_buckets": (1, 4)} for family in FAMILY_NAMES
+    family: {"batch_buckets": (1, 4) if family in ("mimo", "qwen3_next") else (4,)}
+    for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED)
 }
 """The default buckets of `compiled`: each takes one to five seconds."""
-FEWER_BUCKETS |= {
-    family: {"batch_buckets": (4,)} for family in (*NEAR_FAMILIES, *DRAFTED, *ASSISTED)
-}
 NUM_PAGES = 89
 """A prime that is no other size of these models: it identifies the pool in generated code."""
 CPU_OPTIONS: dict[str, Any] = {
