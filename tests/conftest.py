@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 # Where an assert of a helper fails, pytest shows what it compared, as in a test.
 pytest.register_assert_rewrite("helpers")
+# For processes that tests start; see `_threads`.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from helpers import tiny, trained

@@ -59,7 +59,7 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(acceptance, "vllm_decoders", peers)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--spec-tokens", "1"]
-    few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "16", "--probe-mib", "1"]
+    few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]
     wanted = ["--acceptance", "0", "1", "--vllm-python", "python", "--out", str(out)]
     assert acceptance.main([*arguments, *few, *wanted]) == 0
     assert Peer.living == 0
@@ -76,7 +76,7 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_decode_marks_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "1", "--spec-tokens", "0"]
-    few = ["1", "--repeats", "1", "--max-foreign", "1", "--new-tokens", "16", "--probe-mib", "1"]
+    few = ["1", "--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]
     only = ["--workloads", "mimo-random", "--no-peers", "--no-int8", "--out", str(out)]
     length = ["--synthetic-acceptance-length", "2"]
     assert decode.main([*arguments, *few, *only, *length]) == 0
