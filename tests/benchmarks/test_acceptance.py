@@ -73,6 +73,7 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_decode_marks_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "1", "--spec-tokens", "0"]

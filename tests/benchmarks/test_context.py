@@ -67,6 +67,7 @@ def test_codes_take_a_byte_and_a_scale() -> None:
     assert coded == 2 * 32 * 2 * layers * (16 + 4)
 
 
+@pytest.mark.slow
 def test_rows_of_pages_of_codes(tmp_path: Path) -> None:
     out = tmp_path / "context.json"
     few = (

@@ -373,7 +373,7 @@ def test_text_is_that_of_the_eager_backend(
     assert {rows for rows, _ in sys.modules["aiter.fused_moe"].shapes} >= {1, 3, 64}
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_that_are_copied_have_their_weights_shuffled(
     shared: bool, found: aiter.Found, tmp_path: Path
 ) -> None:

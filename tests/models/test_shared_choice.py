@@ -58,7 +58,7 @@ def test_drafts_equal_the_wiring(
     ("layers", "changes"),
     [
         pytest.param(1, {"index_topk": 99}, marks=pytest.mark.slow),
-        (2, {"num_nextn_predict_layers": 2}),
+        pytest.param(2, {"num_nextn_predict_layers": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_other_models(layers: int, changes: dict[str, int], tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def kinds_of(graph: StepGraph, namespace: Any = REFERENCE) -> list[str]:
     return [str(node.args[2]) for node in calls(graph, namespace.linear_chain)]
 
 
-LATE = {"deepseek_v3", "qwen3_next", "mimo_v2"}
+LATE = {"deepseek_v3", "qwen3_next", "mimo_v2", "deepseek_v32"}
 """The slow run finds the chains of these; the others have chains of every kind."""
 
 

@@ -95,6 +95,7 @@ def _tape(loaded: LoadedModel, key: StepKey, copies: bool) -> tuple[str, Any]:
     return write_tape(*lower_to_tape(whole)), compiler.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "key"), CASES)
 def test_copies_are_the_layers_of_a_gpus_step(
     family: str, key: StepKey, deep: Callable[[str], LoadedModel]
