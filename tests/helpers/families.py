@@ -26,7 +26,7 @@ NEAR_FAMILIES = (
     "longcat_flash",
     "qwen4_exp",
 )
-"""Families whose parts the families above have, too. The default run checks their text and drafts
+"""Families whose parts the families above have, too. The default run checks text and drafts of some
 at K = 3, the slow run everything."""
 DRAFTED = ("llama", "qwen3", "qwen2")
 """Families whose drafter is an EAGLE-3 head in a checkpoint of its own; the default run has the
@@ -36,7 +36,7 @@ ASSISTED = ("gemma4", "gemma4_unified", "gemma4@experts")
 has the first at K = 3."""
 EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
-"""Families that the default run compiles for the cpu backend: paged, experts, latent, recurrent."""
+"""Families of each kind: paged, experts, latent, recurrent."""
 EACH_FAMILY = [
     pytest.param(n, marks=[pytest.mark.slow] * (n not in ("mimo", "qwen3_next")))
     for n in (*FAMILY_NAMES, *NEAR_FAMILIES)
