@@ -93,19 +93,26 @@ def test_run_says_in_one_line_that_it_compiles(word_model, capsys, tmp_path):
     assert re.search(r"replays of decode\[R=1,Q=2,K=1\]", out)
 
 
-def test_run_compares_with_plain_decoding(word_model, cpu_cache, capsys):
+@pytest.fixture
+def comparing(word_model) -> list[str]:
+    return ["run", str(word_model), *SMALL, "--ids", "3 4", "-n", "8", "--compare"]
+
+
+@pytest.mark.slow
+def test_a_comparison_as_json(comparing, capsys):
+    assert main([*comparing, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["tokens_per_s"]) == {"drafted", "plain"}
+
+
+def test_run_compares_with_plain_decoding(comparing, capsys):
     """When asked, how many times faster the drafts are: two speeds and their ratio."""
-    shape = ["--max-len", "64", "--spec-tokens", "1", "--cache-dir", str(cpu_cache)]
-    command = ["run", str(word_model), *shape, "--ids", "3 4", "-n", "8", "--compare"]
-    assert main(command) == 0
+    assert main(comparing) == 0
     row = re.search(
         r"speed over K = 0 +(\d+\.\d\d)x: (\d+\.\d) and (\d+\.\d) tok", capsys.readouterr().out
     )
     times, drafted, plain = map(float, row.groups())
     assert times == pytest.approx(drafted / plain, rel=0.01)
-    assert main([*command, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["tokens_per_s"]) == {"drafted", "plain"}
-    assert main([*command, "--spec-tokens", "0"]) == 2
+    assert main([*comparing, "--spec-tokens", "0"]) == 2
     assert "--compare compares drafts with K = 0, and K is 0" in capsys.readouterr().err
 
 
