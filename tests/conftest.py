@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 # Where an assert of a helper fails, pytest shows what it compared, as in a test.
 pytest.register_assert_rewrite("helpers")
+# For processes that tests start; see `_threads`.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from helpers import tiny, trained
@@ -32,9 +35,12 @@ from mtpc.program.open_cache import open_cache
 from mtpc.program.program import bind_program
 from mtpc.weights.checkpoint import Checkpoint
 
+TOGETHER = ("test_theorem.py", "models/test_drafts.py", "models/test_deepseek_v32.py")
+"""The theorem, the tests of drafts, and others of the same programs."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the theorem and the tests of drafts first, side by side.
+    """Put `TOGETHER` first, side by side.
 
     One process then compiles their models once. At the end, when the other process takes over what
     is left, nothing shares as much.
@@ -42,15 +48,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> str:
         file = item.path.relative_to(TESTS).as_posix()
-        return "" if file in ("test_theorem.py", "models/test_drafts.py") else file
+        return "" if file in TOGETHER else file
 
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    """What imports made lives to the end: take it out of the garbage collector's rounds."""
+def settle() -> None:
+    """Take what is there out of the garbage collector's rounds: it lives to the end."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Imports are done."""
+    settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After a file, what is left are models that later files share."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        settle()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -187,13 +187,14 @@ def test_a_pass_is_named_once() -> None:
     """In its class: backends take the name from there, commands ask for passes by policy."""
     from mtpc.backends.pipeline import pass_names
 
+    names = pass_names()
     found = Counter(
         node.value
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and node.value in pass_names()
+        if isinstance(node, ast.Constant) and node.value in names
     )
-    assert found == Counter(pass_names())
+    assert found == Counter(names)
 
 
 def test_backends_choose_passes_that_leave_it_to_them() -> None:

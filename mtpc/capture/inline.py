@@ -86,8 +86,7 @@ class Inliner:
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
         self.source, self.buffer_names = source, buffer_names
         self.weights: Weights = source.weights
-        layout = source.layout
-        self.mode = StepMode(layout) if layout.open_sizes else FakeTensorMode()
+        self.mode = StepMode(source.layout)
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.attributes: dict[str, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Fake tensors of one step, whose shared buffers have open sizes: symbols in place of numbers.
+"""Fake tensors of one step, whose shared buffers may have open sizes: symbols, not numbers.
 
 A step that computes with a size as a number, or asks whether it is some number, is right for that
 size alone. torch's `ShapeEnv` notices both. Such a size is *fixed* from then on; the others are
@@ -29,7 +29,7 @@ _NOMINAL = 256
 
 
 class StepMode(FakeTensorMode):
-    """A fake mode that makes buffers with open sizes.
+    """A fake mode of one step: it makes its buffers, and runs equal calls once.
 
     Args:
         layout: buffers of the step; `layout.open_sizes` are the symbols to leave open.
@@ -37,7 +37,7 @@ class StepMode(FakeTensorMode):
 
     def __init__(self, layout: Layout):
         self._env = ShapeEnv()
-        super().__init__(shape_env=self._env)
+        super().__init__(shape_env=self._env if layout.open_sizes else None)
         self._layout, self._fakes = layout, dict[str, Tensor]()
         self._calls = FakeCalls(self)
         self._forms: dict[tuple[sympy.Expr, frozenset[sympy.Symbol]], Dim] = {}

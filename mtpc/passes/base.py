@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
+from mtpc.capture.fake_calls import FakeCalls
 from mtpc.capture.graph import StepGraph, arguments, first_argument, get_tensor
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
@@ -119,8 +120,12 @@ def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -
 
 
 def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
-    """Run a flat graph on fake tensors: each attribute and call with its value, in order."""
+    """Run a flat graph on fake tensors: each attribute and call with its value, in order.
+
+    It remembers no call of those that made the graph.
+    """
     mode = fake_mode_of(graph.graph)
+    calls = FakeCalls(mode)
     env: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
@@ -129,8 +134,7 @@ def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
         elif node.op == "call_function":
             args = fx.node.map_arg(node.args, env.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-            with mode:
-                env[node] = node.target(*args, **kwargs)
+            env[node] = calls.value(node.target, args, kwargs)
         else:
             continue
         yield node, env[node]

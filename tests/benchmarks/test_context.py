@@ -67,9 +67,20 @@ def test_codes_take_a_byte_and_a_scale() -> None:
     assert coded == 2 * 32 * 2 * layers * (16 + 4)
 
 
+@pytest.mark.slow
 def test_rows_of_pages_of_codes(tmp_path: Path) -> None:
     out = tmp_path / "context.json"
-    few = ("--batches", "1", "--contexts", "64", "--kv-cache-dtypes", "int8", "fp8")
+    few = (
+        "--batches",
+        "1",
+        "--contexts",
+        "64",
+        "--spec-tokens",
+        "0",
+        "--kv-cache-dtypes",
+        "int8",
+        "fp8",
+    )
     assert context.main([*ARGUMENTS, *few, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["engine"] for row in rows] == ["mtpc, int8 KV", "mtpc, fp8 KV"]

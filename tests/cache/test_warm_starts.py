@@ -66,7 +66,7 @@ def test_graphs_are_the_same_text_every_time(
     checkpoint: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
 ) -> None:
     """Another process, with other hash seeds, traces and rewrites to the very same text."""
-    step = cpu_built("glm4_moe").compiler.obtain(DECODE)
+    step = cpu_built("mimo").compiler.obtain(DECODE)
     code = """
 import sys, json
 from mtpc.backends.cpu.backend import CpuBackend
@@ -82,7 +82,7 @@ compiler = StepCompiler(load_planned(sys.argv[1], plan), plan, CpuBackend())
 compiler.rewrite(compiler.trace(StepKey.prefill(2, 4, 3)))  # What came before must not matter.
 print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
 """
-    arguments = [str(checkpoint("glm4_moe")), json.dumps(CPU_OPTIONS)]
+    arguments = [str(checkpoint("mimo")), json.dumps(CPU_OPTIONS)]
     env = {**os.environ, "PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True

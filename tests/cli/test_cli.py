@@ -50,8 +50,9 @@ def run_python(code: str) -> str:
 def test_run_samples(word_model, capsys):
     texts = []
     for seed in ("3", "3", "4"):
-        command = ["run", str(word_model), *SMALL, "--ids", "8 9", "-n", "9", "--seed", seed]
-        assert main([*command, "--temperature", "2", "--top-k", "50", "--ignore-eos"]) == 0
+        command = ["run", str(word_model), *SMALL_MODEL, "--ids", "8 9", "-n", "9", "--seed", seed]
+        more = ["--spec-tokens", "0", "--temperature", "2", "--top-k", "50", "--ignore-eos"]
+        assert main([*command, *more]) == 0
         texts.append(capsys.readouterr().out.splitlines()[1])
     assert texts[0] == texts[1] != texts[2]
     assert main(["run", str(word_model), "--top-p", "2"]) != 0
@@ -78,7 +79,7 @@ def test_run_prints_results_and_what_happened(word_model, capsys):
 def test_run_says_in_one_line_that_it_compiles(word_model, capsys, tmp_path):
     """No step keys and no differences of the cache, which `-v` shows; then it loads."""
     shared = ["run", str(word_model), "--max-len", "64", "--ids", "3 4", "-n", "3"]
-    command = [*shared, "--cache-dir", str(tmp_path)]
+    command = [*shared, "--cache-dir", str(tmp_path), "--spec-tokens", "2"]
     give_kernels(tmp_path)
     for stage in (r"compiling \(first time(, about \d+ s)?\)", "load the weights"):
         assert main(command) == 0
@@ -87,23 +88,31 @@ def test_run_says_in_one_line_that_it_compiles(word_model, capsys, tmp_path):
         assert not re.search(r"\[R=|differs|not in the cache", out + err)
     assert main([*command, "--spec-tokens", "1", "-v"]) == 0
     out, err = capsys.readouterr()
-    assert "the nearest entry differs in options.spec_tokens: 3 -> 1" in err
+    assert "the nearest entry differs in options.spec_tokens: 2 -> 1" in err
     assert re.search(r"2/2 lower decode\[R=1,Q=2,K=1\]", err)
     assert re.search(r"replays of decode\[R=1,Q=2,K=1\]", out)
 
 
-def test_run_compares_with_plain_decoding(word_model, capsys):
+@pytest.fixture
+def comparing(word_model) -> list[str]:
+    return ["run", str(word_model), *SMALL, "--ids", "3 4", "-n", "8", "--compare"]
+
+
+@pytest.mark.slow
+def test_a_comparison_as_json(comparing, capsys):
+    assert main([*comparing, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["tokens_per_s"]) == {"drafted", "plain"}
+
+
+def test_run_compares_with_plain_decoding(comparing, capsys):
     """When asked, how many times faster the drafts are: two speeds and their ratio."""
-    command = ["run", str(word_model), *SMALL, "--ids", "3 4", "-n", "8", "--compare"]
-    assert main(command) == 0
+    assert main(comparing) == 0
     row = re.search(
         r"speed over K = 0 +(\d+\.\d\d)x: (\d+\.\d) and (\d+\.\d) tok", capsys.readouterr().out
     )
     times, drafted, plain = map(float, row.groups())
     assert times == pytest.approx(drafted / plain, rel=0.01)
-    assert main([*command, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["tokens_per_s"]) == {"drafted", "plain"}
-    assert main([*command, "--spec-tokens", "0"]) == 2
+    assert main([*comparing, "--spec-tokens", "0"]) == 2
     assert "--compare compares drafts with K = 0, and K is 0" in capsys.readouterr().err
 
 
@@ -128,7 +137,7 @@ def test_inspect_draws_what_users_run(word_model, cpu_cache, capsys, tmp_path, m
     """On the backend of `mtpc run`, whose steps leave sizes open; and the picture of README."""
     monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
     drawn = []
-    for words in ([str(word_model)], [str(word_model), "--phase", "prefill"], []):
+    for words in ([str(word_model), "--phase", "prefill"], []):
         path = tmp_path / f"{len(drawn)}.svg"
         assert main(["inspect", *words, "--svg", str(path)]) == 0
         assert "nodes, for backend cpu" in capsys.readouterr().out

@@ -74,14 +74,14 @@ def coded_oracle(checkpoint: Callable[..., Path]) -> Callable[..., CodedOracle]:
 @pytest.mark.parametrize(
     ("family", "kind", "spec_tokens"),
     [
-        *(("mimo", "int8", k) for k in (0, 1, 3)),
+        ("mimo", "int8", 3),
         ("mimo", "fp8", 3),
         *(
             pytest.param(family, kind, k, marks=pytest.mark.slow)
             for family in ("mimo", "glm4_moe", "step3p7", "mimo_v2")
             for kind in LARGEST
             for k in (0, 1, 3)
-            if (family, kind) != ("mimo", "int8") and (family, kind, k) != ("mimo", "fp8", 3)
+            if (family, k) != ("mimo", 3)
         ),
     ],
 )

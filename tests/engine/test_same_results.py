@@ -146,7 +146,12 @@ def plain(text_model: Model, whole: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("ask", "spec_tokens"),
-    [(awaited, 1), (awaited, 2), (awaited, 3), (streamed, 3), (generated, 3), (awaited, 0)],
+    [
+        (awaited, 3),
+        (streamed, 3),
+        (generated, 3),
+        *(pytest.param(awaited, k, marks=pytest.mark.slow) for k in (0, 1, 2)),
+    ],
 )
 def test_results_do_not_depend_on_drafts(
     text_model: Model, whole: str, plain: list[Any], ask: Any, spec_tokens: int

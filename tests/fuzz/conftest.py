@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hours", type=float, help="hours of all fuzz tests together")
 
 
-@pytest.fixture(params=[3, pytest.param(120, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.fixture(params=[1, pytest.param(120, marks=pytest.mark.slow)], ids=["short", "long"])
 def chances(request: pytest.FixtureRequest) -> Callable[[], Iterator[random.Random]]:
     """chances(): random numbers of the seeds 0, 1, ... until the time of this test is over."""
     hours, seed = request.config.getoption("hours", None), os.environ.get("MTPC_FUZZ_SEED")

@@ -26,7 +26,7 @@ NEAR_FAMILIES = (
     "longcat_flash",
     "qwen4_exp",
 )
-"""Families whose parts the families above have, too. The default run checks their text and drafts
+"""Families whose parts the families above have, too. The default run checks text and drafts of some
 at K = 3, the slow run everything."""
 DRAFTED = ("llama", "qwen3", "qwen2")
 """Families whose drafter is an EAGLE-3 head in a checkpoint of its own; the default run has the
@@ -36,12 +36,13 @@ ASSISTED = ("gemma4", "gemma4_unified", "gemma4@experts")
 has the first at K = 3."""
 EVERY_FAMILY = (*FAMILY_NAMES, *NEAR_FAMILIES, "step3p5", "qwen3_5", "qwen3_5_moe", "glm4v_moe")
 CPU_FAMILY_NAMES = FAMILY_NAMES[:4]
-"""Families that the default run compiles for the cpu backend: paged, experts, latent, recurrent."""
+"""Families of each kind: paged, experts, latent, recurrent."""
 EACH_FAMILY = [
-    *CPU_FAMILY_NAMES,
-    *(pytest.param(n, marks=pytest.mark.slow) for n in (*FAMILY_NAMES[4:], *NEAR_FAMILIES)),
+    pytest.param(n, marks=[pytest.mark.slow] * (n not in ("mimo", "qwen3_next")))
+    for n in (*FAMILY_NAMES, *NEAR_FAMILIES)
 ]
-"""For tests other than the theorem: the default run takes these families, the slow run all."""
+"""For tests other than the theorem: the default run takes pages alone, and recurrent layers beside
+attention and experts; the slow run all families."""
 EACH_FAMILY_OF_FEW = [
     FAMILY_NAMES[0],
     *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILY_NAMES[1:]),
@@ -50,12 +51,10 @@ EACH_FAMILY_OF_FEW = [
 TINY = {"max_len": 64, "page_size": 4, "prefill_chunk": 8, "sampling": False}
 """Small pages and chunks, so that short sequences have several of each; greedy steps."""
 FEWER_BUCKETS: dict[str, dict[str, Any]] = {
-    family: {"batch_buckets": (1, 4)} for family in FAMILY_NAMES
+    family: {"batch_buckets": (1, 4) if family in ("mimo", "qwen3_next") else (4,)}
+    for family in (*FAMILY_NAMES, *NEAR_FAMILIES, *DRAFTED, *ASSISTED)
 }
 """The default buckets of `compiled`: each takes one to five seconds."""
-FEWER_BUCKETS |= {
-    family: {"batch_buckets": (4,)} for family in (*NEAR_FAMILIES, *DRAFTED, *ASSISTED)
-}
 NUM_PAGES = 89
 """A prime that is no other size of these models: it identifies the pool in generated code."""
 CPU_OPTIONS: dict[str, Any] = {

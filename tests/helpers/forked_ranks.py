@@ -1,4 +1,4 @@
-"""Ranks as forks of a process that has torch imported, and no threads.
+"""Ranks as forks of a process that has torch and transformers imported, and no threads.
 
 A fork of the test's own process may hang: it holds the locks of threads that it lacks.
 """
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from mtpc.program.processes import end_with_parent
 from mtpc.program.ranks import Ranks, join_ranks
 
+PRELOADED = ["torch", "torch._dynamo", "transformers.modeling_utils"]
+"""What the process of the forks imports once: each takes seconds. Nothing of mtpc, which may be a
+copy that only the path of the test's process leads to."""
 Body = Callable[[Ranks], Any]
 """The function that each rank runs, which must pickle. It may yield once, to report progress."""
 
@@ -63,7 +66,7 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
         wait_s: timeout of a collective.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(PRELOADED)
     forks: list[Fork] = []
     try:
         for rank in range(size):

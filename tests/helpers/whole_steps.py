@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,30 @@ from helpers.families import TINY
 from helpers.plans import plan_of
 from mtpc.backends.base import Backend
 from mtpc.backends.cpu.backend import CpuBackend
+from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
+
+
+def by_cpu_passes(directory: Path) -> StepGraph:
+    """`rewritten` by default: made once, a copy each time."""
+    return _by_cpu_passes(directory).clone()
+
+
+@cache
+def _by_cpu_passes(directory: Path) -> StepGraph:
+    return rewritten(directory)
+
+
+def on_references(directory: Path, *passes: str, dtype: str = "bfloat16") -> StepGraph:
+    """`rewritten` by some passes on the reference operators: made once, a copy each time."""
+    return _on_references(directory, passes, dtype).clone()
+
+
+@cache
+def _on_references(directory: Path, passes: tuple[str, ...], dtype: str) -> StepGraph:
+    return rewritten(directory, dtype, EagerBackend(), enabled_passes=passes)
 
 
 def rewritten(

@@ -31,7 +31,7 @@ def damaged(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("is_reversed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_process_has_several_models(
     is_reversed: bool,
     damaged: Path,

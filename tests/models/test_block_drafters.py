@@ -68,7 +68,7 @@ def oracle_of(directory: Path, family: str = "llama") -> DraftOracle:
             marks=pytest.mark.slow,
         ),
         # A block of all rows may be longer than the authors'.
-        ("qwen2", 15, {"block_size": 8}),
+        pytest.param("qwen2", 15, {"block_size": 8}, marks=pytest.mark.slow),
         # DSpark: a block of K rows, and each draft depends on the one before it.
         ("llama", 3, block_drafters.SPARK),
         pytest.param("qwen3", 1, block_drafters.SPARK, marks=pytest.mark.slow),

@@ -27,13 +27,15 @@ from mtpc.models.load import load
 from mtpc.weights.checkpoint import Checkpoint
 
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
+EACH = ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+"""qwen3_next has experts beside the same layers in the default run."""
 FEW: dict[str, Any] = {"batch_buckets": (4,)}
 
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        pytest.param(family, k, marks=[pytest.mark.slow] * (k != 3))
+        pytest.param(family, k, marks=[pytest.mark.slow] * ((family, k) != ("qwen3_5", 3)))
         for family in QWEN3_5
         for k in range(5)
     ],
@@ -46,10 +48,10 @@ def test_speculative_output_equals_plain_decoding(
     The fast part has the K of the tests below; qwen3_next, whose state it is, has others in it.
     """
     spec = compiled(family, spec_tokens, **FEW)
-    check_theorem(spec, oracle(family), max_examples=25).check_all_happened()
+    check_theorem(spec, oracle(family), max_examples=12).check_all_happened()
 
 
-@pytest.mark.parametrize("family", QWEN3_5)
+@pytest.mark.parametrize("family", EACH)
 def test_partial_acceptance(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
@@ -62,7 +64,7 @@ def test_partial_acceptance(
         check_after_rejection(spec, oracle(family), num_accepted)
 
 
-@pytest.mark.parametrize("family", QWEN3_5)
+@pytest.mark.parametrize("family", EACH)
 def test_drafts_equal_the_released_names(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

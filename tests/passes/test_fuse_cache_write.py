@@ -12,7 +12,7 @@ import torch
 from helpers.batches import bf16
 from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
-from helpers.whole_steps import check_no_token_changes, named, rewritten
+from helpers.whole_steps import by_cpu_passes, check_no_token_changes, named, rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -170,11 +170,13 @@ LAYERS = {"mimo": 3, "glm4_moe": 3, "qwen3_next": 2, "mimo_v2": 4, "step3p7": 4}
 """With keys and values of their own, of a step with one MTP layer (K = 1)."""
 
 
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.slow] * (n == "mimo_v2")) for n in LAYERS]
+)
 def test_each_layer_writes_by_it(family: str, checkpoint: Callable[..., Path]) -> None:
     """Paged caches and rings, whole heads and parts of them, norms on heads, value dims of their
     own: none of the operators that it stands for is left."""
-    graph = rewritten(checkpoint(family, "random"))
+    graph = by_cpu_passes(checkpoint(family, "random"))
     found = named(graph)
     assert found["rotate_and_write"] == found["paged_attention"] == LAYERS[family]
     assert not found["rotate"]
@@ -183,7 +185,7 @@ def test_each_layer_writes_by_it(family: str, checkpoint: Callable[..., Path]) -
 
 
 def test_latents_and_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:
-    latent = named(rewritten(checkpoint("deepseek_v3", "random")))
+    latent = named(by_cpu_passes(checkpoint("deepseek_v3", "random")))
     wide = named(rewritten(checkpoint("mimo", "random"), "float32"))
     for found in (latent, wide):
         assert not found["rotate_and_write"]

@@ -212,7 +212,14 @@ norm each head, DeepSeek its latents; its rotary pairs neighbours, which is anot
 MTP layer is fed from before the target's final norm, so that norm takes the sum's selected rows."""
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mimo",
+        "glm4_moe",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "qwen3_next")),
+    ],
+)
 def test_each_chain_is_found(family: str, checkpoint: Callable[..., Path]) -> None:
     # Without passes that would take rotary angles, or norms between linear layers, for themselves.
     others = ("fuse-cache-write", "fuse-linear-chains")
@@ -231,6 +238,7 @@ def test_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:
         assert not FUSED["mimo"].keys() & named(rewritten(checkpoint("mimo", "random"), dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_no_token_changes(family: str, checkpoint: Callable[..., Path]) -> None:
     check_no_token_changes(

@@ -13,12 +13,11 @@ from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
 from helpers.grouped import random_weight
 from helpers.small_graphs import run, small_graph
-from helpers.whole_steps import check_no_token_changes, rewritten
+from helpers.whole_steps import check_no_token_changes, on_references
 from torch import Tensor, fx
 
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.weights.packing import pack
 
@@ -148,8 +147,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def graph_of(directory: Path, *passes: str) -> StepGraph:
     """What the pass is given, on the reference operators."""
-    before = ("pack-weights", "fuse-elementwise", *passes)
-    return rewritten(directory, "bfloat16", EagerBackend(), enabled_passes=before)
+    return on_references(directory, "pack-weights", "fuse-elementwise", *passes)
 
 
 def targets(graph: StepGraph) -> list[Any]:
@@ -160,7 +158,7 @@ def targets(graph: StepGraph) -> list[Any]:
 def test_the_targets_head_and_the_drafts(
     passes: tuple[str, ...], checkpoint: Callable[..., Path]
 ) -> None:
-    graph = graph_of(checkpoint("mimo"), *passes)
+    graph = graph_of(checkpoint("mimo", "random"), *passes)
     assert FuseHeadMax().apply(graph) == 2
     found = targets(graph)
     in_int8 = len(passes)
@@ -192,7 +190,7 @@ def largest(graph: StepGraph, target: Any) -> fx.Node:
 
 
 def test_logits_that_somebody_reads_stay(checkpoint: Callable[..., Path]) -> None:
-    graph = graph_of(checkpoint("mimo"))
+    graph = graph_of(checkpoint("mimo", "random"))
     node = largest(graph, aten.argmax.default)
     with graph.graph.inserting_after(node):
         graph.graph.call_function(aten.amax.default, (node.args[0], [-1]))
@@ -204,7 +202,7 @@ def test_logits_that_somebody_reads_stay(checkpoint: Callable[..., Path]) -> Non
 def test_maxima_over_something_else_stay(
     dims: tuple[Any, ...], checkpoint: Callable[..., Path]
 ) -> None:
-    graph = graph_of(checkpoint("mimo"))
+    graph = graph_of(checkpoint("mimo", "random"))
     node = largest(graph, aten.argmax.default)
     node.args = (node.args[0], *dims)
     assert FuseHeadMax().apply(graph) == 1

@@ -198,6 +198,7 @@ def test_parts_of_a_row_are_not_rows(checkpoint: Callable[..., Path]) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_heads_of_a_draft_are_not_rows_of_logits(checkpoint: Callable[..., Path]) -> None:
     """GLM-4 norms each of its four heads: as many as one request has rows of logits at K = 3."""
     seen = []

@@ -14,7 +14,7 @@ from helpers.compiled import run_on
 from helpers.families import EACH_FAMILY_OF_FEW
 from helpers.grouped import Zeros, random_weight
 from helpers.small_graphs import run, small_graph
-from helpers.whole_steps import check_no_token_changes, rewritten
+from helpers.whole_steps import by_cpu_passes, check_no_token_changes, on_references
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu_kernels import load_kernels
-from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.weights.grouped import Kind
@@ -230,8 +229,7 @@ one; so does a hidden state that an MTP layer reads."""
 
 def graph_of(directory: Path, dtype: str = "bfloat16") -> StepGraph:
     """What the pass is given, on the reference operators."""
-    before = ("pack-weights", "fuse-elementwise")
-    return rewritten(directory, dtype, EagerBackend(), enabled_passes=before)
+    return on_references(directory, "pack-weights", "fuse-elementwise", dtype=dtype)
 
 
 def calls(graph: StepGraph, target: Any) -> list[fx.Node]:
@@ -242,7 +240,7 @@ def kinds_of(graph: StepGraph, namespace: Any = REFERENCE) -> list[str]:
     return [str(node.args[2]) for node in calls(graph, namespace.linear_chain)]
 
 
-LATE = {"deepseek_v3", "qwen3_next", "mimo_v2"}
+LATE = {"deepseek_v3", "qwen3_next", "mimo_v2", "deepseek_v32"}
 """The slow run finds the chains of these; the others have chains of every kind."""
 
 
@@ -251,7 +249,7 @@ LATE = {"deepseek_v3", "qwen3_next", "mimo_v2"}
     [pytest.param(name, marks=[pytest.mark.slow] if name in LATE else []) for name in FOUND],
 )
 def test_each_chain_is_found(family: str, checkpoint: Callable[..., Path]) -> None:
-    graph = rewritten(checkpoint(family, "random"))
+    graph = by_cpu_passes(checkpoint(family, "random"))
     assert kinds_of(graph, OURS) == FOUND[family]
 
 

@@ -160,6 +160,7 @@ def _wait_for_failure(spec: mtpc.SpecModel, why: str) -> None:
     assert "failed" in spec.stats.prometheus()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("begun")
 def test_a_full_disk_ends_the_build_at_its_first_step(
     start: Callable[..., Any], tmp_path: Path

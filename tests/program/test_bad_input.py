@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 from helpers.families import TINY
+from helpers.plans import changed
 from helpers.theorem import PROMPTS
 from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.config import CompileOptions
+from mtpc.engine.engine import Engine
 from mtpc.errors import (
     CapacityError,
     CheckpointError,
@@ -101,9 +103,9 @@ def test_no_prompts_is_no_work(spec: mtpc.SpecModel) -> None:
 
 
 def test_more_requests_than_the_largest_bucket_queue(
-    compiled: Callable[..., Any], oracle: Callable[..., Any]
+    spec: mtpc.SpecModel, oracle: Callable[..., Any]
 ) -> None:
-    spec = compiled("mimo", 2, batch_buckets=(1, 2))
+    assert max(spec.options.batch_buckets) < 7
     out = spec.generate(PROMPTS[:7], 6)
     assert out == [oracle("mimo").generate(prompt, 6) for prompt in PROMPTS[:7]]
 
@@ -119,18 +121,25 @@ def test_stop_ids(spec: mtpc.SpecModel) -> None:
     assert (spec.engine.pages.num_free, spec.engine.slots.num_free) == free
 
 
-def test_max_len_defaults_to_what_the_model_has(checkpoint: Callable[..., Path]) -> None:
+def test_defaults_and_the_alias_of_an_option(checkpoint: Callable[..., Path]) -> None:
+    """max_len is what the model has."""
     options = {name: value for name, value in EAGER.items() if name != "max_len"}
-    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=0, **options)
-    assert spec.options.max_len == 512
+    spec = mtpc.compile(checkpoint("mimo"), num_speculative_tokens=0, **options)
+    assert (spec.options.max_len, spec.options.spec_tokens) == (512, 0)
 
 
-def test_a_pool_too_small_for_a_request(compiled: Callable[..., Any]) -> None:
-    spec = compiled("mimo", 2, num_pages=6, batch_buckets=(2,))
+def test_a_pool_too_small_for_a_request(spec: mtpc.SpecModel) -> None:
+    few = changed(spec.options, num_pages=6)
+    engine = Engine(spec.program, few, spec.engine.vocab_size)
     with pytest.raises(CapacityError, match=r"needs 8 pages of 4 tokens, the pool has 5"):
-        spec.generate([[3] * 20], 6)
+        engine.add([3] * 20, 6)
     # What fits is served, one after the other where both do not.
-    assert [len(o) for o in spec.generate([[3] * 8, [4] * 8], 4, ignore_eos=True)] == [4, 4]
+    texts = {engine.add([token] * 8, 4): list[int]() for token in (3, 4)}
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request_id] += output.token_ids
+    assert [len(text) for text in texts.values()] == [4, 4]
+    spec.engine.reset_prefix_cache()  # This engine wrote over its pages.
 
 
 def test_a_pool_too_small_for_anything(checkpoint: Callable[..., Path]) -> None:
@@ -199,11 +208,6 @@ def test_every_option_refuses_what_it_cannot_be() -> None:
     for field in fields(CompileOptions):
         with pytest.raises(OptionError, match=field.name):
             CompileOptions(**{field.name: object()})
-
-
-def test_the_alias_is_the_option(checkpoint: Callable[..., Path]) -> None:
-    spec = mtpc.compile(checkpoint("mimo"), num_speculative_tokens=0, **EAGER)
-    assert spec.options.spec_tokens == 0
 
 
 def test_something_that_is_no_model() -> None:
@@ -348,15 +352,18 @@ def test_nan_weights(damaged: Callable[..., Path], name: str) -> None:
         mtpc.compile(edit(damaged(), spoil), **EAGER)
 
 
-def test_nan_logits(checkpoint: Callable[..., Path]) -> None:
+def test_nan_logits(spec: mtpc.SpecModel) -> None:
     """Weights that turn bad after compilation: the request ends with an error, not with text."""
-    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=2, **EAGER)
-    weight = spec.loaded.target.get_output_embeddings().weight
-    with torch.no_grad():
+    weight = spec.loaded.target.get_output_embeddings().weight.data
+    good = weight[5].clone()
+    try:
         weight[5] = torch.nan
-    with pytest.raises(NumericsError, match="NaN or infinite after 0 new tokens"):
-        spec.generate([3, 4], 5)
+        with pytest.raises(NumericsError, match="NaN or infinite after 0 new tokens"):
+            spec.generate([3, 4], 5)
+    finally:
+        weight[5] = good
     assert not spec.engine.has_work
+    assert spec.generate([3, 4], 5)
 
 
 def test_no_mtp_layers(checkpoint: Callable[..., Path], compiled: Callable[..., Any]) -> None:
@@ -374,7 +381,7 @@ def test_model_objects(checkpoint: Callable[..., Path], oracle: Callable[..., An
     before = (model.config.to_json_string(), model.config._attn_implementation)
     experts = model.config._experts_implementation
     options = {k: v for k, v in EAGER.items() if k != "dtype"}
-    spec = mtpc.compile(model, spec_tokens=2, **options)
+    spec = mtpc.compile(model, spec_tokens=1, **options)
     assert spec.generate(PROMPTS[4], 8) == oracle("glm4_moe").generate(PROMPTS[4], 8)
     assert (model.config.to_json_string(), model.config._attn_implementation) == before
     assert model.config._experts_implementation == experts
@@ -395,8 +402,8 @@ def test_ctrl_c_during_compile(checkpoint: Callable[..., Path]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mtpc.compile(checkpoint("mimo"), spec_tokens=1, progress=interrupt, **EAGER)
-    assert mtpc.compile(checkpoint("mimo"), spec_tokens=1, **EAGER).generate([3], 2)
+        mtpc.compile(checkpoint("mimo"), spec_tokens=0, progress=interrupt, **EAGER)
+    assert mtpc.compile(checkpoint("mimo"), spec_tokens=0, **EAGER).generate([3], 2)
 
 
 def test_ctrl_c_during_generate(spec: mtpc.SpecModel, monkeypatch: pytest.MonkeyPatch) -> None:

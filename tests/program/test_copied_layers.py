@@ -38,7 +38,7 @@ DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 }
 """Family -> its changes, and first layer, period and number of layers that are traced."""
 
-OPTIONS = plan_of(spec_tokens=2, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8)
+OPTIONS = plan_of(spec_tokens=1, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8)
 
 
 def cuda() -> CudaBackend:
@@ -61,7 +61,7 @@ def plain(name: str) -> None:
     """No weight is stored in groups."""
 
 
-DECODE, PREFILL = StepKey.decode(2, 2), StepKey.prefill(2, 4, 2)
+DECODE, PREFILL = StepKey.decode(2, 1), StepKey.prefill(2, 4, 1)
 CASES = [
     pytest.param(family, key, marks=() if (family, key) == ("mimo", DECODE) else pytest.mark.slow)
     for family in DEEP
@@ -95,6 +95,7 @@ def _tape(loaded: LoadedModel, key: StepKey, copies: bool) -> tuple[str, Any]:
     return write_tape(*lower_to_tape(whole)), compiler.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "key"), CASES)
 def test_copies_are_the_layers_of_a_gpus_step(
     family: str, key: StepKey, deep: Callable[[str], LoadedModel]
@@ -124,7 +125,7 @@ def _calls(loaded: LoadedModel, key: StepKey, copies: bool) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("backend", [EagerBackend, cuda])
+@pytest.mark.parametrize("backend", [pytest.param(EagerBackend, marks=pytest.mark.slow), cuda])
 def test_a_model_with_copied_layers_runs(backend: Callable[[], Backend], tmp_path: Path) -> None:
     """The text of the model traced whole, with weights that passes join."""
     texts = []

@@ -72,7 +72,7 @@ def test_the_nearest_entry_says_how_long_it_takes(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty cache knows nothing; the next build, of other options, is forecast to its end."""
-    options = {**CPU_OPTIONS, "cache_dir": tmp_path / "cache", "spec_tokens": 1}
+    options = {**CPU_OPTIONS, "cache_dir": tmp_path / "cache", "spec_tokens": 0}
     tmp_path.chmod(0o755)
     give_kernels(tmp_path / "cache")
     heard: list[mtpc.Progress] = []
@@ -82,7 +82,7 @@ def test_the_nearest_entry_says_how_long_it_takes(
     assert {p.fraction for p in building} == {None}
     heard.clear()
     monkeypatch.setattr("mtpc.program.program._TELL_S", -1.0)
-    mtpc.compile(checkpoint("mimo"), heard.append, **{**options, "spec_tokens": 2})
+    mtpc.compile(checkpoint("mimo"), heard.append, **{**options, "spec_tokens": 1})
     building = [p for p in heard if p.stage in ("trace", "rewrite", "lower")]
     shares = [p.fraction for p in building]
     assert shares[0] == 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import EACH_FAMILY_OF_FEW, FEWER_BUCKETS
+from helpers.families import EACH_FAMILY_OF_FEW
 from helpers.plans import changed, plan_of
 from helpers.tapes import op_names
 
@@ -68,7 +68,7 @@ def test_the_estimate_holds_what_is_recorded(family: str, checkpoint: Callable[.
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_steps_share_a_pool_without_overlap(family: str, checkpoint: Callable[..., Path]) -> None:
     """What is needed at one time is apart, of every bucket; nothing else is in the pool."""
-    options = changed(OPTIONS, **FEWER_BUCKETS.get(family, {}))
+    options = changed(OPTIONS, batch_buckets=(2,))
     loaded = load(checkpoint(family), "float32", True)
     compiler, ends = StepCompiler(loaded, options, backend()), dict[str, int]()
     for key in compiler.keys:
@@ -114,7 +114,7 @@ def test_weights_that_passes_make_are_in_the_plan(
 ) -> None:
     """Where mtpc read the weights itself, joint ones take their place and nothing is added."""
     loaded = replace(load(checkpoint("mimo"), "float32", True), owned=owned)
-    joint = changed(OPTIONS, batch_buckets=(2,))
+    joint = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,))
     apart = changed(joint, disabled_passes=("merge-projections",))
     plain, merged = (
         plan_memory(StepCompiler(loaded, options, backend())) for options in (apart, joint)
@@ -137,7 +137,7 @@ def test_a_plan_by_hand() -> None:
 def test_the_pool_takes_what_graphs_leave(checkpoint: Callable[..., Path]) -> None:
     """Reported, and cut visibly; asked for in numbers, it is an error that has the numbers."""
     loaded = load(checkpoint("mimo"), "float32", True)
-    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,))
+    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,))
     full, lines = StepCompiler(loaded, options, backend()), list[str]()
     state = sum(tensor.nbytes for tensor in full.shared.values())
     pages = full.plan.num_pages
@@ -173,7 +173,7 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
 ) -> None:
     """The steps that were planned are those that run, unless the pool is cut."""
     loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,)).of_model(loaded.max_positions)
+    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,)).of_model(loaded.max_positions)
     trace = StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
@@ -217,7 +217,8 @@ def _texts(loaded: LoadedModel, options: Plan) -> list[str]:
 def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -> None:
     """A copy of each bucket's graph; more buckets take more."""
     loaded = load(checkpoint("mimo"), "float32", True)
-    compiler, counts = StepCompiler(loaded, OPTIONS, backend()), list[int]()
+    options = changed(OPTIONS, spec_tokens=0)
+    compiler, counts = StepCompiler(loaded, options, backend()), list[int]()
     for key in compiler.keys:
         graph = compiler.rewritten(key)
         ran = NullGraphs()
@@ -227,9 +228,9 @@ def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -
         # Views are calls of the tape and no kernels; each product is a kernel.
         products = sum("linear" in name or ".mm" in name for name in op_names(tape))
         assert products < counts[-1] < len(list(op_names(tape)))
-    plan = plan_memory(StepCompiler(loaded, OPTIONS, backend()))
+    plan = plan_memory(StepCompiler(loaded, options, backend()))
     assert plan.driver == workspace_bytes("cpu") + sum(counts) * NODE_BYTES
-    fewer = plan_memory(StepCompiler(loaded, changed(OPTIONS, batch_buckets=(2,)), backend()))
+    fewer = plan_memory(StepCompiler(loaded, changed(options, batch_buckets=(2,)), backend()))
     assert plan.driver - fewer.driver >= min(counts) * NODE_BYTES
 
 

@@ -177,7 +177,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_all(rank: int, built: list[str]) -> None:
     kill_at("decode", rank, 0.3, built)
 

@@ -360,7 +360,7 @@ def _until(event: threading.Event) -> None:
     event.wait(50)
 
 
-@pytest.mark.parametrize("case", ["hangs", "behind"])
+@pytest.mark.parametrize("case", ["hangs", pytest.param("behind", marks=pytest.mark.slow)])
 def test_a_step_that_does_not_end(case: str, tmp_path: Path) -> None:
     """Rank 0 stops waiting, and names the rank that does not answer, or is behind."""
     with forks_of(2, tmp_path, watch_steps) as forks:

@@ -34,8 +34,8 @@ TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Changes of the target's config and of its drafter's: heads that two ranks can share."""
 EACH = [
-    "llama",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma4", "qwen3", "gemma4_unified")),
+    "gemma4",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "qwen3", "gemma4_unified")),
 ]
 
 
@@ -133,7 +133,8 @@ def test_mtp_layers_of_their_own_checkpoint(
     check_both(two, oracle(family), target, 1, **given)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
 def test_sampled_texts_are_those_of_one_rank(
     name: str, two: Group, drafted: Callable[[str], Path]
 ) -> None:

@@ -100,7 +100,7 @@ def check_values(ranks: Ranks) -> None:
         check("rank_part", whole.transpose(0, 1), 0, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_values_are_those_of_the_references(size: int, tmp_path: Path) -> None:
     """Ragged ends of turns, parts of different lengths, equal logits, no numbers at all."""
     run_ranks(size, tmp_path, check_values)
@@ -120,7 +120,7 @@ def race(ranks: Ranks) -> None:
             time.sleep(dice.choice([0.0002, 0.004]))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fast_rank_overwrites_nothing(size: int, tmp_path: Path) -> None:
     run_ranks(size, tmp_path, race)
 
@@ -143,7 +143,7 @@ def meet_for_ever(ranks: Ranks) -> Iterator[Any]:
             yield str(error), str(again), failed
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_killed_rank_ends_all(lost: int, tmp_path: Path) -> None:
     """Wherever it was; the others say which one, now and in later collectives."""
     with forks_of(3, tmp_path, meet_for_ever) as forks:

@@ -77,7 +77,7 @@ def start(ranks: Ranks, small: Path, directory: Path, dtype: str) -> int:
     return peak.nbytes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_start_takes_the_rank_s_part(
     dtype: str, wide: Path, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -96,7 +96,9 @@ def damaged(ranks: Ranks, directory: Path) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", pytest.param("model.norm.weight", marks=pytest.mark.slow)]
+)
 def test_a_rank_checks_what_it_reads(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -123,7 +125,7 @@ def copies(ranks: Ranks, directory: Path) -> list[bool]:
     return [len({graph.weights[one].data_ptr() for one in table}) == 1 for table in tables]
 
 
-@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("is_equal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_equal_ends_are_in_memory_once(is_equal: bool, tmp_path: Path) -> None:
     """A rank's rows of an embedding and a head that a checkpoint stores twice."""
     target = build_target("glm4_moe")

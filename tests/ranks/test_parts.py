@@ -43,7 +43,7 @@ def test_a_part_of_a_weight(dim: int) -> None:
     assert from_json(to_json(packed)) == packed
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
     """Weights and caches by rank, two sums a layer, one message for each choice of tokens."""
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}

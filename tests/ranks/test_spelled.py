@@ -131,8 +131,12 @@ def reduce_by_blocks(ranks: Ranks, dtype: torch.dtype) -> list[tuple[int, list[i
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32]
+)
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_large_sums_are_made_by_blocks(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of more than two ranks: they send 2 (n - 1) / n of the size, in place of n - 1 times it."""
     for told in run_ranks(size, tmp_path, partial(reduce_by_blocks, dtype=dtype)):

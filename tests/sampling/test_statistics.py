@@ -185,7 +185,10 @@ def p_value(tally: np.ndarray, joint: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "spec_tokens", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2)), 3]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("bias", "min_p"))) for n in CASES],
+)
 def test_emitted_joint_is_the_targets(name: str, spec_tokens: int) -> None:
     params = CASES[name]
     tally, table, accepted = emitted_triples(spec_tokens, params)

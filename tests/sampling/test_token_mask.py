@@ -90,7 +90,12 @@ class Masker:
 
 
 @pytest.mark.parametrize(
-    ("spec_tokens", "name"), [(1, "temperature"), (3, "greedy"), (3, "everything")]
+    ("spec_tokens", "name"),
+    [
+        pytest.param(1, "temperature", marks=pytest.mark.slow),
+        (3, "greedy"),
+        (3, "everything"),
+    ],
 )
 def test_drafts_obey_the_mask_of_a_whole_step(
     spec_tokens: int,

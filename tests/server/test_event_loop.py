@@ -47,7 +47,6 @@ def longest_s(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
             found.append(time.thread_time() - start)
 
     monkeypatch.setattr(asyncio.events.Handle, "_run", run)
-    gc.collect()
     gc.disable()  # A round over all objects of the tests is not the server's work.
     yield lambda: max(found)
     gc.enable()
