@@ -244,7 +244,7 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     ".": 2370,
     "backends": 14770,
-    "capture": 1310,
+    "capture": 1300,
     "certificate": 1430,
     "cli": 5070,
     "engine": 5910,
@@ -254,7 +254,7 @@ LINES = {
     "layout": 1200,
     "models": 9170,
     "ops": 2670,
-    "passes": 2520,
+    "passes": 2530,
     "program": 4950,
     "server": 4420,
     "step": 1990,
