@@ -78,8 +78,9 @@ def _in_use(c: Checker, value: Value) -> Value:
     """Rows that are all alike, as those of the requests that the argument `rows` counts."""
     used = c.at("rows").tag
     layout = used[1] if used[:1] == ("used",) else None
-    is_fixed = isinstance(layout, tuple) and [name for name, _ in layout] == ["1"]
-    if not is_fixed or value.shape[0] != c.num_reqs * layout[0][1]:
+    if not isinstance(layout, tuple) or [name for name, _ in layout] != ["1"]:
+        return value
+    if value.shape[0] != c.num_reqs * layout[0][1]:
         return value
     return replace(value, dims=(layout, *value.dims[1:]), kind=OWN)
 

@@ -66,7 +66,8 @@ class DFlash2Config:
                 f"divisor of hidden_size {hidden}, and a head for all {size} tokens"
             )
         scales = (entries.get("output_multiplier") or 1.0, entries.get("final_logit_softcapping"))
-        return cls(*(entries[name] for name in bounds), float(scales[0]), float(scales[1] or 0))
+        taps, group, rank, candidates = (entries[name] for name in bounds)
+        return cls(taps, group, rank, candidates, float(scales[0]), float(scales[1] or 0))
 
 
 class BlockConvolution(nn.Module):
@@ -112,7 +113,7 @@ class ConvolvedLayer(qwen3.Qwen3DecoderLayer):
         self.attention_conv = BlockConvolution(layers.hidden_size, config)
         self.mlp_conv = BlockConvolution(layers.hidden_size, config)
 
-    def forward(self, hidden: Tensor, place: Tensor, **given: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, place: Tensor, **given: Any) -> Tensor:
         """Rows [1, T, H] of places [T] in their blocks -> [1, T, H]."""
 
         def attend(rows: Tensor) -> Tensor:

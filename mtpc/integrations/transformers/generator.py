@@ -210,8 +210,8 @@ class Generator:
             arguments["use_mtp"] = False
         if tokenizer is not None:
             arguments = self._with_stop_strings(arguments, tokenizer)
-        generate: Any = type(self.model).generate
-        return generate(
+        model_class: Any = type(self.model)
+        return model_class.generate(
             self.model, inputs, custom_generate=self, token_streamer=streamer, **arguments
         )
 
