@@ -242,7 +242,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2370,
-    "backends": 14740,
+    "backends": 14770,
     "capture": 1300,
     "certificate": 1350,
     "cli": 5030,
@@ -254,12 +254,12 @@ LINES = {
     "models": 8890,
     "ops": 2670,
     "passes": 2520,
-    "program": 4940,
+    "program": 4950,
     "server": 4420,
     "step": 1790,
-    "store": 930,
+    "store": 1000,
     "tuning": 1730,
-    "weights": 7550,
+    "weights": 7710,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

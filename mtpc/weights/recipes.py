@@ -281,16 +281,14 @@ def allocate(
     Args:
         recipe: what the memory is for.
         tensor_of: name -> tensor; only shapes and dtypes are read.
-        place: gives the memory.
+        place: allocates it.
     """
     if isinstance(recipe, Grouped):
         shape, _ = shape_of(recipe.part, tensor_of)
         return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
-    if isinstance(recipe, Packed):
-        shape, dtype = shape_of(recipe.part, tensor_of)
-        return place(packing.packed_shape(shape, dtype), dtype)
-    shape, dtype = shape_of(recipe, tensor_of)
-    return place(tuple(shape), dtype)
+    packs = isinstance(recipe, Packed)
+    shape, dtype = shape_of(recipe.part if packs else recipe, tensor_of)
+    return place(packing.packed_shape(shape, dtype) if packs else tuple(shape), dtype)
 
 
 def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
