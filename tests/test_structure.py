@@ -260,7 +260,7 @@ LINES = {
     "step": 1990,
     "store": 1000,
     "tuning": 1820,
-    "weights": 8180,
+    "weights": 8170,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

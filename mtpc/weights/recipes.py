@@ -30,7 +30,6 @@ from mtpc.weights.grouped_recipes import (
     stack,
     take_rows,
 )
-from mtpc.weights.packing import Fill
 from mtpc.weights.quantise import quantised_rows
 
 
@@ -193,7 +192,7 @@ class Held:
         return quantised_rows(self.read(part), spec)
 
 
-def make(recipe: Recipe, tensor_of: TensorOf, fill: Fill = packing.fill_packed) -> Tensor:
+def make(recipe: Recipe, tensor_of: TensorOf, fill: packing.Fill = packing.fill_packed) -> Tensor:
     """The tensor of a recipe over tensors in memory, packed on their device; see `make_all`."""
     made = make_all(recipe, Held(tensor_of), Packer(fill))[recipe]
     return made.to(tensor_of(next(names(recipe))).device) if isinstance(recipe, Packed) else made
@@ -281,19 +280,17 @@ def allocate(
     Args:
         recipe: what the memory is for.
         tensor_of: name -> tensor; only shapes and dtypes are read.
-        place: gives the memory.
+        place: allocates it.
     """
     if isinstance(recipe, Grouped):
         shape, _ = shape_of(recipe.part, tensor_of)
         return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
-    if isinstance(recipe, Packed):
-        shape, dtype = shape_of(recipe.part, tensor_of)
-        return place(packing.packed_shape(shape, dtype), dtype)
-    shape, dtype = shape_of(recipe, tensor_of)
-    return place(tuple(shape), dtype)
+    whole = recipe.part if isinstance(recipe, Packed) else recipe
+    shape, dtype = shape_of(whole, tensor_of)
+    return place(tuple(shape) if whole is recipe else packing.packed_shape(shape, dtype), dtype)
 
 
-def _place(recipe: Recipe, out: Tensor, source: Source, fill: Fill) -> None:
+def _place(recipe: Recipe, out: Tensor, source: Source, fill: packing.Fill) -> None:
     """Pack the tensor of a recipe, part by part if possible, so that the whole is never made.
 
     Args:
