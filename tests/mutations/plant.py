@@ -205,16 +205,21 @@ def read_rows(path: Path) -> dict[str, str]:
 
 def report(verdicts: Mapping[str, str]) -> str:
     """What was planted, and what saw it, as Markdown: the faults of this file's table only."""
+    found = [fault for fault in FAULTS if row(fault) in verdicts]
+    known = [row(fault) for fault in found]
+    kernels = [fault for fault in found if "kernels/" in fault.file]
+    seen = [text for text in known if verdicts[text].startswith("seen")]
     lines = [
         "# Planted faults",
         "",
         "`python tests/mutations/plant.py --out tests/mutations/results.md` writes this file. It",
         "plants each fault in a copy of mtpc, and runs the test, which has to fail.",
         "",
+        f"{len(known)} faults, {len(kernels)} of them in kernels; {len(seen)} are seen.",
+        "",
         "| fault | file | test | verdict |",
         "|---|---|---|---|",
     ]
-    known = [row(fault) for fault in FAULTS if row(fault) in verdicts]
     return "\n".join([*lines, *(f"{text} {verdicts[text]} |" for text in known)]) + "\n"
 
 
