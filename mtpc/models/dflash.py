@@ -263,8 +263,8 @@ def _rows_alone(context: StepContext) -> tuple[Tensor, StepContext]:
     starts = torch.arange(token.shape[0] + 1, device=token.device, dtype=torch.int32)
     table, lens = context.block_table[request], context.seq_lens[request]
     ahead = context.positions.shape[0] // context.seq_lens.shape[0]
-    rows = replace(context, block_table=table, seq_lens=lens, query_start_loc=starts, ahead=ahead)
-    return request, rows
+    alone = replace(context, block_table=table, seq_lens=lens, query_start_loc=starts, ahead=ahead)
+    return request, alone
 
 
 class DFlashContext(DrafterPass):
