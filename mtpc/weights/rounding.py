@@ -78,8 +78,8 @@ class Grid:
             return scaled.to(torch.float8_e4m3fn).float()
         if self.kind not in VALUES:
             return scaled.round_()
-        index = scaled.sub_(low).mul_(2).to(torch.int32)
         table = self._table.to(weights.device)
+        index = scaled.sub_(low).mul_(2).to(torch.int32).clamp_(0, len(table) - 1)  # NaN is 0.
         return table.index_select(0, index.flatten()).view(weights.shape)
 
     def codes(self, numbers: Tensor) -> Tensor:

@@ -49,6 +49,17 @@ def test_outputs_change_less_with_the_inputs_known(scheme: str) -> None:
     assert error(diagonal) < error(None) * 1.02
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_that_are_not_finite_show(scheme: str) -> None:
+    """In the scales or the codes, by which checkpoints are refused."""
+    for bad in (torch.nan, torch.inf):
+        weight = torch.randn(3, 256)
+        weight[1, 7] = bad
+        spec = SCHEMES[scheme].spec(256, weight.dtype)
+        assert spec is not None
+        assert not all(bool(t.float().isfinite().all()) for t in quantise(weight, spec).numbers)
+
+
 def test_feedback_inverts_the_moments() -> None:
     moments = blocks_of(inputs_of(64))
     diagonal = moments[0].diagonal().clone()
