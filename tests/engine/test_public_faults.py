@@ -18,6 +18,7 @@ from torch import Tensor
 import mtpc
 from mtpc.layout import SCRATCH_SLOT, StepKey
 
+pytestmark = pytest.mark.slow
 K, BUCKET = 3, 8
 
 
