@@ -67,6 +67,9 @@ def forks_of(size: int, directory: Path, body: Body, wait_s: float = 60.0) -> It
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    first = context.Process(target=int)
+    first.start()
+    first.join()  # The imports of `PRELOADED` have no part in the limits below.
     forks: list[Fork] = []
     try:
         for rank in range(size):
