@@ -177,15 +177,19 @@ def _head_part(
     logits: Tensor, places: Tensor, shares: Tensor, counted: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of some rows, its gradient before `counted`, and which rows are right."""
-    is_known, first = places >= 0, places[:, :1].clamp(min=0)
-    known = torch.where(is_known, places, first)  # A place twice is written the same twice.
+    is_known = places >= 0
+    known = torch.where(
+        is_known, places, places[:, :1].clamp(min=0)
+    )  # A place twice is written the same twice.
     shares = torch.where(is_known, shares, shares[:, :1])
     # argmax takes ten times as long as amax, and scatter_add_ of 16 bits copies all logits twice.
-    hits = (logits.gather(1, first) == logits.amax(-1, keepdim=True))[:, 0] & is_known[:, 0]
+    largest, wanted = logits.amax(-1, keepdim=True), logits.gather(1, known)
+    hits = (wanted[:, 0] == largest[:, 0]) & is_known[:, 0]
     gradient = logits.softmax(-1)
-    found = gradient.gather(1, known).to(shares.dtype)
-    loss = -(found.clamp(min=1e-30).log() * shares * is_known).sum()
-    return loss, gradient.scatter_(1, known, (found - shares).to(gradient.dtype)), hits
+    normaliser = wide(largest) - wide(gradient.amax(-1, keepdim=True)).log()
+    loss = ((normaliser - wide(wanted)) * shares * is_known).sum()
+    changed = wide(gradient.gather(1, known)) - shares
+    return loss, gradient.scatter_(1, known, changed.to(gradient.dtype)), hits
 
 
 class Training:
