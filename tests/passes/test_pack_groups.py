@@ -24,7 +24,7 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.grouped import GroupedWeight, GroupForm, pack_scales
+from mtpc.weights.grouped import VALUES, GroupedWeight, GroupForm, pack_scales
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
@@ -130,8 +130,11 @@ def test_scales_have_the_least_error_of_many(name: str) -> None:
         )
         return
     grid = Grid(form.kind)
+    largest = wide.abs().amax(-1, keepdim=True)
+    if form.kind in VALUES:  # Its numbers differ on both sides of zero, so the sign counts.
+        largest = wide.gather(-1, wide.abs().argmax(-1, keepdim=True))
     for factor in (*torch.linspace(0.6, 1.2, 10).tolist(), 1.0):
-        scale = wide.abs().amax(-1, keepdim=True) / grid.ends[1] * factor
+        scale = largest / grid.ends[1] * factor
         scale = scale.to(found.scales.dtype).float()
         numbers = grid.nearest(wide, torch.where(scale == 0, 0, 1 / scale))
         other = (numbers * scale - wide).square().sum(-1)
