@@ -14,12 +14,9 @@ from transformers.modeling_layers import MtpModel
 
 HERE = ("glm4_moe",)
 """Random models that are compiled in this file by default, and whose oracle is float64."""
-LATE = (
-    *("glm_moe_dsa", "glm4_moe_lite", "ernie4_5_moe", "exaone_moe"),
-    *(*DRAFTED[1:], *ASSISTED[1:]),
-)
-"""Trained models of the slow run: test_shared_choice.py has the layers of the first, test_wiring.py
-the rows of the next, and the others draft as the first of their kind."""
+LATE = ("glm_moe_dsa", *DRAFTED[1:], *ASSISTED[1:])
+"""Trained models of the slow run: test_shared_choice.py has the layers of the first, and the others
+draft as the first of their kind."""
 DEFAULTS = {"sampling": True}
 """What `mtpc.compile` does, for programs that no other file shares."""
 
