@@ -125,12 +125,25 @@ def best_scales(
     for factor in () if by_largest else grid.factors:
         numbers = grid.nearest(weights, inverse_of((whole * factor).to(dtype).float()))
         counted = numbers if importance is None else numbers * importance
-        squares, products = (numbers * counted).sum(0), (counted * weights).sum(0)
+        squares, products = _sum(numbers * counted), _sum(counted * weights)
         fitted = torch.where(squares == 0, 0.0, products / squares).to(dtype)
         wide = fitted.float()
         gain = wide * (2 * products - wide * squares)
         best, most = torch.where(gain > most, fitted, best), torch.maximum(gain, most)
     return best
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """The sum over the first dimension, in an order that depends on its size alone.
+
+    So a rank that rounds some rows of a weight finds the scales of the whole; `torch.sum` adds in
+    another order where there are fewer columns.
+    """
+    while len(terms) > 1:
+        half = len(terms) // 2
+        pairs, odd = terms[:half] + terms[half : 2 * half], terms[2 * half :]
+        terms = torch.cat((pairs, odd)) if len(odd) else pairs
+    return terms[0]
 
 
 def moments_width(inputs: int) -> int:
