@@ -247,7 +247,7 @@ LINES = {
     "capture": 1300,
     "certificate": 1430,
     "cli": 5070,
-    "engine": 5910,
+    "engine": 5920,
     "evaluation": 610,
     "host": 520,
     "integrations": 4580,
@@ -260,7 +260,7 @@ LINES = {
     "step": 1990,
     "store": 1000,
     "tuning": 1820,
-    "weights": 8170,
+    "weights": 8190,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

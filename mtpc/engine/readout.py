@@ -11,17 +11,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtpc.engine.budgets import BudgetPolicy
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy
 from mtpc.layout import DRAFT_CHANCES, NUM_DRAFTS, NUM_VERIFIED, StepKey
 from mtpc.program.program import Program
+
+if TYPE_CHECKING:
+    from mtpc.engine.budgets import BudgetPolicy
 
 
 class Moment:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mtpc.engine.budgets import BudgetPolicy
 from mtpc.engine.grammar import GrammarMasks
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.readout import Moment, PendingStep, Readout
@@ -29,6 +29,9 @@ from mtpc.engine.tiers import TierPolicy, from_json, to_json
 from mtpc.layout import STOP_REASONS, TEXT_IDS, StepKey
 from mtpc.plan import Plan
 from mtpc.program.program import Program
+
+if TYPE_CHECKING:
+    from mtpc.engine.budgets import BudgetPolicy
 
 
 class StepRunner:
@@ -70,7 +73,11 @@ class StepRunner:
                 self.tiers = TierPolicy(program.tiers, from_json(known))
             except ValueError as error:
                 stats.fallbacks[f"costs of earlier runs were not used: {error}"] += 1
-        self.budgets = BudgetPolicy(options.row_budgets) if options.row_budgets else None
+        self.budgets: BudgetPolicy | None = None
+        if options.row_budgets:
+            from mtpc.engine.budgets import BudgetPolicy  # Few starts have budgets.
+
+            self.budgets = BudgetPolicy(options.row_budgets)
         self._masks = GrammarMasks(program, vocab_size)
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None

@@ -2,9 +2,8 @@
 
 A recipe is the name of a tensor, several recipes joined, a part of one, or one converted for the
 kernels. A weight that is stored in groups is converted from its codes. Passes derive weights by
-recipes, and recipes read checkpoints that store experts one by one. So a warm start makes its
-weights from the checkpoint's present values, even if the cached program was built with other
-values. A recipe reads nothing; `mtpc.weights.weights.Weights` makes its tensor, once.
+recipes, and recipes read checkpoints that store experts one by one. So a warm start has the values
+that the checkpoint has then. A recipe reads nothing; `Weights` makes its tensor, once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from mtpc.weights.grouped_recipes import (
     stack,
     take_rows,
 )
-from mtpc.weights.quantise import quantised_rows
 
 
 @dataclass(frozen=True)
@@ -189,6 +187,8 @@ class Held:
 
     def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
         """Rounded on demand."""
+        from mtpc.weights.quantise import quantised_rows  # Few starts round weights.
+
         return quantised_rows(self.read(part), spec)
 
 

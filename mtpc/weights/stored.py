@@ -26,7 +26,6 @@ from mtpc.weights.grouped_recipes import (
     take_rows,
 )
 from mtpc.weights.packing import TILE, Fill, SharedPages, count_tiles, fill_packed
-from mtpc.weights.quantise import quantised_rows
 from mtpc.weights.read_ahead import ReadAhead, Span
 from mtpc.weights.recipes import (
     Cast,
@@ -280,6 +279,8 @@ class _Files:
         (name,) = names(part)
         if spec.is_of(self.checkpoint.specs.get(name)):
             return self._looked_at(name, self.checkpoint.grouped(name))
+        from mtpc.weights.quantise import quantised_rows  # Few starts round weights.
+
         return self._looked_at(name, quantised_rows(self.read(part), spec))
 
     def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:

@@ -59,6 +59,7 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
     ({"images": True}, {"options.images", "options.rows_in_rings"}),
     ({"tensor_parallel_size": 2}, {"options.tensor_parallel_size"}),
     ({"wiring": {"first_features": "after"}}, {"options.wiring"}),
+    ({"row_budgets": (2,)}, {"options.row_budgets"}),
     ({"synthetic_acceptance_rates": (0.5, 0.2, 0.1)}, {"options.synthetic_acceptance_rates"}),
     ({"synthetic_acceptance_length": 2.0}, {"options.synthetic_acceptance_rates"}),
     ({"disabled_passes": ("hoist-shared",)}, {"options.disabled_passes"}),
