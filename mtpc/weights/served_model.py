@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class ServedModel:
     vocab_size: int
     stop_ids: tuple[int, ...]
     directory: Path | None
-    kept: Kept | None = None
+    kept: Kept | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
