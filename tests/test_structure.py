@@ -242,7 +242,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2370,
+    ".": 2430,
     "backends": 14770,
     "capture": 1300,
     "certificate": 1430,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -132,6 +132,7 @@ class _Context:
 
     positions: Tensor
     layers: dict[int, DraftRows]
+    ahead: ClassVar[int] = 0
 
     def update(
         self, first: Tensor, second: Tensor, layer_idx: int, **_: Any

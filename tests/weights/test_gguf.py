@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import mtpc
-from mtpc.errors import CheckpointError, UnsupportedModelError
+from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.models.hf import model_class
 from mtpc.models.load import find_family
 from mtpc.models.read_config import read_config
@@ -373,7 +373,7 @@ def test_what_is_wrong_is_named(change: Any, message: str, whole: bytes, tmp_pat
 
 def test_it_is_not_quantised_again(whole: bytes, tmp_path: Path) -> None:
     read(whole, tmp_path)
-    with pytest.raises(CheckpointError, match="is a GGUF model; expected a directory"):
+    with pytest.raises(OptionError, match="scheme is 'int8', which GGUF files do not have"):
         quantise_checkpoint(tmp_path / "model.gguf", tmp_path / "out", "int8")
 
 

@@ -13,6 +13,7 @@ from mtpc.cli.main import main
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile
+from mtpc.weights.gguf.write import in_file_order, names_of
 from mtpc.weights.quantise import SCHEMES, quantise
 
 FILES = Path(__file__).parent / "gguf"
@@ -64,7 +65,8 @@ def test_the_library_reads_what_is_written(name: str, scheme: str, tmp_path: Pat
         assert spec is not None
         values = gguf.quants.dequantize(other.data, other.tensor_type).reshape(plain.shape)
         assert torch.equal(torch.from_numpy(values), quantise(plain, spec).dequantise())
-    assert {"token_embd.weight", "blk.0.attn_output.weight"} <= rounded
+    assert "token_embd.weight" in rounded
+    assert any("attn_output" in name for name in rounded)
     assert not {n for n in rounded if "ffn_gate_inp" in n}
     found, plain = Checkpoint(out), Checkpoint(source)
     assert found.tensors.keys() == plain.tensors.keys()
@@ -74,21 +76,19 @@ def test_the_library_reads_what_is_written(name: str, scheme: str, tmp_path: Pat
             assert float((one - other).norm() / one.norm()) < 0.1, tensor
 
 
-def test_moments_follow_the_order_of_the_file(tmp_path: Path) -> None:
+def test_moments_follow_the_order_of_the_file() -> None:
     """Qwen3.5's output projections have inputs in another order in files: the importance of each
-    is that of its own weight."""
-    from mtpc.weights.write_quantised import quantise_checkpoint
-
-    source, out = FILES / "qwen3_5.gguf", tmp_path / "out.gguf"
-    checkpoint = Checkpoint(source)
-    name = next(n for n in checkpoint.tensors if n.endswith("linear_attn.out_proj.weight"))
-    weight = checkpoint.tensor(name).float()
-    large = torch.zeros(weight.shape[1])
-    large[3] = 1e6  # All of the error should leave this input.
-    moments = torch.diag(large + 1e-3)[None]
-    quantise_checkpoint(source, out, "iq4_nl", moments={name: moments})
-    change = (Checkpoint(out).tensor(name).float() - weight).square().mean(0).sqrt()
-    assert change[3] < 0.2 * change.median()
+    is that of its own weights."""
+    checkpoint = Checkpoint(FILES / "qwen3_5.gguf")
+    (file,) = checkpoint.files
+    assert isinstance(file, GgufFile)
+    names = {name: source for source, name in names_of(file).items()}
+    name = next(n for n in file.tensors if n.endswith("linear_attn.out_proj.weight"))
+    sums = checkpoint.tensor(name).float().abs().sum(0)
+    in_file = file.plain(names[name]).float().abs().sum(0)
+    assert not torch.equal(sums, in_file)
+    found = in_file_order(torch.diag(sums)[None], file.tensors[name])
+    assert torch.equal(found.flatten(), in_file)
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
