@@ -1173,8 +1173,8 @@ FAULTS = (
     Fault(
         "a rank rounds its part of a row by a scale of its own",
         "passes/pack_groups.py",
-        "spec_by_scheme(self.scheme, whole, graph.weights[whole])",
-        "spec_by_scheme(self.scheme, whole, weight)",
+        "spec_by_scheme(scheme, whole, graph.weights[whole])",
+        "spec_by_scheme(scheme, whole, weight)",
         "ranks/test_codes.py::test_each_rank_has_its_part_of_the_codes[mimo-int8-False]",
     ),
     Fault(
