@@ -116,6 +116,7 @@ class SiteRecorder:
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
+        self.ahead = 0  # No host's draft sees positions behind its own.
         self.layers: defaultdict[int, _SiteLayer] = defaultdict(lambda: _SiteLayer(self._found))
         self._found: list[_Found] = []
 

@@ -37,6 +37,10 @@ def names(traits: Traits, *kinds: str) -> list[str]:
     return [name for kind in kinds or ARGUMENTS for name in getattr(traits, kind).split()]
 
 
+WITHOUT_ROWS = ("pack", "pack_blocks")
+"""Operators that prepare weights."""
+
+
 @pytest.mark.parametrize("name", references())
 def test_traits_are_declared(name: str) -> None:
     """An operator without traits is refused, and so are traits of arguments that it lacks."""
@@ -139,10 +143,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, op in references().items() if not is_collective(op) and n != "pack"]
+    "name",
+    [n for n, op in references().items() if not is_collective(op) and n not in WITHOUT_ROWS],
 )
 def test_rows_depend_on_what_traits_say(name: str) -> None:
-    """Of all operators but collectives, and `pack`, which no step calls.
+    """Of all operators but collectives, and those that no step calls.
 
     A row of the results stays where all that it may not depend on changes: other rows become copies
     of it, and what belongs to other requests is overwritten. So does the state of a request.
