@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.tensor_file import _DTYPES, TensorFile
+from mtpc.weights.tensor_file import DTYPES, TensorFile
 
 LARGE = 1 << 20
 """Elements of a tensor that covers many pages."""
@@ -24,7 +24,7 @@ LARGE = 1 << 20
 @pytest.fixture
 def saved() -> dict[str, Tensor]:
     integers = torch.arange(24)
-    tensors = {name: (integers % 2).to(dtype).view(2, 3, 4) for name, dtype in _DTYPES.items()}
+    tensors = {name: (integers % 2).to(dtype).view(2, 3, 4) for name, dtype in DTYPES.items()}
     empty = {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
     return {**tensors, **empty, "large": torch.arange(LARGE, dtype=torch.int32)}
 
