@@ -23,15 +23,10 @@ class BudgetPolicy:
 
     Args:
         budgets: rows a request, ascending.
-
-    Attributes:
-        current: the budget of the last step.
     """
 
     def __init__(self, budgets: Sequence[int]):
-        self.budgets, self.current = tuple(budgets), budgets[-1]
-        self._costs = dict[int, StepCosts]()
-        self._steps = dict[int, int]()
+        self.budgets, self._costs = tuple(budgets), dict[int, StepCosts]()
 
     def choose(self, num_reqs: int, chances: Sequence[Sequence[float]]) -> int:
         """The budget of the next decode step.
@@ -40,30 +35,23 @@ class BudgetPolicy:
             num_reqs: of the bucket.
             chances: of each request's drafts; () of a request of which no step has told any.
         """
-        if len(self.budgets) == 1:
-            return self.current
         costs = self._costs.get(num_reqs)
-        new = [b for b in self.budgets if costs is None or self._count(costs, b) < ENOUGH]
-        if new or costs is None:
-            self.current = new[-1]
-        elif self._steps[num_reqs] % REPEAT == 0:
-            self.current = min(self.budgets, key=lambda b: costs.last[costs.tiers.index(b)])
-        else:
-            gains = [0.0, *accumulate(sorted((c for row in chances for c in row), reverse=True))]
-            rates = {
-                budget: (len(chances) + gains[min(room, len(gains) - 1)]) / costs.seconds(budget)
-                for budget in self.budgets
-                if (room := max(budget * num_reqs - len(chances), 0)) >= 0
-            }
-            self.current = max(rates, key=rates.__getitem__)
-        return self.current
+        if len(self.budgets) == 1 or costs is None:
+            return self.budgets[-1]
+        new = [b for b, count in zip(costs.tiers, costs.counts, strict=True) if count < ENOUGH]
+        if new:
+            return new[-1]
+        if sum(costs.counts) % REPEAT == 0:
+            return min(zip(costs.last, costs.tiers, strict=True))[1]
+        gains = [0.0, *accumulate(sorted((c for row in chances for c in row), reverse=True))]
+
+        def rate(budget: int) -> float:
+            room = max(budget * num_reqs - len(chances), 0)
+            return (len(chances) + gains[min(room, len(gains) - 1)]) / costs.seconds(budget)
+
+        return max(self.budgets, key=rate)
 
     def observe(self, num_reqs: int, budget: int, seconds: float, context: int) -> None:
         """Record a decode step: of a bucket's rows, with the tokens of all its requests."""
-        step = self._steps[num_reqs] = self._steps.get(num_reqs, 0) + 1
         costs = self._costs.setdefault(num_reqs, StepCosts(self.budgets))
-        costs.add(budget, seconds, step, context)
-
-    @staticmethod
-    def _count(costs: StepCosts, budget: int) -> int:
-        return costs.counts[costs.tiers.index(budget)]
+        costs.add(budget, seconds, sum(costs.counts) + 1, context)

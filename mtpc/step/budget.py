@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.layout import SCRATCH_SLOT, StepKey
-from mtpc.ops.ragged import request_of
 from mtpc.step.accept import AcceptInputs
-from mtpc.step.metadata import flat_metadata, starts_of
+from mtpc.step.metadata import flat_metadata, rows_within, starts_of
 from mtpc.step.records import Accepted, Begun
 
 if TYPE_CHECKING:
@@ -101,12 +100,8 @@ class BeginBudget(nn.Module):
         starts = starts_of(counts)
         context_lens = torch.where(active, committed_lens[state_indices], 0)
         blocks = block_table[state_indices]
-        token = torch.arange(num_tokens, device=active.device)
-        request = request_of(token, starts)
-        in_batch = request < counts.shape[0]
-        request = request.clamp(max=counts.shape[0] - 1)
-        place = (token - starts[request]).clamp(0, drafts)
-        ids = torch.where(in_batch, token_ids[state_indices[request], place], 0)
+        request, place = rows_within(starts, num_tokens)
+        ids = token_ids[state_indices[request], place.clamp(0, drafts)]
         ids = ids.clamp(0, self.vocab_size - 1)
         fresh = flat_metadata(context_lens, active, blocks, starts, num_tokens, self.page_size)
         slots = torch.where(active, state_indices, SCRATCH_SLOT)
@@ -131,10 +126,8 @@ class AcceptBudget(nn.Module):
         uniform = replace(given, ids=ids, query_start_loc=spread.int())
         last, remaining, lens = torch.ops.mtpc.accept(*uniform)
         anchors = (starts[:-1] + last - spread[:-1]).clamp(0, num_tokens - 1)
-        token = torch.arange(num_tokens, device=starts.device)
-        request = request_of(token, starts).clamp(max=num_reqs - 1)
-        column = (token - starts[request]).clamp(0, width - 1)
-        next_ids = given.chosen[request * width + column]
+        request, place = rows_within(starts, num_tokens)
+        next_ids = given.chosen[request * width + place.clamp(0, width - 1)]
         return tuple(Accepted(next_ids, anchors, remaining, lens, last))
 
 
@@ -181,8 +174,7 @@ class CountDrafts(nn.Module):
 def count_drafts(step: Step, begun: Begun) -> None:
     """Call the piece `count_drafts` on what a step accepted, and report its results."""
     state, batch = step.state, step.batch
-    decodes = (batch.is_decoding,) if step.key.phase == "prefill" else ()
-    rows = (begun.state_slots, begun.active, begun.query_start_loc)
-    results = step.pieces.count_drafts(state.draft_counts, *rows, batch.num_accepted, *decodes)
+    rows = (begun.state_slots, begun.active, begun.query_start_loc, batch.num_accepted)
+    results = step.pieces.count_drafts(state.draft_counts, *rows, *step.is_decoding)
     aten.copy_.default(batch.num_verified, results[0])
     aten.copy_.default(batch.draft_chances, results[1])

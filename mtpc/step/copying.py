@@ -152,9 +152,8 @@ class Copying(Drafting):
         if not self.num_layers:
             aten.copy_.default(batch.num_drafts, found[1])
             return drafts
-        decodes = (batch.is_decoding,) if step.key.phase == "prefill" else ()
         counts = (batch.num_accepted, state.copy_counts, state.draft_source)
-        given = (found[0], begun.active, begun.state_slots, *counts, *decodes)
+        given = (found[0], begun.active, begun.state_slots, *counts, *step.is_decoding)
         weighed = step.pieces.weigh_copies(*given)
         aten.copy_.default(batch.num_drafts, weighed[1])
         others = self.other.drafts(step, inputs)

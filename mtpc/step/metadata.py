@@ -59,6 +59,16 @@ def starts_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
 
 
+def rows_within(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The request of each of T packed rows, and the row's place in it, int64 [T] each.
+
+    Requests begin at `starts`, int32 [R+1]. Padding counts as rows of the last one.
+    """
+    row = torch.arange(num_rows, device=starts.device)
+    request = request_of(row, starts).clamp(max=starts.shape[0] - 2)
+    return request, row - starts[request]
+
+
 class BeginDecode(nn.Module):
     """Gather the requests of a decode step; each has its last emitted token and K drafts."""
 
@@ -132,9 +142,7 @@ class BeginPrefill(nn.Module):
         context_lens = torch.where(active, committed_lens[state_indices], 0)
         blocks = block_table[state_indices]
         starts = starts_of(counts)
-        token = torch.arange(num_tokens, device=counts.device)
-        request = request_of(token, starts).clamp(max=counts.shape[0] - 1)
-        column = token - starts[request]
+        request, column = rows_within(starts, num_tokens)
         drafted = token_ids[state_indices[request], column.clamp(0, width - 1)]
         before = packed.cumsum(0) - packed
         prompt = prompt_ids[(before[request] + column).clamp(0, num_tokens - 1)]

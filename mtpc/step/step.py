@@ -161,11 +161,16 @@ class Step(nn.Module):
     def logits_rows(self, begun: Begun) -> LogitsIndices:
         """The rows of a ragged step that get logits; writes where each request's begin."""
         batch = self.batch
-        decodes = batch.is_decoding if self.key.phase == "prefill" else begun.active
+        (decodes,) = self.is_decoding or (begun.active,)
         results = self.pieces.logits_rows(batch.query_start_loc, decodes)
         found = unpack(LogitsIndices, results)
         aten.copy_.default(batch.logits_start_loc, found.start_loc)
         return found
+
+    @property
+    def is_decoding(self) -> tuple[Tensor, ...]:
+        """The buffer that says which requests of a prefill step decode; () where all do."""
+        return (self.batch.is_decoding,) if self.key.phase == "prefill" else ()
 
     def _advance(self, begun: Begun, accepted: Accepted, next_token_ids: Tensor) -> None:
         """Write the state that the next step starts from."""

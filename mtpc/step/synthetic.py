@@ -110,9 +110,8 @@ def dictate(step: Step, verdict: Verdict, begun: Begun, metadata: Metadata) -> V
     """The verdict of which acceptance takes as many drafts as the table says."""
     state, batch = step.state, step.batch
     rows = (metadata.query_start_loc, begun.context_lens, begun.active, batch.state_indices)
-    decodes = (batch.is_decoding,) if step.key.phase == "prefill" else ()
     drafts = (state.token_ids, state.synthetic_draws)
-    given = (verdict.chosen.tokens, verdict.ids, *rows, *drafts, *decodes)
+    given = (verdict.chosen.tokens, verdict.ids, *rows, *drafts, *step.is_decoding)
     results = step.pieces.dictate(*given)
     chosen = Chosen(results[0], verdict.chosen.finite)
     return Verdict(chosen, results[1], verdict.logits)

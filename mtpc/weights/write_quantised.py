@@ -94,20 +94,20 @@ def quantise_checkpoint(
 
 
 def _check_format(checkpoint: Checkpoint, scheme: str) -> None:
-    is_block = SCHEMES[scheme].block is not None
-    if bool(checkpoint.gguf) != is_block:
-        fitting = ", ".join(n for n, s in SCHEMES.items() if (s.block is None) == is_block)
+    is_block, place = SCHEMES[scheme].block is not None, checkpoint.directory
+    if bool(checkpoint.gguf) == is_block:
+        return
+    fitting = ", ".join(n for n, s in SCHEMES.items() if (s.block is None) == is_block)
+    if is_block:
         raise OptionError(
-            f"scheme is {scheme!r}, which "
-            + (
-                f"GGUF files have, and {checkpoint.directory} is a directory of safetensors; "
-                f"expected one of {fitting}, or a GGUF file: llama.cpp's convert_hf_to_gguf.py "
-                "writes one"
-                if is_block
-                else f"GGUF files do not have, and {checkpoint.directory} is one; expected one of "
-                f"{fitting}, or the checkpoint that it was made from"
-            )
+            f"scheme is {scheme!r}, which GGUF files have, and {place} is a directory of "
+            f"safetensors; expected one of {fitting}, or a GGUF file: llama.cpp's "
+            "convert_hf_to_gguf.py writes one"
         )
+    raise OptionError(
+        f"scheme is {scheme!r}, which GGUF files do not have, and {place} is one; expected one of "
+        f"{fitting}, or the checkpoint that it was made from"
+    )
 
 
 def _rewrite_gguf(
