@@ -86,7 +86,9 @@ class Inliner:
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
         self.source, self.buffer_names = source, buffer_names
         self.weights: Weights = source.weights
-        self.mode = StepMode(source.layout)
+        # Higher-order operators know FakeTensorMode by its very class: those of kernels in Triton.
+        has_open = bool(source.layout.open_sizes)
+        self.mode = StepMode(source.layout) if has_open else FakeTensorMode()
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.attributes: dict[str, fx.Node] = {}

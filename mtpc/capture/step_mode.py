@@ -1,4 +1,4 @@
-"""Fake tensors of one step, whose shared buffers may have open sizes: symbols, not numbers.
+"""Fake tensors of one step, whose shared buffers have open sizes: symbols, not numbers.
 
 A step that computes with a size as a number, or asks whether it is some number, is right for that
 size alone. torch's `ShapeEnv` notices both. Such a size is *fixed* from then on; the others are
@@ -37,7 +37,7 @@ class StepMode(FakeTensorMode):
 
     def __init__(self, layout: Layout):
         self._env = ShapeEnv()
-        super().__init__(shape_env=self._env if layout.open_sizes else None)
+        super().__init__(shape_env=self._env)
         self._layout, self._fakes = layout, dict[str, Tensor]()
         self._calls = FakeCalls(self)
         self._forms: dict[tuple[sympy.Expr, frozenset[sympy.Symbol]], Dim] = {}
