@@ -23,6 +23,7 @@ from helpers.oracles import Oracle
 from helpers.places import TESTS
 from helpers.plans import plan_of
 from helpers.sampling_oracle import SamplingOracle
+from torch import fx
 
 import mtpc
 from mtpc.api import SpecModel
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return "" if file in TOGETHER else file
 
     items.sort(key=place)
+
+
+# Tracing makes many objects, few of them garbage, and nobody reads where each node was made.
+gc.set_threshold(100_000, 20, 50)
+fx.config.do_not_emit_stack_traces = True
 
 
 def settle() -> None:

@@ -90,12 +90,12 @@ class Page:
     def __init__(self, target: Any, drafter: Any):
         self.target, self.drafter, self.count = target, drafter.double().eval(), 1
 
-    def given(self, committed: list[int], more: int) -> tuple[Tensor, Tensor]:
+    def given(self, committed: list[int], more: int) -> Tensor:
         """What is captured of the target, and zeros for `more` further rows."""
         states = captured(
             self.target, torch.tensor([committed[:-1]]), self.drafter.target_layer_ids
         )
-        return torch.nn.functional.pad(states, (0, 0, 0, more)), torch.zeros(1, 1, 64).double()
+        return torch.nn.functional.pad(states, (0, 0, 0, more))
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits of a head's rows -> of all tokens."""
