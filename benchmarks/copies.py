@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from benchmarks.harness.results import (
     Record,
     Table,
     add_result_files,
+    earlier_rows,
     new_record,
     publish,
     write_results,
@@ -72,6 +72,8 @@ NOTES = (
     "same text: prompts whose text is that of K = 0 of the same engine.",
 )
 MTPC, LLAMA = "mtpc", "llama.cpp"
+FREE = ("minutes", "prompts")
+"""Arguments in which a run that goes on may differ."""
 PLAIN = "0"
 """The setting that others are compared with."""
 
@@ -201,22 +203,10 @@ def table(record: Record) -> Table:
     return Table("Copies as drafts", COLUMNS, sorted(body), NOTES)
 
 
-def resumed(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of an earlier run with the same arguments, or none."""
-    if not args.out or not args.out.is_file():
-        return []
-    before, free = json.loads(args.out.read_text()), {"minutes": None, "prompts": None}
-    now = json.loads(json.dumps(new_record("copies", args, {})))
-    if {**before["arguments"], **free} != {**now["arguments"], **free}:
-        raise SystemExit(f"{args.out} has results of other arguments; give another --out")
-    rows: list[dict[str, Any]] = before["rows"]
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell, rows = command.begin(args), resumed(args)
+    tell, rows = command.begin(args), earlier_rows("copies", args, FREE)
     done = {(row["text"], row["prompt"]) for row in rows}
     template = load_chat_template(args.checkpoint, None)
     assert template is not None, "an edit needs a checkpoint with a chat template"

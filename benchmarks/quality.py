@@ -8,7 +8,7 @@ llama.cpp's. "weights alone" is transformers with the dequantised weights; "as r
 backend, which rounds activations as well. Both are compared with the plain checkpoint in the same
 program, token by token, so that a text's difficulty drops out of the standard error, which is that
 of windows. The default text is of Python's help topics (`pydoc_data`), without the parts by which
-`mtpc quantize --calibration` calibrates.
+`mtpc quantize --calibration` calibrates. A run whose results exist goes on behind them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from torch import Tensor
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import (
+    Record,
+    Table,
+    add_result_files,
+    earlier_rows,
+    new_record,
+    publish,
+    write_results,
+)
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import SCHEMES
 from mtpc.evaluation.engines import MtpcEngine
@@ -41,6 +49,8 @@ from mtpc.weights.served_model import ServedModel
 WINDOW = 256
 CALIBRATES = 1000
 """`mtpc quantize --calibration` reads so many characters of each help topic."""
+WAYS = ("schemes", "files", "kv_cache_dtypes")
+"""Arguments that name rows: a run that goes on may have others."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +161,25 @@ def distributions(model: Any, windows: Tensor) -> Iterator[Tensor]:
         yield model(window[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-def losses(known: Sequence[Tensor], windows: Tensor) -> Tensor:
-    """Losses [windows, WINDOW - 1] by distributions."""
-    rows = zip(known, windows, strict=True)
-    return torch.stack([-each.gather(1, w[1:, None])[:, 0].float() for each, w in rows])
+def losses(known: Tensor, window: Tensor) -> Tensor:
+    """Losses [WINDOW - 1] of a window's tokens by their distributions."""
+    return -known.gather(1, window[1:, None])[:, 0]
+
+
+def plainly(model: Any, windows: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Distributions of all windows, rounded to float16, and losses [windows, WINDOW - 1]."""
+    known, found = [], []
+    for window, each in zip(windows, distributions(model, windows), strict=True):
+        known.append(each.half())
+        found.append(losses(each, window))
+    return known, torch.stack(found)
 
 
 def compared(model: Any, windows: Tensor, plain: Sequence[Tensor]) -> tuple[Tensor, float]:
     """Losses, and the mean KL divergence from the plain model's distributions, in nats."""
     found, divergence = [], 0.0
     for window, known, wanted in zip(windows, distributions(model, windows), plain, strict=True):
-        found.append(losses([known], window[None])[0])
+        found.append(losses(known, window))
         each = torch.nn.functional.kl_div(known, wanted.float(), log_target=True, reduction="sum")
         divergence += float(each) / len(known)
     return torch.stack(found), divergence / len(windows)
@@ -178,28 +196,31 @@ def run(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tens
 
 
 def measure(args: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
-    """All rows."""
+    """All rows; each is written when it is done, after those of a run that ended early."""
+    rows = earlier_rows("quality", args, WAYS)
     source = chosen_checkpoint(args.checkpoint)
     windows, plain = windows_of(source, args.texts, args.windows), Way(Checkpoint(source))
     tell(f"plain weights: {windows.numel()} tokens")
-    known = [each.half() for each in distributions(plain.model(), windows)]
-    wanted = losses(known, windows)
+    known, wanted = plainly(plain.model(), windows)
     ran = run(source, windows) if args.run else None
-    rows = []
+    whole = {"tokens": wanted.numel(), "perplexity": math.exp(float(wanted.mean()))}
     for name, way, options in _ways(args, source):
+        if any(row["name"] == name for row in rows):
+            continue
         tell(name)
-        ratio = (None, None, None)
+        ratio: tuple[float | None, ...] = (None, None, None)
         if "kv_cache_dtype" not in options:
             found, divergence = compared(way.model(), windows, known)
             ratio = (*over_plain(found, wanted), divergence)
-        as_run = (None, None, None)
+        as_run: tuple[float | None, ...] = (None, None, None)
         if ran is not None:
             loss, choices = run(way.checkpoint.directory, windows, **options)
             as_run = (*over_plain(loss, ran[0]), float((choices == ran[1]).float().mean()))
-        rows.append(Row(name, way.bits, *ratio, *as_run))
+        rows.append(asdict(Row(name, way.bits, *ratio, *as_run)))
+        record = new_record("quality", args, {"rows": rows, **whole})
+        write_results(args, record, table(record))
         tell(str(rows[-1]))
-    perplexity = math.exp(float(wanted.mean()))
-    return {"rows": [asdict(r) for r in rows], "tokens": wanted.numel(), "perplexity": perplexity}
+    return {"rows": rows, **whole}
 
 
 def _ways(args: argparse.Namespace, source: Path) -> Iterator[tuple[str, Way, dict[str, Any]]]:

@@ -82,7 +82,7 @@ def new_record(benchmark: str, args: argparse.Namespace, measured: Mapping[str, 
         measured: what else the record holds, `rows` among it.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
-    arguments = {name: value for name, value in given.items() if not isinstance(value, Path)}
+    arguments = {name: value for name, value in given.items() if not _has_path(value)}
     return {
         "benchmark": benchmark,
         "machine": describe_machine(),
@@ -90,6 +90,33 @@ def new_record(benchmark: str, args: argparse.Namespace, measured: Mapping[str, 
         "arguments": arguments,
         **measured,
     }
+
+
+def _has_path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, list) and any(map(_has_path, value)))
+
+
+def earlier_rows(
+    benchmark: str, args: argparse.Namespace, free: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The rows of a run that ended early: of `args.out`, if it exists.
+
+    Args:
+        benchmark: the module that runs.
+        args: its command line, which must be that of the earlier run.
+        free: arguments that may differ.
+
+    Raises:
+        SystemExit: another argument differs.
+    """
+    if not args.out or not args.out.is_file():
+        return []
+    before, anything = json.loads(args.out.read_text()), dict.fromkeys(free)
+    now = json.loads(json.dumps(new_record(benchmark, args, {})))
+    if {**before["arguments"], **anything} != {**now["arguments"], **anything}:
+        raise SystemExit(f"{args.out} has results of other arguments; give another --out")
+    rows: list[dict[str, Any]] = before["rows"]
+    return rows
 
 
 def add_result_files(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import copies
-from benchmarks.copies import LLAMA, MTPC, Sample, prompts, resumed, table
-from benchmarks.harness.results import new_record
+from benchmarks.copies import FREE, LLAMA, MTPC, Sample, prompts, table
+from benchmarks.harness.results import earlier_rows, new_record
 from benchmarks.peers.llama_decoder import LlamaError
 from benchmarks.peers.llama_lookup import Counts, read_counts
 
@@ -57,9 +58,13 @@ def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
     """With the same arguments, but for the cap on time and the number of prompts."""
     out = tmp_path / "results.json"
     given = ["model", "--out", str(out), "--settings", "0", "3"]
-    assert resumed(copies._parse(given)) == []
+
+    def earlier(*more: str) -> list[dict[str, Any]]:
+        return earlier_rows("copies", copies._parse([*given, *more]), FREE)
+
+    assert earlier() == []
     rows = [asdict(sample("a", MTPC, "0", 1, 1.0))]
     out.write_text(json.dumps(new_record("copies", copies._parse(given), {"rows": rows})))
-    assert resumed(copies._parse([*given, "--minutes", "3", "--prompts", "9"])) == rows
+    assert earlier("--minutes", "3", "--prompts", "9") == rows
     with pytest.raises(SystemExit, match="results of other arguments"):
-        resumed(copies._parse([*given, "--new-tokens", "9"]))
+        earlier("--new-tokens", "9")
