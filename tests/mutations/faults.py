@@ -87,7 +87,9 @@ QWEN4_FAMILY = "models/families/qwen4_exp.py"
 ASSISTANT = "models/gemma4_assistant.py"
 SHARD = "passes/shard.py"
 SINGLE = "step/single_position.py"
+DFLASH2 = "models/dflash2.py"
 BLOCKS, DFLASH, DRAFTER = "step/blocks.py", "models/dflash.py", "models/drafter.py"
+_DFLASH2 = "models/test_block_drafters.py::test_rows_of_dflash2"
 _BLOCK_DRAFTS = "models/test_block_drafters.py::test_drafts_equal_the_authors_code"
 SEAMS = "models/seams.py"
 HEADS = "models/heads.py"
@@ -512,6 +514,27 @@ FAULTS = (
         "pieces.draft_bias(*row, found[-1])",
         "pieces.draft_bias(*row, found[0])",
         f"{_BLOCK_DRAFTS}[llama-3-changes5]",
+    ),
+    Fault(
+        "a convolution reaches into the block before",
+        DFLASH2,
+        "within = (place >= tap)",
+        "within = (place >= 0)",
+        f"{_DFLASH2}[SECOND]",
+    ),
+    Fault(
+        "candidates are chosen by features before the norm",
+        DFLASH2,
+        "self.selector(logits, self.norm(features), before)",
+        "self.selector(logits, features, before)",
+        f"{_DFLASH2}[SECOND]",
+    ),
+    Fault(
+        "a window that is seen both ways ends within the block",
+        SEAMS,
+        'options["sliding_window"] += mtpc_context.ahead',
+        'options["sliding_window"] += 0 * mtpc_context.ahead',
+        f"{_DFLASH2}[SECOND]",
     ),
     Fault(
         "masked rows of P-EAGLE are fed nothing",
