@@ -55,21 +55,17 @@ _ONE_RANK_ONLY = ("kv_offload_dir", "build_in_background")
 """Options that `tensor_parallel_size` > 1 refuses."""
 ALIASES = {"num_speculative_tokens": "spec_tokens"}
 _log = logging.getLogger("mtpc")
-_check_scheme = scheme_of(SCHEMES)
+check_scheme = scheme_of(SCHEMES)
+"""Refuses a name that is not in `SCHEMES`, with an OptionError that names the nearest."""
 
 
-def check_scheme(name: str, value: Any) -> str:
-    """Refuse a name that is not in `SCHEMES`, with an OptionError that names the nearest.
-
-    A scheme of `COSTLY` is logged as a warning.
-    """
-    scheme = _check_scheme(name, value)
+def warn_of_cost(scheme: str | None) -> None:
+    """Log a warning where a scheme is one of `COSTLY`; called once for weights that it rounds."""
     if scheme in COSTLY:
         _log.warning(
-            "%s %s: it raised the perplexity of a 0.5B model by %s; iq4_nl, with 4.5 bits a "
-            "weight, costs less", name, scheme, COSTLY[scheme],
+            "%s raised the perplexity of a 0.5B model by %s; iq4_nl keeps 4.5 bits a weight and "
+            "costs less", scheme, COSTLY[scheme],
         )  # fmt: skip
-    return scheme
 
 
 _as_given: Check = lambda name, value: value  # noqa: E731

@@ -244,10 +244,10 @@ def test_every_family_is_in_the_tables() -> None:
 LINES = {
     ".": 2430,
     "backends": 14770,
-    "capture": 1300,
+    "capture": 1310,
     "certificate": 1430,
     "cli": 5070,
-    "engine": 5920,
+    "engine": 5910,
     "evaluation": 610,
     "host": 520,
     "integrations": 4580,

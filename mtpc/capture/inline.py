@@ -87,8 +87,7 @@ class Inliner:
         self.source, self.buffer_names = source, buffer_names
         self.weights: Weights = source.weights
         # Higher-order operators know FakeTensorMode by its very class: those of kernels in Triton.
-        has_open = bool(source.layout.open_sizes)
-        self.mode = StepMode(source.layout) if has_open else FakeTensorMode()
+        self.mode = StepMode(source.layout) if source.layout.open_sizes else FakeTensorMode()
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.attributes: dict[str, fx.Node] = {}

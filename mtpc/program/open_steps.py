@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtpc.backends import PACKAGING, choose_backend, first_choice
 from mtpc.backends.package import DEVICE
-from mtpc.config import CompileOptions
+from mtpc.config import CompileOptions, warn_of_cost
 from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, Layout, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
@@ -155,6 +155,8 @@ def _road(
     source, plan = plan_model(model, asked, must_draft=not wanted.owns_buffers)
     if isinstance(source, PairedCheckpoint) and source.replaces_mtp:
         report(f"{source.draft.directory} drafts in place of the target's own MTP layers")
+    if ranks is None or ranks.rank == 0:
+        warn_of_cost(plan.quantize)
     graphs = tuple(graph_keys(plan, wanted.form))
     return _Road(source, plan, wanted, report, interrupts, graphs, plan.tiers, ranks=ranks)
 

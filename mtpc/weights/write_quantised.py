@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import mtpc
-from mtpc.config import check_scheme
+from mtpc.config import check_scheme, warn_of_cost
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
 from mtpc.weights.formats.stored import pack_words
@@ -88,6 +88,7 @@ def quantise_checkpoint(
         )
     if checkpoint.gguf:
         return _rewrite_gguf(checkpoint, out, scheme, keep, moments, tell)
+    warn_of_cost(scheme)
     files_beside(checkpoint.directory)  # Raises now, not after an hour.
     with new_directory(out) as scratch:
         return _Writer(checkpoint, scratch, scheme, head, keep, moments, tell).write()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from mtpc.config import check_scheme
+from mtpc.config import check_scheme, warn_of_cost
 from mtpc.errors import BackendError, OptionError
 from mtpc.integrations.dynamo.graph import Rewritten, rewrite, why_not
 from mtpc.integrations.dynamo.weights import CallWeights, WeightStore
@@ -43,6 +43,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.quantize is not None:
             check_scheme("quantize", self.quantize)
+            warn_of_cost(self.quantize)
         if self.fallback not in FALLBACKS:
             expected = " or ".join(map(repr, FALLBACKS))
             raise OptionError(f"fallback is {self.fallback!r}; expected {expected}")
