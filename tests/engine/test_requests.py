@@ -279,7 +279,7 @@ def check_no_leak(session: Session, count: int) -> None:
 
 
 def test_nothing_leaks(session: Session) -> None:
-    check_no_leak(session, 300)
+    check_no_leak(session, 150)
 
 
 @pytest.mark.slow

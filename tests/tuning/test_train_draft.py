@@ -62,7 +62,7 @@ def training(words: Path, text: Path, options: dict[str, Any]) -> Callable[..., 
     return get
 
 
-@pytest.mark.parametrize("form", ["mtp", "eagle3"])
+@pytest.mark.parametrize("form", ["mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_the_command_trains_a_drafter(
     form: str,
     words: Path,
