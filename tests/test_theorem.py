@@ -34,7 +34,7 @@ from mtpc.config import CompileOptions
 BY_DEFAULT: dict[str, Iterable[int]] = {
     **dict.fromkeys((*NEAR_FAMILIES, *DRAFTED[1:], *ASSISTED[1:]), ()),
     "longcat_flash": (3,),
-    "mimo": (0, 1, 3),
+    "mimo": (0, 3),
 }
 """Family -> the K of the default run; 3 for the others. The slow run has every K.
 

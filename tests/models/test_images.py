@@ -91,7 +91,7 @@ def seeing(pictured: Callable[[str], Path]) -> Callable[..., mtpc.SpecModel]:
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        pytest.param(family, k, marks=pytest.mark.slow if k < 3 or family == "qwen3_5_moe" else [])
+        pytest.param(family, k, marks=[pytest.mark.slow] * ((family, k) != ("qwen3_5", 3)))
         for family in FAMILIES
         for k in range(4)
     ],
@@ -102,7 +102,10 @@ def test_text_is_transformers(
     seeing: Callable[..., mtpc.SpecModel],
     plain: Callable[[str], VisionOracle],
 ) -> None:
-    """Alone and together, over poisoned memory. The images do decide the text."""
+    """Alone and together, over poisoned memory. The images do decide the text.
+
+    The default run has the others' texts at K = 3 in `test_pages_are_reused_by_image`.
+    """
     spec, oracle, prompts = seeing(family, spec_tokens), plain(family), prompts_of(family)
     expected = [oracle.generate(*prompt, NEW) for prompt in prompts]
     for _ in range(2):  # The second time pages and snapshots of the first are reused.

@@ -79,7 +79,7 @@ def check_text(spec: mtpc.SpecModel, family: str, directory: Path, cases: dict[i
     assert together == each
 
 
-DEFAULT_RUN = {("yarn", 3), ("dynamic", 0)}
+DEFAULT_RUN = {("yarn", 0), ("dynamic", 0)}
 """test_longrope_by_max_len has a third type."""
 
 

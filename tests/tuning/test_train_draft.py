@@ -112,7 +112,7 @@ def test_an_eagle3_head_names_the_frequent_tokens(
     assert stored["lm_head.weight"].shape == (64, config["hidden_size"])
 
 
-@pytest.mark.parametrize("call", [1, 3, 6])
+@pytest.mark.parametrize("call", [1, 6, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on(
     call: int, training: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
