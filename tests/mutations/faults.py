@@ -397,7 +397,7 @@ FAULTS = (
         CHAINING,
         "rows = anchors[:, None] - back[None]",
         "rows = anchors[:, None] - back[None] - 1",
-        "models/test_drafts.py::test_several_layers_chain_truly[step3p7@3-2]",
+        _CHAINS,
     ),
     Fault(
         "every MTP layer is fed the target's features",
