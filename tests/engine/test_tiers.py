@@ -348,11 +348,11 @@ def test_every_layer_keeps_its_kv_at_any_k(
 ) -> None:
     """Two layers, and K = 1 up to a step of K = 2: the second layer reads rows that it wrote for no
     draft."""
-    spec = compiled("step3p7", "auto", "random", spec_tiers=(1, 2), batch_buckets=(1,))
+    spec = compiled("mimo@2", "auto", "random", spec_tiers=(1, 2), batch_buckets=(1,))
     spec.engine.runner.tiers, text = Scripted(spec.options.tiers, (1, 1, 1, 2)), list(PROMPTS[7])
     poison(spec)
     spec.engine.add(PROMPTS[7], 16)
-    compared, drafts = 0, DraftOracle(oracle("step3p7", "random"))
+    compared, drafts = 0, DraftOracle(oracle("mimo@2", "random"))
     while spec.engine.has_work:
         text += [token for output in spec.engine.step() for token in output.token_ids]
         for request in [r for r in spec.engine.running if r.num_drafts == 2]:
