@@ -126,11 +126,12 @@ def test_several_layers_chain_truly(
 def test_drafts_after_rejections_at_every_position(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
-    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right."""
-    spec, plain = (
-        compiled(family, spec_tokens, "random", batch_buckets=(2,)),
-        oracle(family, "random"),
-    )
+    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right.
+
+    The weights are random, but for the assistant's: its trained program is that of other tests.
+    """
+    kind, few = ("trained", {}) if family in ASSISTED else ("random", {"batch_buckets": (2,)})
+    spec, plain = compiled(family, spec_tokens, kind, **few), oracle(family, kind)
     poison(spec)
     prompts, new = [PROMPTS[4], PROMPTS[10]], 24
     truths = [plain.generate(prompt, new, stop=False) for prompt in prompts]
