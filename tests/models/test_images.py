@@ -54,6 +54,10 @@ from mtpc.step.chaining import KeepLast
 from mtpc.step.records import Metadata
 
 FAMILIES = ("qwen3_5", "glm4v_moe", "step3p7", "qwen3_5_moe")
+EACH = [
+    pytest.param(family, marks=[pytest.mark.slow] * family.endswith("moe")) for family in FAMILIES
+]
+"""The default run has positions in three grids, and crops between marks."""
 NO_SPECIAL = {"add_special_tokens": False}
 
 
@@ -104,7 +108,7 @@ def test_text_is_transformers(
 ) -> None:
     """Alone and together, over poisoned memory. The images do decide the text.
 
-    The default run has the others' texts at K = 3 in `test_pages_are_reused_by_image`.
+    The default run has Step-3.7's text at K = 3 in `test_pages_are_reused_by_image`.
     """
     spec, oracle, prompts = seeing(family, spec_tokens), plain(family), prompts_of(family)
     expected = [oracle.generate(*prompt, NEW) for prompt in prompts]
@@ -120,9 +124,7 @@ def test_text_is_transformers(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize(
-    "family", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", EACH)
 def test_drafts_after_images(
     family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:
@@ -227,7 +229,7 @@ def test_after_preemption(
     assert spec.stats.preemptions > before
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize("family", EACH[:3])
 def test_pages_are_reused_by_image(
     family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:

@@ -113,7 +113,8 @@ class Scripted(TierPolicy):
 
 def test_drafts_that_no_step_proposed_are_not_accepted(compiled: Compiled) -> None:
     """After a step of fewer drafts, old tokens stand in the row; at rates of 1, too."""
-    spec = compiled("mimo", "auto", batch_buckets=(2,), synthetic_acceptance_rates=(1.0, 1.0, 1.0))
+    tiers: Any = {"spec_tiers": (0, 1, 3), "synthetic_acceptance_rates": (1.0, 1.0, 1.0)}
+    spec = compiled("mimo", "auto", batch_buckets=(2,), **tiers)
     spec.engine.runner.tiers = Scripted(spec.options.tiers)
     spec.generate(PROMPTS[5:7], 40, ignore_eos=True)
     stats = spec.stats
