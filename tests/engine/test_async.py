@@ -369,8 +369,9 @@ def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/engine.md's asyncio example runs as it stands there, on the eager backend."""
     page = (ROOT / "docs" / "engine.md").read_text()
     (example,) = re.findall(r"```python\n(import asyncio\n.*?)```", page, re.DOTALL)
-    assert example.count("spec_tokens=2,") == 1
-    exec(example.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), {})
+    buckets = "batch_buckets=(1, 4),"
+    assert example.count(buckets) == 1
+    exec(example.replace(buckets, 'batch_buckets=(4,), backend="eager",'), {})
     assert len(capsys.readouterr().out) > 40
 
 
