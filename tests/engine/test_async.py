@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.places import ROOT
+from helpers.plans import changed
 from helpers.schedules import MASKABLE
 from helpers.theorem import PROMPTS, poison
 
@@ -334,8 +335,9 @@ def test_bad_requests_are_refused_at_once(spec: mtpc.SpecModel) -> None:
             serving(spec, max_requests=odd)
 
 
-def test_longer_than_the_pool(compiled: Callable[..., Any]) -> None:
-    spec = compiled("mimo", 2, num_pages=6, batch_buckets=(2,))
+def test_longer_than_the_pool(spec: mtpc.SpecModel) -> None:
+    options = changed(spec.options, num_pages=6)
+    spec = mtpc.SpecModel(spec.served, options, spec.program, spec.loaded)
 
     async def main() -> None:
         async with serving(spec) as engine:
@@ -367,8 +369,9 @@ def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/engine.md's asyncio example runs as it stands there, on the eager backend."""
     page = (ROOT / "docs" / "engine.md").read_text()
     (example,) = re.findall(r"```python\n(import asyncio\n.*?)```", page, re.DOTALL)
-    assert example.count("spec_tokens=2,") == 1
-    exec(example.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), {})
+    buckets = "batch_buckets=(1, 4),"
+    assert example.count(buckets) == 1
+    exec(example.replace(buckets, 'batch_buckets=(4,), backend="eager",'), {})
     assert len(capsys.readouterr().out) > 40
 
 

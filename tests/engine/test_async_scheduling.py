@@ -45,7 +45,7 @@ def read_late(spec: mtpc.SpecModel) -> mtpc.SpecModel:
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
     [
-        ("mimo", 2, 20),
+        ("mimo", 2, 10),
         pytest.param("mimo", 0, 15, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 3, 10, marks=pytest.mark.slow),
         *LATER_FAMILIES,
@@ -268,7 +268,7 @@ def test_aborts_of_what_is_unread(session: Session) -> None:
         session.check_empty()
 
 
-@pytest.mark.parametrize("spec_tokens", [1, 3])
+@pytest.mark.parametrize("spec_tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sampling_and_grammars(
     spec_tokens: int,
     compiled: Callable[..., Any],

@@ -117,6 +117,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert 0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)
 
 
+@pytest.mark.slow
 def test_what_users_run(compiled: Callable[..., Any]) -> None:
     """The cpu backend in bfloat16, greedy and sampled, beside a step that verifies all drafts."""
     asked = {"backend": "cpu", "dtype": "bfloat16", "sampling": True, "batch_buckets": (4,)}

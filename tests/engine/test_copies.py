@@ -30,7 +30,10 @@ EARLIER = [2, 10, 3, 25, 31, 2, 11, 3, 30, 4, 2, 12, 3, 40]
 REPEATING = [repeating(length, seed) for seed, length in enumerate((1, 4, 9, 17, 23, 31))]
 
 
-@pytest.mark.parametrize("spec_tokens", [1, 3, 7])
+LEAST = pytest.param(1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("spec_tokens", [LEAST, 3, 7])
 def test_drafts_equal_the_rule(spec_tokens: int, compiled: Callable[..., Any]) -> None:
     """Row by row after each step: six requests in batches of one and four, prompts in chunks."""
     spec, rule = compiled("mimo", spec_tokens, **ASKED), CopyOracle()
@@ -39,7 +42,11 @@ def test_drafts_equal_the_rule(spec_tokens: int, compiled: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize(
-    ("family", "spec_tokens"), [("mimo", 1), ("mimo", 3), ("mimo", 7), ("qwen3_next", 3)]
+    ("family", "spec_tokens"),
+    [
+        pytest.param("mimo", 1, marks=pytest.mark.slow),
+        *(("mimo", 3), ("mimo", 7), ("qwen3_next", 3)),
+    ],
 )
 def test_the_text_is_that_of_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
@@ -148,7 +155,7 @@ def test_a_step_without_copies_verifies_none(
 BESIDE: dict[str, Any] = {**ASKED, "draft": "copy+own"}
 
 
-@pytest.mark.parametrize("spec_tokens", [1, 3])
+@pytest.mark.parametrize("spec_tokens", [LEAST, 3])
 def test_copies_beside_mtp_layers(
     spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

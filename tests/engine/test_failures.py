@@ -265,7 +265,9 @@ def test_interrupts_at_length(
     assert {"_rebuild", "restart", "hand_out", "emit", "settle", "_tell"} <= seen.keys(), seen
 
 
-@pytest.mark.parametrize("name", ["emit", "end of a request", "telling"])
+@pytest.mark.parametrize(
+    "name", ["emit", "telling", pytest.param("end of a request", marks=pytest.mark.slow)]
+)
 def test_each_instruction(
     name: str,
     compiled: Callable[..., Any],

@@ -341,7 +341,7 @@ def test_an_abandoned_stream_ends(
     compiled: Callable[..., Any], unraised: list[Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the collector finds it: within the step that runs, or the next call."""
-    spec = compiled("mimo", 2, **{**MASKABLE, "num_pages": 40})
+    spec = compiled("mimo", 2, **MASKABLE)
     engine, collects = spec.engine, Collects(spec)
     wanted = spec.generate(PROMPTS[6], 8, ignore_eos=True)
     stream = spec.stream(PROMPTS[5], 24, ignore_eos=True)

@@ -75,7 +75,7 @@ def coded_oracle(checkpoint: Callable[..., Path]) -> Callable[..., CodedOracle]:
     ("family", "kind", "spec_tokens"),
     [
         ("mimo", "int8", 3),
-        ("mimo", "fp8", 3),
+        pytest.param("mimo", "fp8", 3, marks=pytest.mark.slow),
         *(
             pytest.param(family, kind, k, marks=pytest.mark.slow)
             for family in ("mimo", "glm4_moe", "step3p7", "mimo_v2")

@@ -29,7 +29,7 @@ def compared(loads: list[Load], moment: float = FLOOR) -> list[tuple[Shares, Loa
 
 
 def test_part_of_the_grid() -> None:
-    for shares, load in compared(GRID[5::961]):
+    for shares, load in compared(GRID[5::1922]):
         assert shares.best >= BEST, load
 
 

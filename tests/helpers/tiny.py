@@ -273,6 +273,7 @@ CONFIGS["glm_moe_dsa@shared"] = {
     **CONFIGS["glm_moe_dsa"],
     "index_share_for_mtp_iteration": True,
 }
+CONFIGS["mimo@2"] = {**CONFIGS["mimo"], "num_nextn_predict_layers": 2}
 CONFIGS["mimo_v2@heads"] = {**CONFIGS["mimo_v2"], "num_key_value_heads": 2}
 
 

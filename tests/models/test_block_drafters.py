@@ -266,6 +266,7 @@ def test_text_under_a_grammar(spec_on_cpu: Any, sampling_oracle: Callable[..., A
     assert list(texts.values()) == [wanted(plain, prompt, params) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_bfloat16_on_the_cpu_is_plain_decoding(trained: Path, cpu_cache: Path) -> None:
     """Compiled with default options: the text of K = 0, and a certificate for every step."""
     fixed = dict(backend="cpu", dtype="bfloat16", cache_dir=cpu_cache, batch_buckets=(2,))

@@ -204,12 +204,24 @@ def test_no_buffer_counts_as_paged() -> None:
         assert slot_state(layout) == tuple(sorted(layout))
 
 
+NORM = transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4RMSNorm
+
+
+def widened(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.weight.float() * x  # type: ignore[no-any-return]
+
+
 def test_norms_that_widen_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As transformers 5.17 has them: the weight is float32, and so is the product with it."""
-    norm = transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4RMSNorm
-    monkeypatch.setattr(norm, "forward", lambda self, x: self.weight.float() * x)
+    monkeypatch.setattr(NORM, "forward", widened)
     directory = tiny.make_checkpoint("deepseek_v4", tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"give float32 for bfloat16 .* 5\.23 or later"):
         mtpc.compile(directory, dtype="bfloat16", backend="eager", max_len=64)
+
+
+@pytest.mark.slow
+def test_norms_that_widen_serve_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(NORM, "forward", widened)
+    directory = tiny.make_checkpoint("deepseek_v4", tmp_path)
     few: dict[str, Any] = {"spec_tokens": 0, "batch_buckets": (1,)}
     mtpc.compile(directory, dtype="float32", backend="eager", max_len=64, **few)

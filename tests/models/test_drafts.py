@@ -14,9 +14,9 @@ from transformers.modeling_layers import MtpModel
 
 HERE = ("glm4_moe",)
 """Random models that are compiled in this file by default, and whose oracle is float64."""
-LATE = ("glm_moe_dsa", *DRAFTED[1:], *ASSISTED[1:])
-"""Trained models of the slow run: test_shared_choice.py has the layers of the first, and the others
-draft as the first of their kind."""
+LATE = ("glm_moe_dsa", "qwen4_exp", *DRAFTED[1:], *ASSISTED[1:])
+"""Trained models of the slow run: test_shared_choice.py has the layers of the first, test_wiring.py
+and test_qwen4_exp.py have the second's, and the others draft as the first of their kind."""
 DEFAULTS = {"sampling": True}
 """What `mtpc.compile` does, for programs that no other file shares."""
 
@@ -79,6 +79,7 @@ def test_random_models_decode_alike(
     check_theorem(spec, oracle(family, "random"), max_examples=2)
 
 
+@pytest.mark.slow
 def test_a_random_recurrent_model_decodes_alike(
     compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_random_recurrent_model_decodes_alike(
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        ("step3p7@3", 2),
+        pytest.param("step3p7@3", 2, marks=pytest.mark.slow),
         pytest.param("mimo_v2", 1, marks=pytest.mark.slow),
         pytest.param("step3p7", 2, marks=pytest.mark.slow),
         pytest.param("step3p7@3", 4, marks=pytest.mark.slow),
@@ -118,18 +119,19 @@ def test_several_layers_chain_truly(
     [
         ("step3p7@3", 4),
         (ASSISTED[0], 3),
-        ("glm_moe_dsa@shared", 3),
+        pytest.param("glm_moe_dsa@shared", 3, marks=pytest.mark.slow),
         pytest.param("mimo_v2", 3, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_after_rejections_at_every_position(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
-    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right."""
-    spec, plain = (
-        compiled(family, spec_tokens, "random", batch_buckets=(2,)),
-        oracle(family, "random"),
-    )
+    """Planted drafts: 0..K are accepted in turn, and what is drafted next stays right.
+
+    The weights are random, but for the assistant's: its trained program is that of other tests.
+    """
+    kind, few = ("trained", {}) if family in ASSISTED else ("random", {"batch_buckets": (2,)})
+    spec, plain = compiled(family, spec_tokens, kind, **few), oracle(family, kind)
     poison(spec)
     prompts, new = [PROMPTS[4], PROMPTS[10]], 24
     truths = [plain.generate(prompt, new, stop=False) for prompt in prompts]

@@ -127,6 +127,7 @@ def solved(directory: Path) -> Path:
     return tiny.save_checkpoint("llama", target, [], directory)
 
 
+@pytest.mark.slow
 def test_full_acceptance(tmp_path: Path) -> None:
     """Drafts that are always right are always accepted: K + 1 tokens a step."""
     directory = solved(tmp_path)

@@ -54,6 +54,10 @@ from mtpc.step.chaining import KeepLast
 from mtpc.step.records import Metadata
 
 FAMILIES = ("qwen3_5", "glm4v_moe", "step3p7", "qwen3_5_moe")
+EACH = [
+    pytest.param(family, marks=[pytest.mark.slow] * family.endswith("moe")) for family in FAMILIES
+]
+"""The default run has positions in three grids, and crops between marks."""
 NO_SPECIAL = {"add_special_tokens": False}
 
 
@@ -91,7 +95,7 @@ def seeing(pictured: Callable[[str], Path]) -> Callable[..., mtpc.SpecModel]:
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        pytest.param(family, k, marks=pytest.mark.slow if k < 3 or family == "qwen3_5_moe" else [])
+        pytest.param(family, k, marks=[pytest.mark.slow] * ((family, k) != ("qwen3_5", 3)))
         for family in FAMILIES
         for k in range(4)
     ],
@@ -102,7 +106,10 @@ def test_text_is_transformers(
     seeing: Callable[..., mtpc.SpecModel],
     plain: Callable[[str], VisionOracle],
 ) -> None:
-    """Alone and together, over poisoned memory. The images do decide the text."""
+    """Alone and together, over poisoned memory. The images do decide the text.
+
+    The default run has Step-3.7's text at K = 3 in `test_pages_are_reused_by_image`.
+    """
     spec, oracle, prompts = seeing(family, spec_tokens), plain(family), prompts_of(family)
     expected = [oracle.generate(*prompt, NEW) for prompt in prompts]
     for _ in range(2):  # The second time pages and snapshots of the first are reused.
@@ -117,9 +124,7 @@ def test_text_is_transformers(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize(
-    "family", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", EACH)
 def test_drafts_after_images(
     family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:
@@ -224,7 +229,7 @@ def test_after_preemption(
     assert spec.stats.preemptions > before
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize("family", EACH[:3])
 def test_pages_are_reused_by_image(
     family: str, seeing: Callable[..., mtpc.SpecModel], plain: Callable[[str], VisionOracle]
 ) -> None:

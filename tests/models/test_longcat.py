@@ -79,12 +79,18 @@ def test_layers_are_copied_with_both_caches(tmp_path: Path) -> None:
 
 
 def test_an_embedding_of_its_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """A copy of the target's, as released, takes no memory of its own; another one is used."""
+    """A copy of the target's, as released, takes no memory of its own; another one is kept."""
     source = checkpoint(FAMILY, "random")
-    loaded = load(longcat.with_own_embedding(source, tmp_path / "copy"), "float64", True)
-    target = loaded.target.get_input_embeddings().weight
-    assert loaded.mtp_layers[0].embedding.weight.data_ptr() == target.data_ptr()
-    directory = longcat.with_own_embedding(source, tmp_path / "own", 0.3)
+    for name, noise in (("copy", 0.0), ("own", 0.3)):
+        loaded = load(longcat.with_own_embedding(source, tmp_path / name, noise), "float64", True)
+        target = loaded.target.get_input_embeddings().weight
+        own = loaded.mtp_layers[0].embedding.weight
+        assert (own.data_ptr() == target.data_ptr()) == torch.equal(own, target) == (not noise)
+
+
+@pytest.mark.slow
+def test_drafts_of_an_embedding_of_its_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory = longcat.with_own_embedding(checkpoint(FAMILY, "random"), tmp_path / "own", 0.3)
     spec = mtpc.compile(directory, spec_tokens=2, dtype="float64", **EAGER)
     drafts = DraftOracle(Oracle(FAMILY, directory))
     assert check_drafts(spec, drafts, [PROMPTS[4], PROMPTS[9]], 6) >= 2

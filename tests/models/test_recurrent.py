@@ -27,31 +27,27 @@ from mtpc.models.load import load
 from mtpc.weights.checkpoint import Checkpoint
 
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
-EACH = ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
-"""qwen3_next has experts beside the same layers in the default run."""
 FEW: dict[str, Any] = {"batch_buckets": (4,)}
 
 
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
-    [
-        pytest.param(family, k, marks=[pytest.mark.slow] * ((family, k) != ("qwen3_5", 3)))
-        for family in QWEN3_5
-        for k in range(5)
-    ],
+    [pytest.param(family, k, marks=pytest.mark.slow) for family in QWEN3_5 for k in range(5)],
 )
 def test_speculative_output_equals_plain_decoding(
     family: str, spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
     """K = 0..4, ragged, joins and leaves, poisoned, in a bucket of 4.
 
-    The fast part has the K of the tests below; qwen3_next, whose state it is, has others in it.
+    The fast part has the text and the drafts of qwen3_next, whose state it is; and of this family
+    in models/test_images.py, whose prompts are with images and without.
     """
     spec = compiled(family, spec_tokens, **FEW)
     check_theorem(spec, oracle(family), max_examples=12).check_all_happened()
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QWEN3_5)
 def test_partial_acceptance(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
@@ -64,7 +60,8 @@ def test_partial_acceptance(
         check_after_rejection(spec, oracle(family), num_accepted)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QWEN3_5)
 def test_drafts_equal_the_released_names(
     family: str, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
@@ -155,16 +152,28 @@ def test_a_multimodal_object_is_refused() -> None:
 _VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 
 
-def test_a_model_object(checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]) -> None:
+def own_object(directory: Path) -> Any:
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(directory, dtype=torch.float64)
+
+
+def test_a_model_object(checkpoint: Callable[..., Path]) -> None:
     """The user's model keeps its own layers; parameters are shared, the canonical ones' too."""
-    directory = checkpoint("qwen3_5")
-    model = transformers.Qwen3_5ForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    spec = mtpc.compile(model, spec_tokens=2, backend="eager", **TINY, **FEW)
-    assert spec.generate(PROMPTS[4], 8) == oracle("qwen3_5").generate(PROMPTS[4], 8)
-    held = {t.data_ptr() for t in spec.loaded.target.parameters()}
+    model = own_object(checkpoint("qwen3_5"))
+    loaded = load(model, None, needs_mtp=True)
+    held = {t.data_ptr() for t in loaded.target.parameters()}
     assert held == {t.data_ptr() for t in model.parameters()}
-    assert [m for m in spec.loaded.target.modules() if isinstance(m, GatedDelta)]
+    assert [m for m in loaded.target.modules() if isinstance(m, GatedDelta)]
     assert not [m for m in model.modules() if isinstance(m, GatedDelta)]
+
+
+@pytest.mark.slow
+def test_text_of_a_model_object(
+    checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
+) -> None:
+    spec = mtpc.compile(
+        own_object(checkpoint("qwen3_5")), spec_tokens=2, backend="eager", **TINY, **FEW
+    )
+    assert spec.generate(PROMPTS[4], 8) == oracle("qwen3_5").generate(PROMPTS[4], 8)
 
 
 def test_mtp_tensors_are_counted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -208,7 +217,7 @@ def test_memory_per_request(family: str, checkpoint: Callable[..., Path]) -> Non
 
 def test_a_slot_used_again(compiled: Callable[..., Any], oracle: Callable[..., Oracle]) -> None:
     """A request that joins a slot starts from nothing, whatever its last one left, NaN included."""
-    spec, plain = compiled("qwen3_5", 3, **FEW), oracle("qwen3_5")
+    spec, plain = compiled("qwen3_next", 3), oracle("qwen3_next")
     poison(spec)
     slots = []
     for prompt in (PROMPTS[7], PROMPTS[0], PROMPTS[9]):

@@ -79,7 +79,8 @@ def check_text(spec: mtpc.SpecModel, family: str, directory: Path, cases: dict[i
     assert together == each
 
 
-DEFAULT_RUN = {("yarn", 3), ("longrope", 0), ("dynamic", 0)}
+DEFAULT_RUN = {("yarn", 0), ("dynamic", 0)}
+"""test_longrope_by_max_len has a third type."""
 
 
 @pytest.mark.parametrize(
@@ -138,19 +139,31 @@ def test_angles_of_a_model_object(plain: Callable[[str], Path], tmp_path: Path) 
     assert rotary.rope_type == "longrope"
 
 
-@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_angles_of_a_drafter(
-    kind: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
-) -> None:
-    """An EAGLE-3 head has a config of its own; drafts change no text."""
-    target = checkpoint("qwen3", "random")
+def with_drafter(kind: str, target: Path, into: Path) -> Path:
+    """A copy of a target's EAGLE-3 head with a type of rotary embedding."""
     own = {**ENTRIES[kind], **{name: SHORT + [9.0] * 4 for name in ENTRIES[kind] if "_f" in name}}
     rope = {"rope_scaling": {"rope_type": kind, **own}, "rope_theta": 1e4}
-    draft = with_entries(target / "draft", tmp_path, ("rope_parameters",), **rope)
+    return with_entries(target / "draft", into, ("rope_parameters",), **rope)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_angles_of_a_drafter(kind: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """An EAGLE-3 head has a config of its own."""
+    target = checkpoint("qwen3", "random")
+    draft = with_drafter(kind, target, tmp_path)
     loaded = load(target, "float64", needs_mtp=True, draft=draft)
     layer = loaded.for_length(MOST).mtp_layers[0]
     assert isinstance(layer, Eagle3Layer)
     assert layer.rotary.rope_type == "default"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_angles_of_a_drafter_change_no_text(
+    kind: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    target = checkpoint("qwen3", "random")
+    draft = with_drafter(kind, target, tmp_path)
     options = {**OPTIONS, "batch_buckets": (1,), "max_len": MOST, "draft": draft}
     spec = mtpc.compile(target, **options, spec_tokens=2)
     expected = oracle("qwen3", "random").generate(PROMPTS[4], 20, stop=False)

@@ -73,10 +73,14 @@ def test_other_models(layers: int, changes: dict[str, int], tmp_path: Path) -> N
     assert runs(spec) == {(1 + layers, 1 + layers)}
 
 
-def test_the_choice_matters(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> None:
-    """The same weights without the entry choose for each draft, and draft something else."""
+@pytest.mark.slow
+def test_without_the_entry_each_draft_chooses(compiled: Callable[..., Any]) -> None:
     spec = compiled("glm_moe_dsa", 4, "random", batch_buckets=(4,))
     assert runs(spec) == {(1 + 4, 1 + 4)}
+
+
+def test_the_choice_matters(oracle: Callable[..., Any]) -> None:
+    """The same weights without the entry draft something else."""
     anew, shared = (DraftOracle(oracle(name, "random")) for name in ("glm_moe_dsa", FAMILY))
     texts = [prompt for prompt in PROMPTS if len(prompt) > 1]
     pairs = [(anew.drafts(text, 4), shared.drafts(text, 4)) for text in texts]
@@ -87,6 +91,14 @@ def test_the_choice_matters(compiled: Callable[..., Any], oracle: Callable[..., 
 def test_text_equals_plain_decoding(
     compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
+    spec = compiled(FAMILY, 3, "random", batch_buckets=(4,))
+    check_theorem(spec, oracle(FAMILY, "random"), max_examples=2)
+    check_caches(spec, PROMPTS[7])
+
+
+@pytest.mark.slow
+def test_text_of_accepted_drafts(compiled: Callable[..., Any], oracle: Callable[..., Any]) -> None:
+    """The trained model, whose drafts are accepted in part."""
     spec = compiled(FAMILY, 3, batch_buckets=(4,))
     check_theorem(spec, oracle(FAMILY), max_examples=2).check_all_happened()
     check_caches(spec, PROMPTS[7])
@@ -95,7 +107,7 @@ def test_text_equals_plain_decoding(
 def test_reuse_and_preemption(compiled: Callable[..., Any]) -> None:
     """Turns on a cached beginning, forks, and requests that wait for pages: text, drafts and rows
     of latents and indexer keys are those of fresh runs."""
-    check_reuse(Conversations(compiled(FAMILY, 3, batch_buckets=(4,))), 3)
+    check_reuse(Conversations(compiled(FAMILY, 3, "random", batch_buckets=(4,))), 3)
 
 
 def sampled(spec: Any, asks: list[Request], **options: Any) -> tuple[list[Any], Engine]:

@@ -24,9 +24,8 @@ from mtpc.models.load import load
 FEW: dict[str, Any] = {"batch_buckets": (4,)}
 
 
-@pytest.mark.parametrize(
-    "spec_tokens", [k if k == 3 else pytest.param(k, marks=pytest.mark.slow) for k in range(5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spec_tokens", range(5))
 def test_speculative_output_equals_plain_decoding(
     spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:
@@ -34,6 +33,7 @@ def test_speculative_output_equals_plain_decoding(
     check_theorem(spec, oracle("step3p5"), max_examples=8).check_all_happened()
 
 
+@pytest.mark.slow
 def test_partial_acceptance_and_drafts(
     compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

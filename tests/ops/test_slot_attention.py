@@ -168,7 +168,10 @@ def _cut(length: int, sizes: list[int]) -> list[int]:
     return [b - a for a, b in pairwise(ends)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)],
+)
 def test_long_texts_in_chunks_and_beside_others(dtype: torch.dtype) -> None:
     """Of the released window, with many heads and splits; threads share the heads of a row."""
     sizes = {"heads": 64, "dim": 128}

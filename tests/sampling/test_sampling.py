@@ -34,7 +34,7 @@ def sampler(compiled: Callable[..., Any], family: str, spec_tokens: int, **optio
 
 
 @pytest.mark.parametrize(
-    "spec_tokens", [0, 2, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 4))]
+    "spec_tokens", [0, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4))]
 )
 def test_every_parameter_equals_the_oracle(
     spec_tokens: int, compiled: Callable[..., Any], sampling_oracle: Callable[..., Any]

@@ -182,12 +182,16 @@ def p_value(tally: np.ndarray, joint: np.ndarray) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
+LATE = ("bias", "min_p", "top_k", "top_p")
+"""Cases of the slow run: test_sampling.py has their texts."""
+
+
 @pytest.mark.parametrize(
     "spec_tokens", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2)), 3]
 )
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("bias", "min_p"))) for n in CASES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in LATE)) for n in CASES],
 )
 def test_emitted_joint_is_the_targets(name: str, spec_tokens: int) -> None:
     params = CASES[name]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compiled import give_kernels
+from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
 import mtpc
@@ -111,7 +113,8 @@ class Scripted(TierPolicy):
 
 def test_drafts_that_no_step_proposed_are_not_accepted(compiled: Compiled) -> None:
     """After a step of fewer drafts, old tokens stand in the row; at rates of 1, too."""
-    spec = compiled("mimo", "auto", batch_buckets=(2,), synthetic_acceptance_rates=(1.0, 1.0, 1.0))
+    tiers: Any = {"spec_tiers": (0, 1, 3), "synthetic_acceptance_rates": (1.0, 1.0, 1.0)}
+    spec = compiled("mimo", "auto", batch_buckets=(2,), **tiers)
     spec.engine.runner.tiers = Scripted(spec.options.tiers)
     spec.generate(PROMPTS[5:7], 40, ignore_eos=True)
     stats = spec.stats
@@ -185,20 +188,21 @@ def test_hosts_have_no_such_option(checkpoint: Callable[..., Path]) -> None:
 
 
 def test_cpu_has_eagers_text(
-    compiled: Compiled, checkpoint: Callable[..., Path], cpu_cache: Path
+    compiled: Compiled, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Through tape, cache and warm start: the key differs from that of real acceptance."""
-    options: Any = dict(
-        spec_tokens=3, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8,
-        dtype="float32", cache_dir=cpu_cache,
-    )  # fmt: skip
+    tmp_path.chmod(0o755)
+    give_kernels(tmp_path)
+    options: Any = {**CPU_OPTIONS, "cache_dir": tmp_path}
     rates: Any = {"synthetic_acceptance_rates": RATES}
-    eager = mtpc.compile(checkpoint("mimo"), **{**options, **rates, "backend": "eager"})
-    cold = mtpc.compile(checkpoint("mimo"), **options, **rates, backend="cpu")
+    eager = compiled("mimo", 3, batch_buckets=(2,), **rates)
+    before = list(eager.stats.accepted)
+    cold = mtpc.compile(checkpoint("mimo"), **options, **rates)
     wanted = eager.generate(PROMPTS[5:8], 20, ignore_eos=True)
     assert cold.generate(PROMPTS[5:8], 20, ignore_eos=True) == wanted
-    warm = mtpc.compile(checkpoint("mimo"), **options, **rates, backend="cpu", frozen=True)
+    warm = mtpc.compile(checkpoint("mimo"), **options, **rates, frozen=True)
     assert warm.generate(PROMPTS[5:8], 20, ignore_eos=True) == wanted
-    assert warm.stats.accepted == cold.stats.accepted == eager.stats.accepted
+    of_eager = [b - a for a, b in zip(before, eager.stats.accepted, strict=True)]
+    assert warm.stats.accepted == cold.stats.accepted == of_eager
     with pytest.raises(CacheError):
-        mtpc.compile(checkpoint("mimo"), **options, backend="cpu", frozen=True)
+        mtpc.compile(checkpoint("mimo"), **options, frozen=True)

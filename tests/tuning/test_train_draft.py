@@ -62,7 +62,7 @@ def training(words: Path, text: Path, options: dict[str, Any]) -> Callable[..., 
     return get
 
 
-@pytest.mark.parametrize("form", ["mtp", "eagle3"])
+@pytest.mark.parametrize("form", ["mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_the_command_trains_a_drafter(
     form: str,
     words: Path,
@@ -112,7 +112,7 @@ def test_an_eagle3_head_names_the_frequent_tokens(
     assert stored["lm_head.weight"].shape == (64, config["hidden_size"])
 
 
-@pytest.mark.parametrize("call", [1, 3, 6])
+@pytest.mark.parametrize("call", [1, 6, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on(
     call: int, training: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_fp8_runs_as_the_weights_it_stands_for(
 ) -> None:
     """Target and MTP layer, blocks that do not divide the sizes, experts one by one; a note."""
     fp8, plain = quantised_pair(checkpoint(family), tmp_path, (24, 40), keep=("eh_proj",))
-    found, wanted = (mtpc.compile(path, spec_tokens=3, **EAGER) for path in (fp8, plain))
+    found, wanted = (mtpc.compile(path, spec_tokens=1, **EAGER) for path in (fp8, plain))
     assert found.loaded is not None
     assert wanted.loaded is not None
     theirs = wanted.loaded.weights()

@@ -114,7 +114,7 @@ def ended(
             "dtype": "float64",
             "batch_buckets": (2,),
         }
-        return mtpc.compile(directory, **{**plain, "spec_tokens": 2, **options})
+        return mtpc.compile(directory, **{**plain, "spec_tokens": 1, **options})
 
     return get
 

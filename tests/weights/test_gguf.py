@@ -283,7 +283,13 @@ def test_quantised_files_are_their_values(name: str, kind: str, tmp_path: Path) 
     assert found.specs
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", *DENSE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5", "glm4_moe"),
+        *(pytest.param(n, marks=[pytest.mark.slow] * (n != "llama3")) for n in DENSE),
+    ],
+)
 def test_text_is_that_of_the_values(name: str, tmp_path: Path) -> None:
     """transformers runs the dequantised values, in the checkpoint's own format; mtpc the file.
 
