@@ -243,7 +243,9 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pieces_do_what_the_whole_does(family: str, checkpoint: Callable[..., Path]) -> None:
     """Partial acceptance, joins and leaves; the same bits from one graph, from many, from none."""
     machine, loaded = NullMachine(), load(checkpoint(family), "float64", True)
-    options = plan_of(spec_tokens=3, batch_buckets=(2,), max_len=64, prefill_chunk=8)
+    options = plan_of(
+        spec_tokens=3, batch_buckets=(2,), max_len=64, prefill_chunk=8, sampling=False
+    )
     fused = Fused(machine, loaded, options)
     graph = fused.step.graph
     assert graph is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from helpers.families import EVERY_FAMILY
 from helpers.plans import changed, plan_of
 from helpers.tiny import make_checkpoint
+from helpers.whole_steps import beside
 
 from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import NullMachine
@@ -30,6 +32,7 @@ OPTIONS = plan_of(
 )
 
 
+@cache
 def _compiler(checkpoint: Path, **more: Any) -> StepCompiler:
     loaded, options = load(checkpoint, "bfloat16", True), changed(OPTIONS, **more)
     return StepCompiler(loaded, options, NullMachine().backend(), new_buffer=Layout.reserve)
@@ -117,15 +120,12 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(
 def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> None:
     """One for each mixture and each head, and fewer kernels that Inductor generates beside them."""
     directory = make_checkpoint(family, tmp_path, vocab_size=8192)
-    loaded = load(directory, "bfloat16", True)
+    first, backend = _compiler(directory), NullMachine().backend()
     found, before = (
         lowered(
-            StepCompiler(
-                loaded,
-                changed(OPTIONS, disabled_passes=disabled),
-                NullMachine().backend(),
-                new_buffer=Layout.reserve,
-            ).rewritten(StepKey.decode(1, 1))
+            beside(first, changed(OPTIONS, disabled_passes=disabled), backend).rewritten(
+                StepKey.decode(1, 1)
+            )
         )
         for disabled in ((), ("lower-choices",))
     )

@@ -24,7 +24,7 @@ from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CapacityError
 from mtpc.layout import StepKey
-from mtpc.models.load import LoadedModel, load
+from mtpc.models.load import load
 from mtpc.plan import Plan
 from mtpc.program import memory_plan
 from mtpc.program.compiler import StepCompiler
@@ -92,7 +92,7 @@ def test_steps_share_a_pool_without_overlap(family: str, checkpoint: Callable[..
         assert not output.all_input_nodes, "nothing of a step is there after it"
         ends[str(key)] = pool_bytes(placed)
         assert peak_bytes(live) <= ends[str(key)] <= 1.5 * peak_bytes(live)
-    plan = plan_memory(StepCompiler(loaded, options, backend()))
+    plan = plan_memory(compiler)
     assert plan.pool == max(ends.values())
     assert plan.steps.keys() == ends.keys()
 
@@ -114,13 +114,11 @@ def test_weights_that_passes_make_are_in_the_plan(
 ) -> None:
     """Where mtpc read the weights itself, joint ones take their place and nothing is added."""
     loaded = replace(load(checkpoint("mimo"), "float32", True), owned=owned)
-    joint = changed(OPTIONS, spec_tokens=1, batch_buckets=(2,))
+    joint = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,))
     apart = changed(joint, disabled_passes=("merge-projections",))
-    plain, merged = (
-        plan_memory(StepCompiler(loaded, options, backend())) for options in (apart, joint)
-    )
+    plain = plan_memory(StepCompiler(loaded, apart, backend()))
     compiler = StepCompiler(loaded, joint, backend())
-    compiler.rewritten(compiler.keys[0])
+    merged = plan_memory(compiler)
     made = sum(compiler.weights[name].nbytes for name in compiler.weights.recipes)
     assert made > 10_000
     assert merged.fixed == plain.fixed + (0 if owned else made)
@@ -173,7 +171,8 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
 ) -> None:
     """The steps that were planned are those that run, unless the pool is cut."""
     loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,)).of_model(loaded.max_positions)
+    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,), sampling=False)
+    options = options.of_model(loaded.max_positions)
     trace = StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
@@ -190,7 +189,8 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
         return compiler.plan, cuda.notes, len(traced)
 
     monkeypatch.setattr(StepCompiler, "trace", counted)
-    plain, texts = StepCompiler(loaded, options, backend()), set(_texts(loaded, options))
+    plain = StepCompiler(loaded, options, backend())
+    texts = {plain.rewritten(key).text() for key in plain.keys}
     found, notes, steps = planned(None)
     assert (found, steps) == (options, len(plain.keys))
     assert not lines, "where nobody counts, nothing is planned"
@@ -201,17 +201,12 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
     assert planned(enough) == (options, notes, 2 * steps)
     monkeypatch.setattr(memory_plan, "_SURE", 0.5)
     cut = options.given(num_pages=steady(options.num_pages - 1))
-    texts = set(_texts(loaded, cut))
+    fewer = StepCompiler(loaded, cut, backend())
+    texts = {fewer.rewritten(key).text() for key in fewer.keys}
     less, more, twice = planned(enough - plan.page)
     assert (less, twice) == (cut, 2 * steps)
     (said,) = more - notes
     assert said.startswith(f"a KV pool of {cut.num_pages} pages instead of {options.num_pages}: ")
-
-
-def _texts(loaded: LoadedModel, options: Plan) -> list[str]:
-    """The steps of a compiler that plans nothing."""
-    compiler = StepCompiler(loaded, options, backend())
-    return [compiler.rewritten(key).text() for key in compiler.keys]
 
 
 def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -> None:
@@ -228,7 +223,7 @@ def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -
         # Views are calls of the tape and no kernels; each product is a kernel.
         products = sum("linear" in name or ".mm" in name for name in op_names(tape))
         assert products < counts[-1] < len(list(op_names(tape)))
-    plan = plan_memory(StepCompiler(loaded, options, backend()))
+    plan = plan_memory(compiler)
     assert plan.driver == workspace_bytes("cpu") + sum(counts) * NODE_BYTES
     fewer = plan_memory(StepCompiler(loaded, changed(options, batch_buckets=(2,)), backend()))
     assert plan.driver - fewer.driver >= min(counts) * NODE_BYTES

@@ -146,7 +146,8 @@ def unexplained(ranks: Ranks, directory: Path) -> list[str]:
         "weight_recipes",
         lambda loaded: {n: r for n, r in known(loaded).items() if n != "lm_head.weight"},
     )
-    given = {**OPTIONS, "tensor_parallel_size": ranks.size, "backend": "eager"}
+    given = {**OPTIONS, "spec_tokens": 0}
+    given |= {"tensor_parallel_size": ranks.size, "backend": "eager"}
     return list(mtpc.compile(directory, **given).stats.fallbacks)
 
 
