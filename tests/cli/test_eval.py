@@ -49,8 +49,8 @@ def test_engines_side_by_side(
     rows = json.loads(out.read_text())["rows"]
     assert [(row["engine"], row["spec_tokens"]) for row in rows] == [
         ("transformers, eager", None),
-        ("mtpc, cpu", 0),
-        ("mtpc, cpu", 2),
+        ("mtpc, auto", 0),
+        ("mtpc, auto", 2),
     ]
     assert [row["score"] for row in rows] == [pytest.approx(2 / 3)] * 3
     assert [row["texts_changed"] for row in rows] == [0, 0, 0]

@@ -99,20 +99,12 @@ def test_faults_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> N
 
 def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured) -> None:
     """`check` and `inspect` show what copies read and keep; no wiring is measured."""
-    command = ["check", str(word_model), *SMALL[:4], "--ids", "3 4 5", "-n", "6", "--draft", "copy"]
+    small = [*SMALL[:4], "--spec-tokens", "1", "--draft", "copy"]
+    command = ["check", str(word_model), *small, "--ids", "3 4 5", "-n", "6"]
     found = result(capsys, [*command, "--json", "--quiet"], 0)
     assert found["drafter"]["reads"] == "the request's own text"
     assert [row["wiring"] for row in found["wirings"]] == [""]
-    words = [
-        "inspect",
-        str(word_model),
-        *SMALL[:4],
-        "--draft",
-        "copy",
-        "--after",
-        "fuse-draft-chain",
-    ]
-    assert main(words) == 0
+    assert main(["inspect", str(word_model), *small, "--after", "fuse-draft-chain"]) == 0
     assert "the tokens of the text" in capsys.readouterr().out
 
 

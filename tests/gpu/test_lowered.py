@@ -69,6 +69,7 @@ def test_no_buffer_is_copied_before_it_is_written(
     assert any(name.startswith("mtpc.") for name in found.called), "our operators are in it"
 
 
+@SLOW
 def test_a_copied_pool_is_seen(checkpoint: Callable[..., Path]) -> None:
     """Planted: an attention that reads what was computed from its pool."""
     compiler = _compiler(checkpoint("glm4_moe", "random"))
@@ -114,9 +115,8 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(
     assert five.called - two.called == {name: 3 * count for name, count in layer.items()}
 
 
-@pytest.mark.parametrize(
-    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
-)
+@SLOW
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> None:
     """One for each mixture and each head, and fewer kernels that Inductor generates beside them."""
     directory = make_checkpoint(family, tmp_path, vocab_size=8192)

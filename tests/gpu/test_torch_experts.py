@@ -302,9 +302,8 @@ def _prompt_step(directory: Path, bindings: Sequence[Binding]) -> StepGraph:
     return compiler.rewritten(key)
 
 
-@pytest.mark.parametrize(
-    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_steps_emit_the_same_tokens(family: str, checkpoint: Callable[..., Path]) -> None:
     """Prompts of 32 rows take the library's experts; decode steps have fewer rows."""
     race, asked = racing(True)

@@ -24,8 +24,8 @@ from mtpc.capture.effects import analyse
 from mtpc.layout import StepKey
 from mtpc.sampling_params import FLOATS, INTS
 
-DEFAULT = [("mimo", 0), ("qwen3_next", 2)]
-"""Plain on pages alone, speculative on recurrent state, too. The slow run takes all families."""
+DEFAULT = [("qwen3_next", 2)]
+"""Speculative, on pages and on recurrent state. The slow run takes all families and every K."""
 
 
 @pytest.mark.parametrize(

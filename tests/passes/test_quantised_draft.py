@@ -106,7 +106,8 @@ def test_what_is_emitted_stays(
     assert draft.generate(PROMPTS[:4], 20, ignore_eos=True) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
 def test_drafts_of_a_checkpoint_of_codes_are_int8_too(
     checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
 ) -> None:

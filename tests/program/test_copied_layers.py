@@ -127,7 +127,8 @@ def _calls(loaded: LoadedModel, key: StepKey, copies: bool) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("backend", [pytest.param(EagerBackend, marks=pytest.mark.slow), cuda])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [EagerBackend, cuda])
 def test_a_model_with_copied_layers_runs(backend: Callable[[], Backend], tmp_path: Path) -> None:
     """The text of the model traced whole, with weights that passes join."""
     texts, options = [], changed(OPTIONS, spec_tokens=0)

@@ -59,9 +59,8 @@ def test_text_is_transformers(
     assert others == [first]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)]
-)
+@SLOW
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_numbers_arrive_bit_for_bit(
     dtype: torch.dtype, two: Group, pictured: Callable[[str], Path]
 ) -> None:

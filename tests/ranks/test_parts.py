@@ -64,7 +64,7 @@ def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
 
 def test_rings_are_cut_by_heads(checkpoint: Callable[..., Path]) -> None:
     """As pages are; those of the MTP layer, too."""
-    built = compiler(checkpoint("exaone_moe", "random"), 1)
+    built = compiler(checkpoint("exaone_moe", "random"), 1, spec_tokens=1)
     caches = ("kv.0.ring_k", "kv.0.ring_v", "kv.1.k", "kv.1.v", "kv.2.ring_k", "kv.2.ring_v")
     assert {tuple(built.shared[name].shape[2:]) for name in caches} == {(1, 16)}
     built.rewritten(built.keys[0])
