@@ -21,11 +21,12 @@ from mtpc.capture.graph import operators
 from mtpc.config import SCHEMES as NAMES
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
+from mtpc.models.load import load
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import VALUES, GroupedWeight, GroupForm, pack_scales
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
-from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.quantise import SCHEMES, quantise, spec_by_scheme
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
 from mtpc.weights.rounding import Grid
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -165,7 +166,28 @@ def test_the_pass_takes_linears_and_experts(checkpoint: Callable[..., Path]) -> 
     assert "grouped.lm_head_weight.codes" in held
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_file_holds_what_a_scheme_rounds_to(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every matrix but the head; experts, which are written one by one, and the MTP layer."""
+    quantise_checkpoint(checkpoint("glm4_moe"), tmp_path / "out", "int4-g32")
+    plain, written = (
+        load(path, None, needs_mtp=True).weights()
+        for path in (checkpoint("glm4_moe"), tmp_path / "out")
+    )
+    seen = set[str]()
+    for name, weight in plain.items():
+        spec = spec_by_scheme("int4-g32", name, weight)
+        if spec is None or name == "lm_head.weight":
+            continue
+        wanted = quantise(weight.detach(), spec).dequantise()
+        assert torch.equal(written[name].detach().to(wanted.dtype), wanted), name
+        seen.add("experts" if ".experts." in name else name.split(".")[0])
+    assert seen == {"experts", "model", "mtp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
 def test_in_memory_as_in_a_file(
     checkpoint: Callable[..., Path], scheme: str, tmp_path: Path
 ) -> None:

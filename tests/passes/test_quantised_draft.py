@@ -106,22 +106,33 @@ def test_what_is_emitted_stays(
     assert draft.generate(PROMPTS[:4], 20, ignore_eos=True) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
-def test_drafts_of_a_checkpoint_of_codes_are_int8_too(
-    checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
+SIZES: dict[str, Any] = dict(spec_tokens=1, batch_buckets=(2,), dtype="bfloat16", **TINY)
+SCHEMES = ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_head_of_codes_is_read_in_two_forms(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: str
 ) -> None:
-    """The head is read in two forms; text stays, from the cache as well."""
+    """Drafts of a checkpoint of codes are int8, too."""
     quantise_checkpoint(checkpoint("mimo"), tmp_path / "out", scheme, head=True)
     both = ("quantise-draft", "pack-groups")
-    sizes = dict(spec_tokens=1, batch_buckets=(2,), dtype="bfloat16", **TINY)
     loaded = load(tmp_path / "out", "bfloat16", needs_mtp=True)
-    compiler = StepCompiler(loaded, plan_of(**sizes, enabled_passes=both), EagerBackend())
+    compiler = StepCompiler(loaded, plan_of(**SIZES, enabled_passes=both), EagerBackend())
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 1)))
     codes = [n.args[1] for n, op in operators(graph.graph) if op is OPS.grouped_linear.default]
     heads = {str(n.target) for n in codes if isinstance(n, fx.Node) and "head" in str(n.target)}
     assert heads == {f"{stem}.lm_head_weight.codes" for stem in ("grouped", "quantised")}
-    common = dict(sizes, backend="cpu", cache_dir=cpu_cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
+def test_text_stays_where_drafts_of_codes_are_int8(
+    checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
+) -> None:
+    """From the cache as well."""
+    quantise_checkpoint(checkpoint("mimo"), tmp_path / "out", scheme, head=True)
+    common = dict(SIZES, backend="cpu", cache_dir=cpu_cache)
     plain = mtpc.compile(tmp_path / "out", **{**common, "spec_tokens": 0})
     expected = plain.generate(PROMPTS[2:4], 12, ignore_eos=True)
     for _ in range(2):
