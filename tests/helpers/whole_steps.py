@@ -22,8 +22,10 @@ from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import StepGraph
 from mtpc.models.load import load
+from mtpc.models.weight_recipes import stored_weights
 from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
+from mtpc.weights.weights import Weights
 
 
 def by_cpu_passes(directory: Path) -> StepGraph:
@@ -58,7 +60,7 @@ def rewritten(
 def compiler_of(directory: Path, dtype: str, backend: Backend, **options: Any) -> StepCompiler:
     """A compiler of a checkpoint; those that differ by options of passes alone share traced pieces.
 
-    They share buffers and weights, too.
+    They share buffers, too.
     """
     sizes = {name: value for name, value in options.items() if name not in OF_PASSES}
     sizes["dtype"] = dtype
@@ -67,7 +69,7 @@ def compiler_of(directory: Path, dtype: str, backend: Backend, **options: Any) -
 
 
 def beside(first: StepCompiler, plan: Plan, backend: Backend) -> StepCompiler:
-    """Another compiler over what one has traced, and over its buffers and weights.
+    """Another compiler over what one has traced, and over its buffers; it derives its own weights.
 
     Args:
         first: the one.
@@ -79,6 +81,9 @@ def beside(first: StepCompiler, plan: Plan, backend: Backend) -> StepCompiler:
     compiler.backend, compiler._kept = backend, {}
     compiler.plan = plan.of_model(first.loaded.max_positions)
     compiler._lowering = replace(first._lowering, backend=backend, plan=compiler.plan)
+    loaded = first.loaded
+    compiler.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
+    compiler.weights.defers = backend.makes_files
     return compiler
 
 
