@@ -24,7 +24,7 @@ from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import CapacityError
 from mtpc.layout import StepKey
-from mtpc.models.load import load
+from mtpc.models.load import LoadedModel, load
 from mtpc.plan import Plan
 from mtpc.program import memory_plan
 from mtpc.program.compiler import StepCompiler
@@ -171,8 +171,7 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
 ) -> None:
     """The steps that were planned are those that run, unless the pool is cut."""
     loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,), sampling=False)
-    options = options.of_model(loaded.max_positions)
+    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,)).of_model(loaded.max_positions)
     trace = StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
@@ -189,8 +188,7 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
         return compiler.plan, cuda.notes, len(traced)
 
     monkeypatch.setattr(StepCompiler, "trace", counted)
-    plain = StepCompiler(loaded, options, backend())
-    texts = {plain.rewritten(key).text() for key in plain.keys}
+    plain, texts = StepCompiler(loaded, options, backend()), set(_texts(loaded, options))
     found, notes, steps = planned(None)
     assert (found, steps) == (options, len(plain.keys))
     assert not lines, "where nobody counts, nothing is planned"
@@ -201,12 +199,17 @@ def test_steps_are_traced_once_where_the_pool_surely_fits(
     assert planned(enough) == (options, notes, 2 * steps)
     monkeypatch.setattr(memory_plan, "_SURE", 0.5)
     cut = options.given(num_pages=steady(options.num_pages - 1))
-    fewer = StepCompiler(loaded, cut, backend())
-    texts = {fewer.rewritten(key).text() for key in fewer.keys}
+    texts = set(_texts(loaded, cut))
     less, more, twice = planned(enough - plan.page)
     assert (less, twice) == (cut, 2 * steps)
     (said,) = more - notes
     assert said.startswith(f"a KV pool of {cut.num_pages} pages instead of {options.num_pages}: ")
+
+
+def _texts(loaded: LoadedModel, options: Plan) -> list[str]:
+    """The steps of a compiler that plans nothing."""
+    compiler = StepCompiler(loaded, options, backend())
+    return [compiler.rewritten(key).text() for key in compiler.keys]
 
 
 def test_every_graph_and_workspace_is_counted(checkpoint: Callable[..., Path]) -> None:
