@@ -23,6 +23,7 @@ from helpers.oracles import Oracle
 from helpers.places import TESTS
 from helpers.plans import plan_of
 from helpers.sampling_oracle import SamplingOracle
+from helpers.word_model import compile_words, word_checkpoint
 from torch import fx
 
 import mtpc
@@ -197,3 +198,11 @@ def warm(
         return mtpc.compile(directory or checkpoint(family), **options)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def word_spec(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> mtpc.SpecModel:
+    """A tiny model with tokenizer, chat template and sampling."""
+    return compile_words(word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words")))

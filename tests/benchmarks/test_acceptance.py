@@ -47,6 +47,7 @@ class Peer(OneLaunch):
         Peer.living -= 1
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is accepted with certainty is: the samples' own counts say so.
 

@@ -25,6 +25,7 @@ def test_figures() -> None:
     assert all(row.disturbed for row in summarise([replay, serve], max_foreign=-1))
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every path does as many steps; bare replay checks its own result."""
     out = tmp_path / "out.json"

@@ -38,6 +38,7 @@ ARGUMENTS = (
 """No sample counts as disturbed, so that it takes seconds."""
 
 
+@pytest.mark.slow
 def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", None, raising=False

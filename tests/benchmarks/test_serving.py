@@ -86,6 +86,7 @@ def test_figures() -> None:
     assert serving.percentile([0.0, 10.0], 50) == 5.0
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--backend", "eager", "--requests", "2", "--rates", "50"]

@@ -40,6 +40,7 @@ def test_picture(record: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_by_the_k_of_their_step(compiled: Callable[..., Any]) -> None:
     """All but a request's first token, which is its prefill's."""
     spec = compiled("mimo", "auto", spec_tiers=(0, 1), batch_buckets=(1,))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.compiled import CpuBuilt
-from helpers.families import CPU_FAMILY_NAMES, CPU_OPTIONS, EACH_FAMILY
+from helpers.families import CPU_FAMILY_NAMES, CPU_OPTIONS, EACH_FAMILY_OF_FEW
 from helpers.oracles import Oracle
 from helpers.theorem import PROMPTS
 from helpers.warm_starts import BATCH, DECODE, PREFILL
@@ -43,7 +43,7 @@ def steps_of(spec: mtpc.SpecModel) -> set[StepKey]:
     return set(spec.program.steps)
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_which_sizes_are_open(family: str, cpu_built: Callable[..., CpuBuilt]) -> None:
     """All of them, in both phases, but for a family that computes with one."""
     for key in (DECODE, PREFILL):
@@ -52,7 +52,7 @@ def test_which_sizes_are_open(family: str, cpu_built: Callable[..., CpuBuilt]) -
         assert package.least.keys() | package.fixed.keys() == {"M", "N", "S"}
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_a_longer_program(
     family: str, warm: Callable[..., mtpc.SpecModel], oracle: Callable[..., Oracle]
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_longer_program(
             assert spec.generate(prompt, count, ignore_eos=True) == wanted
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_a_shorter_program(
     family: str, warm: Callable[..., mtpc.SpecModel], oracle: Callable[..., Oracle]
 ) -> None:

@@ -23,6 +23,7 @@ def test_packed_weights_are_filled(checkpoint: Callable[..., Path], cpu_cache: P
         spec = mtpc.compile(
             target,
             spec_tokens=0,
+            sampling=False,
             batch_buckets=(2,),
             max_len=64,
             prefill_chunk=8,

@@ -50,8 +50,8 @@ heavy = ("transformers", "torch._inductor", "torch._dynamo", "sympy", "networkx"
          "mtpc.program.compiler", "mtpc.capture.trace", "mtpc.models")
 print(json.dumps([name for name in heavy if name in sys.modules]))
 """
-    wanted = cpu_built("glm4_moe").spec.generate(BATCH, 16)
-    arguments = [str(checkpoint("glm4_moe")), str(cpu_cache), json.dumps(CPU_OPTIONS)]
+    wanted = cpu_built("mimo").spec.generate(BATCH, 16)
+    arguments = [str(checkpoint("mimo")), str(cpu_cache), json.dumps(CPU_OPTIONS)]
     clean = {"PATH": "/nonexistent", "CXX": "no-compiler", "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=clean, capture_output=True, text=True
@@ -100,14 +100,14 @@ def test_a_fine_tune_needs_no_rebuild(
     warm: Callable[..., Any], copied: Callable[..., Path]
 ) -> None:
     """Other values under the same names: found, bound, and decoded as transformers decodes them."""
-    directory = copied("glm4_moe")
+    directory = copied("mimo")
     edit_weights(
         directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].flip(0).contiguous()})
     )
-    tuned = warm("glm4_moe", directory)
-    wanted = [Oracle("glm4_moe", directory).generate(prompt, 12) for prompt in BATCH]
+    tuned = warm("mimo", directory)
+    wanted = [Oracle("mimo", directory).generate(prompt, 12) for prompt in BATCH]
     assert tuned.generate(BATCH, 12) == wanted
-    assert tuned.generate(BATCH, 12) != warm("glm4_moe").generate(BATCH, 12)
+    assert tuned.generate(BATCH, 12) != warm("mimo").generate(BATCH, 12)
 
 
 def test_weights_are_not_in_the_cache(
@@ -191,7 +191,7 @@ def test_a_model_object_uses_the_cache(
     """An object's own tensors are bound; its key is its own, its graphs are the checkpoint's."""
     cold, directory = cpu_built("mimo").spec, checkpoint("mimo")
     model = transformers.Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "dtype": None}
+    options = {**CPU_OPTIONS, "cache_dir": cpu_cache, "dtype": None, "spec_tokens": 1}
     first = mtpc.compile(model, **options)
     second = mtpc.compile(model, **options, frozen=True)
     assert first.generate(BATCH, 8) == second.generate(BATCH, 8) == cold.generate(BATCH, 8)

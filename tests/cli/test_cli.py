@@ -47,10 +47,10 @@ def run_python(code: str) -> str:
 # ------------------------------------------------------------------------------------ run
 
 
-def test_run_samples(word_model, capsys):
-    texts = []
+def test_run_samples(word_model, cpu_cache, capsys):
+    texts, cached = [], ["--max-len", "64", "--cache-dir", str(cpu_cache)]
     for seed in ("3", "3", "4"):
-        command = ["run", str(word_model), *SMALL_MODEL, "--ids", "8 9", "-n", "9", "--seed", seed]
+        command = ["run", str(word_model), *cached, "--ids", "8 9", "-n", "9", "--seed", seed]
         more = ["--spec-tokens", "0", "--temperature", "2", "--top-k", "50", "--ignore-eos"]
         assert main([*command, *more]) == 0
         texts.append(capsys.readouterr().out.splitlines()[1])
@@ -78,7 +78,7 @@ def test_run_prints_results_and_what_happened(word_model, capsys):
 
 def test_run_says_in_one_line_that_it_compiles(word_model, capsys, tmp_path):
     """No step keys and no differences of the cache, which `-v` shows; then it loads."""
-    shared = ["run", str(word_model), "--max-len", "64", "--ids", "3 4", "-n", "3"]
+    shared = ["run", str(word_model), *SMALL_MODEL[2:], "--ids", "3 4", "-n", "3"]
     command = [*shared, "--cache-dir", str(tmp_path), "--spec-tokens", "2"]
     give_kernels(tmp_path)
     for stage in (r"compiling \(first time(, about \d+ s)?\)", "load the weights"):

@@ -13,8 +13,14 @@ from mtpc.cli.main import main
 from mtpc.evaluation.compare import Outcome, compare
 from mtpc.evaluation.tasks import Question, read_task
 
-SMALL = ["--backend", "eager", "--max-len", "64", "--dtype", "float64", "--batch-buckets", "4"]
+SMALL = ["--max-len", "64", "--dtype", "float64", "--batch-buckets", "4", "--no-sampling"]
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+
+
+@pytest.fixture(autouse=True)
+def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands share what they compile."""
+    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -43,8 +49,8 @@ def test_engines_side_by_side(
     rows = json.loads(out.read_text())["rows"]
     assert [(row["engine"], row["spec_tokens"]) for row in rows] == [
         ("transformers, eager", None),
-        ("mtpc, eager", 0),
-        ("mtpc, eager", 2),
+        ("mtpc, auto", 0),
+        ("mtpc, auto", 2),
     ]
     assert [row["score"] for row in rows] == [pytest.approx(2 / 3)] * 3
     assert [row["texts_changed"] for row in rows] == [0, 0, 0]

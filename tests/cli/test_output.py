@@ -20,8 +20,15 @@ from safetensors.torch import load_file, save_file
 from mtpc.cli.main import main
 
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2", "--dtype", "float32"]
+CACHED = SMALL[2:]
+"""On the backend of users, whose steps the commands of this file share."""
 PROMPTS = ["-p", "w5 w6 w7", "--ids", "8 9", "-n", "6", "--ignore-eos"]
 Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 def result(capsys: Captured, command: list[str], code: int = 0) -> Any:
@@ -32,7 +39,7 @@ def result(capsys: Captured, command: list[str], code: int = 0) -> Any:
 
 def test_run_as_json(word_model: Path, capsys: Captured) -> None:
     """The same texts and ids as for people, and numbers in place of a table."""
-    command = ["run", str(word_model), *SMALL, *PROMPTS]
+    command = ["run", str(word_model), *CACHED, *PROMPTS]
     assert main(command) == 0
     for_people = capsys.readouterr().out
     found = result(capsys, [*command, "--json"])
@@ -50,7 +57,7 @@ def test_run_as_json(word_model: Path, capsys: Captured) -> None:
 
 
 def test_run_quietly(word_model: Path, capsys: Captured) -> None:
-    command = ["run", str(word_model), *SMALL, *PROMPTS]
+    command = ["run", str(word_model), *CACHED, *PROMPTS]
     found = result(capsys, [*command, "--json"])["results"]
     assert main([*command, "--quiet"]) == 0
     out, err = capsys.readouterr()
@@ -92,20 +99,12 @@ def test_faults_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> N
 
 def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured) -> None:
     """`check` and `inspect` show what copies read and keep; no wiring is measured."""
-    command = ["check", str(word_model), *SMALL[:4], "--ids", "3 4 5", "-n", "6", "--draft", "copy"]
+    small = [*SMALL[:4], "--spec-tokens", "1", "--draft", "copy"]
+    command = ["check", str(word_model), *small, "--ids", "3 4 5", "-n", "6"]
     found = result(capsys, [*command, "--json", "--quiet"], 0)
     assert found["drafter"]["reads"] == "the request's own text"
     assert [row["wiring"] for row in found["wirings"]] == [""]
-    words = [
-        "inspect",
-        str(word_model),
-        *SMALL[:4],
-        "--draft",
-        "copy",
-        "--after",
-        "fuse-draft-chain",
-    ]
-    assert main(words) == 0
+    assert main(["inspect", str(word_model), *small, "--after", "fuse-draft-chain"]) == 0
     assert "the tokens of the text" in capsys.readouterr().out
 
 
@@ -165,10 +164,11 @@ def test_what_others_print_is_not_in_the_json(
         print("a library says hello")
 
     monkeypatch.setattr("mtpc.cli.run.check_tokenizer", loud)
-    assert main(["run", str(word_model), *SMALL, "--ids", "3", "-n", "2", "--json"]) == 0
+    command = ["run", str(word_model), *CACHED, *PROMPTS, "--json"]
+    assert main(command) == 0
     out, err = capsys.readouterr()
     assert "hello" in err
-    assert len(json.loads(out)["results"]) == 1
+    assert len(json.loads(out)["results"]) == 2
 
 
 def test_stages_on_a_terminal(word_model: Path) -> None:

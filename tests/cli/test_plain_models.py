@@ -150,7 +150,12 @@ def test_every_other_command(
     ("command", "code", "expected"),
     [
         (["run", "--ids", "5 6", "-n", "4", "--json"], 0, r'"finish_reason": "length"'),
-        (["bench", "--ids", "5 6", "-n", "4", *EAGER, "--json"], 0, r'"spec_tokens": 0,'),
+        pytest.param(
+            ["bench", "--ids", "5 6", "-n", "4", *EAGER, "--json"],
+            0,
+            r'"spec_tokens": 0,',
+            marks=pytest.mark.slow,
+        ),
         (["run", "-p", "AB"], 2, "the tokenizer of .*qwen2.gguf cannot be read"),  # It has 1 merge.
         (["plan"], 0, r"weights in all +\d"),
         (["inspect"], 0, r"decode\[R=1,Q=1,K=0\] after legalise-cpu"),

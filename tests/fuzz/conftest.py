@@ -10,12 +10,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from helpers.word_model import compile_words, word_checkpoint
-
-import mtpc
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,11 +49,3 @@ class Seeded(random.Random):
 
     def __repr__(self) -> str:
         return f"MTPC_FUZZ_SEED={self.number}"
-
-
-@pytest.fixture(scope="session")
-def word_spec(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> mtpc.SpecModel:
-    """A tiny model with tokenizer, chat template and sampling."""
-    return compile_words(word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words")))

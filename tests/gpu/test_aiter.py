@@ -20,13 +20,14 @@ from helpers.fake_aiter import ALL, MLA, UNIFIED, installer
 from helpers.plans import plan_of
 from helpers.small_graphs import small_graph
 from helpers.tapes import op_names
-from helpers.triton_steps import compile_on
+from helpers.whole_steps import beside, compiler_of
 from torch import Tensor, fx
 from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
+from mtpc.api import SpecModel
 from mtpc.backends import aiter
 from mtpc.backends.aiter import around, sizes
 from mtpc.backends.aiter.around import rows_off, token_lists
@@ -256,14 +257,20 @@ def _bound(
     directory: Path, spec_tokens: int, dtype: str, found: aiter.Found, **changes: Any
 ) -> Any:
     """A decode step bound to what was found; which libraries' ops it calls, and the notes."""
-    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 1, **changes}
-    options = plan_of(spec_tokens=spec_tokens, **sizes)
     notes: list[str] = []
-    compiler = StepCompiler(load(directory, dtype, True), options, EagerBackend())
-    with torch.no_grad():
-        graph = compiler.rewrite(compiler.trace(StepKey.decode(2, spec_tokens)))
+    graph = _decode_step(directory, spec_tokens, dtype, **changes)
     BindKernels(found.bindings, notes.append).apply(graph)
     return _attentions(graph), sorted(set(notes))
+
+
+def _decode_step(
+    directory: Path, spec_tokens: int, dtype: str = "bfloat16", **changes: Any
+) -> StepGraph:
+    """A greedy one of two requests, on the references."""
+    sizes = {"batch_buckets": (2,), "max_len": 64, "page_size": 1, "sampling": False, **changes}
+    backend = EagerBackend()
+    compiler = compiler_of(directory, dtype, backend, spec_tokens=spec_tokens, **sizes)
+    return compiler.rewritten(compiler.keys[0])
 
 
 def _attentions(graph: StepGraph) -> list[str]:
@@ -442,9 +449,7 @@ def _scratch(graph: StepGraph) -> dict[str, int]:
 def test_the_plan_counts_splits(wide_mla: Path, install: Callable[..., None]) -> None:
     """16 of one request with 16 heads: of four rows, or of a draft's one."""
     install(ALL)
-    options = plan_of(spec_tokens=3, batch_buckets=(1,), max_len=512, page_size=16)
-    compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
-    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 3)))
+    graph = _decode_step(wide_mla, 3, batch_buckets=(1,), max_len=512, page_size=16)
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
     calls = [n.name for n in graph.graph.nodes if str(n.target).startswith("mtpc_aiter.")]
     found = _scratch(graph)
@@ -502,9 +507,7 @@ def test_layers_share_what_is_computed_for_them(
 ) -> None:
     """Once for the target and the draft over all its rows, once for each single-row draft."""
     install(ALL)
-    options = plan_of(spec_tokens=3, batch_buckets=(2,), max_len=64)
-    compiler = StepCompiler(load(wide_mla, "bfloat16", True), options, EagerBackend())
-    graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
+    graph = _decode_step(wide_mla, 3)
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
     HoistShared().apply(graph)
     names = _names(graph)
@@ -532,9 +535,12 @@ def test_text_is_that_of_the_references(
     options = plan_of(spec_tokens=2, batch_buckets=(1, 3), max_len=64, prefill_rows=4)
     prompts = [[5, 9, 2], [7] * 19, [3, 1, 4, 1, 5]]
     texts, graphs = [], NullGraphs()
+    loaded = load(directory, "bfloat16", True)
+    first = StepCompiler(loaded, options, EagerBackend())
     for bindings in (aiter.aiter_bindings().bindings, ()):
         backend = CudaBackend(graphs, EagerBackend().lower, bindings, device="cpu")
-        compiled = compile_on(directory, backend, options, "bfloat16")
+        compiler = beside(first, options, backend)
+        compiled = SpecModel(loaded.served(), compiler.plan, compiler.compile())
         texts.append((compiled.generate(prompts, 8), compiled.stats.accepted))
         called = {name for tape in graphs.tapes for name in op_names(tape)}
         assert "aten.searchsorted.Tensor" in called

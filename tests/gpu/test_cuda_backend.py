@@ -19,6 +19,7 @@ import torch
 from helpers.plans import plan_of
 from helpers.tapes import counting_graph, lower_eagerly
 from helpers.theorem import PROMPTS
+from helpers.whole_steps import compiler_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -230,12 +231,10 @@ def test_a_model_on_another_device_of_the_kind_is_not_taken() -> None:
 # ---- binding ---------------------------------------------------------------------------------
 
 
-def _bind(checkpoint: Path, *bindings: Binding) -> tuple[StepGraph, list[str]]:
+def _bind(checkpoint: Path, *bindings: Binding, **changes: Any) -> tuple[StepGraph, list[str]]:
     """A decode step of a checkpoint, bound; and the notes taken on the way."""
     notes: list[str] = []
-    loaded = load(checkpoint, "float64", True)
-    compiler = StepCompiler(loaded, plan_of(**OPTIONS), EagerBackend())
-    graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 3)))
+    graph = _decode_graph(checkpoint, **changes)
     BindKernels(bindings, notes.append).apply(graph)
     return graph, notes
 
@@ -270,7 +269,7 @@ def test_the_first_candidate_whose_limits_hold_is_taken(checkpoint: Callable[...
 
 
 def test_an_op_without_candidates_is_noted(checkpoint: Callable[..., Path]) -> None:
-    _, notes = _bind(checkpoint("glm4_moe"))
+    _, notes = _bind(checkpoint("glm4_moe"), spec_tokens=0)
     assert "mtpc::experts has no GPU kernel: the slow PyTorch reference instead" in notes
 
 
@@ -287,15 +286,15 @@ def test_packed_weights_are_where_the_weights_are() -> None:
 # ---- lowering --------------------------------------------------------------------------------
 
 
-def _decode_graph(checkpoint: Path, backend: Any) -> tuple[StepGraph, StepCompiler]:
-    loaded = load(checkpoint, "float64", True)
-    compiler = StepCompiler(loaded, plan_of(**OPTIONS), backend)
-    return compiler.rewrite(compiler.trace(StepKey.decode(1, 3))), compiler
+def _decode_graph(checkpoint: Path, **changes: Any) -> StepGraph:
+    """A decode step of one request, on the references."""
+    compiler = compiler_of(checkpoint, "float64", EagerBackend(), **{**OPTIONS, **changes})
+    return compiler.rewritten(StepKey.decode(1, compiler.plan.spec_tokens))
 
 
 @torch.no_grad()
 def test_lifted_graphs_take_all_tensors_as_arguments(checkpoint: Callable[..., Path]) -> None:
-    graph, _ = _decode_graph(checkpoint("mimo"), EagerBackend())
+    graph = _decode_graph(checkpoint("mimo"))
     module, tensors = lift_tensors(graph)
     assert not any(node.op == "get_attr" for node in module.graph.nodes)
     assert any(node.op == "get_attr" for node in graph.graph.nodes), "the graph itself is kept"

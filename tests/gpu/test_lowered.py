@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from helpers.families import EVERY_FAMILY
 from helpers.plans import changed, plan_of
 from helpers.tiny import make_checkpoint
+from helpers.whole_steps import beside
 
 from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import NullMachine
@@ -30,6 +32,7 @@ OPTIONS = plan_of(
 )
 
 
+@cache
 def _compiler(checkpoint: Path, **more: Any) -> StepCompiler:
     loaded, options = load(checkpoint, "bfloat16", True), changed(OPTIONS, **more)
     return StepCompiler(loaded, options, NullMachine().backend(), new_buffer=Layout.reserve)
@@ -66,6 +69,7 @@ def test_no_buffer_is_copied_before_it_is_written(
     assert any(name.startswith("mtpc.") for name in found.called), "our operators are in it"
 
 
+@SLOW
 def test_a_copied_pool_is_seen(checkpoint: Callable[..., Path]) -> None:
     """Planted: an attention that reads what was computed from its pool."""
     compiler = _compiler(checkpoint("glm4_moe", "random"))
@@ -111,21 +115,17 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(
     assert five.called - two.called == {name: 3 * count for name, count in layer.items()}
 
 
-@pytest.mark.parametrize(
-    "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
-)
+@SLOW
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> None:
     """One for each mixture and each head, and fewer kernels that Inductor generates beside them."""
     directory = make_checkpoint(family, tmp_path, vocab_size=8192)
-    loaded = load(directory, "bfloat16", True)
+    first, backend = _compiler(directory), NullMachine().backend()
     found, before = (
         lowered(
-            StepCompiler(
-                loaded,
-                changed(OPTIONS, disabled_passes=disabled),
-                NullMachine().backend(),
-                new_buffer=Layout.reserve,
-            ).rewritten(StepKey.decode(1, 1))
+            beside(first, changed(OPTIONS, disabled_passes=disabled), backend).rewritten(
+                StepKey.decode(1, 1)
+            )
         )
         for disabled in ((), ("lower-choices",))
     )

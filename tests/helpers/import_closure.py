@@ -1,6 +1,6 @@
 """What `mtpc.compile` imports of mtpc: a script that prints it, warm and cold.
 
-    python -m helpers.import_closure CACHE [-v]    (in tests/)
+    python -m helpers.import_closure CACHE CHECKPOINT [-v]    (in tests/)
 
 The first start fills the cache directory, and so is cold; the second one is warm.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 CODE = """
 import json, sys, pathlib
 import mtpc
-mtpc.compile(mtpc.demo(), cache_dir=sys.argv[1], batch_buckets=(1,), spec_tokens=1, max_len=64)
+mtpc.compile(sys.argv[2], cache_dir=sys.argv[1], batch_buckets=(1,), spec_tokens=1, max_len=64)
 files = {n: m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "mtpc"}
 print(json.dumps({n: len(pathlib.Path(f).read_text().splitlines()) for n, f in files.items() if f}))
 """
@@ -34,19 +34,18 @@ class Closure:
         return len(self.lines), sum(self.lines.values())
 
 
-def closure(cache: Path) -> Closure:
-    """What a process imports that compiles the demo model over a cache."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(cache)], capture_output=True, text=True, check=True
-    )
+def closure(cache: Path, checkpoint: Path) -> Closure:
+    """What a process imports that compiles a model over a cache."""
+    command = [sys.executable, "-c", CODE, str(cache), str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return Closure(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
     """Print both closures; with `-v` each module's lines."""
-    cache = Path(sys.argv[1])
+    cache, checkpoint = map(Path, sys.argv[1:3])
     for name in ("cold", "warm"):
-        found = closure(cache)
+        found = closure(cache, checkpoint)
         print(name, "{} modules, {} lines".format(*found.size))
         for module, count in sorted(found.lines.items()) if "-v" in sys.argv else ():
             print(f"  {count:5} {module}")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,17 @@ class Group:
     Attributes:
         size: number of ranks.
         model: the open model, which the other ranks follow.
+        told: what they were told to compile.
     """
 
     size: int
     model: mtpc.SpecModel | None = None
+    told: list[Any] = field(default_factory=list)
 
     def compile(
         self, checkpoint: Path, other: Path | None = None, noise: float = 0.0, **options: Any
     ) -> mtpc.SpecModel:
-        """Compile a model on all ranks.
+        """Compile a model on all ranks, unless the open one is it.
 
         Args:
             checkpoint: its directory.
@@ -46,9 +48,13 @@ class Group:
             noise: error to add to the final norm of the other ranks.
             **options: options of `mtpc.compile`.
         """
-        self.close()
         given = {"tensor_parallel_size": self.size, "backend": "eager", **options}
-        dist.broadcast_object_list([str(other or checkpoint), given, noise], 0)
+        told = [str(other or checkpoint), given, noise]
+        if self.model is not None and told == self.told:
+            return self.model
+        self.close()
+        self.told = told
+        dist.broadcast_object_list(told[:], 0)
         self.model = mtpc.compile(checkpoint, **given)
         return self.model
 

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'w90' if enable_thinking else 'w91' }}{% endif %}"
 )
 SPECIAL = 5
-SMALL_MODEL = ["--backend", "eager", "--max-len", "64"]
+SMALL_MODEL = ["--backend", "eager", "--max-len", "64", "--no-sampling"]
 """Options of the command line that compile in a second."""
 
 

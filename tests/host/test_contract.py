@@ -124,7 +124,7 @@ def run_blocks(page: str, namespace: dict[str, Any]) -> None:
         assert block.count("spec_tokens=2,") == block.count("compile(") + block.count(
             "compile_host("
         )
-        exec(block.replace("spec_tokens=2,", 'spec_tokens=2, backend="eager",'), namespace)
+        exec(block.replace("spec_tokens=2,", 'spec_tokens=1, backend="eager",'), namespace)
 
 
 def test_the_examples_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,6 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.graph_artifact import GraphArtifact
 from mtpc.backends.graphs import static_tensors
 from mtpc.backends.null import NullGraphs
-from mtpc.layout import StepKey
-
-DECODE = StepKey.decode(3, 3)
 
 
 @pytest.fixture
@@ -81,7 +78,7 @@ def test_graphs_hold_the_hosts_addresses_and_no_other_pool(
     hosted: Callable[..., Any], backend: CudaBackend, graphs: NullGraphs
 ) -> None:
     """Every tensor that a graph touches: the host's, a weight, or what the graph itself made."""
-    model = hosted("mimo", form="split")
+    model = hosted("mimo", 1, form="split")
     parts = [(key, step.artifact) for key, step in model._built.steps.items()]
     assert all(isinstance(part, GraphArtifact) for _, part in parts)
     for _, part in parts:
@@ -109,7 +106,7 @@ def test_a_moved_pool_is_seen_and_may_be_bound_anew(
     hosted: Callable[..., Any], oracle: Callable[..., Oracle], backend: CudaBackend
 ) -> None:
     """Two sets of tensors of one model: each program keeps to its own."""
-    model = hosted("mimo", form="split")
+    model = hosted("mimo", 1, form="split")
     first, second = example.Host(model), example.Host(model)
     wanted = oracle("mimo").generate(PROMPTS[3], 6, stop=False)
     idle = {name: tensor.clone() for name, tensor in second.shared.items()}
@@ -124,5 +121,5 @@ def test_a_moved_pool_is_seen_and_may_be_bound_anew(
     assert not {t.data_ptr() for t in first.shared.values()} & {
         t.data_ptr() for t in second.shared.values()
     }
-    moved = dict(backend.captured["decode[R=3,Q=4,K=3].verify"].addresses)
+    moved = dict(backend.captured["decode[R=3,Q=2,K=1].verify"].addresses)
     assert moved["state.token_ids"] == second.shared["state.token_ids"].data_ptr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,23 +127,37 @@ class Hosted:
         return DraftChain(self.draft, self.head.detach(), pools, plan, make_backend(backend))
 
 
+@pytest.fixture(scope="module")
+def chained() -> Callable[..., tuple[Hosted, DraftChain]]:
+    """chained(family, page_size, backend): for one request and for four."""
+
+    @cache
+    def get(family: str, page_size: int, backend: str) -> tuple[Hosted, DraftChain]:
+        hosted = Hosted(family, page_size)
+        return hosted, hosted.make_chain((1, 4), backend)
+
+    return get
+
+
+SLOW = [
+    *(("mimo", 1, "eager"), ("glm4_moe", 4, "eager"), ("deepseek_v3", 4, "null")),
+    ("qwen3_next", 4, "eager"),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "page_size", "backend"),
     [
-        ("mimo", 1, "eager"),
-        ("mimo", 4, "null"),
-        ("glm4_moe", 4, "eager"),
-        ("deepseek_v3", 1, "eager"),
-        ("deepseek_v3", 4, "null"),
-        ("qwen3_next", 4, "eager"),
+        *(("mimo", 4, "null"), ("deepseek_v3", 1, "eager")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 @torch.no_grad()
 def test_the_chain_drafts_what_uncached_steps_draft(
-    family: str, page_size: int, backend: str
+    family: str, page_size: int, backend: str, chained: Callable[..., tuple[Hosted, DraftChain]]
 ) -> None:
     """A ragged batch in a bucket that is too large, twice: a round may be drafted again."""
-    hosted = Hosted(family, page_size)
+    hosted, chain = chained(family, page_size, backend)
     firsts, fed, expected = [], [], []
     for index in range(len(LENS)):
         ids, features = hosted.prompt(index)
@@ -157,7 +173,6 @@ def test_the_chain_drafts_what_uncached_steps_draft(
             last = hosted.uncached(ids, features)
             drafts.append((last @ hosted.head.T).argmax(-1))
         expected.append(torch.cat(drafts[1:]))
-    chain = hosted.make_chain((1, 4), backend)
     rows = (torch.cat(firsts), torch.cat(fed), torch.tensor(LENS), hosted.table)
     before = hosted.pool_bits()
     for _ in range(2):
@@ -170,9 +185,12 @@ def test_the_chain_drafts_what_uncached_steps_draft(
     assert len({tuple(drafts.tolist()) for drafts in expected}) > 1
 
 
-def test_a_chain_is_one_flat_graph_that_passes_have_rewritten() -> None:
+def test_a_chain_is_one_flat_graph_that_passes_have_rewritten(
+    chained: Callable[..., tuple[Hosted, DraftChain]],
+) -> None:
     """Nothing is left between the steps: one graph, its shared work hoisted."""
-    graph = Hosted("deepseek_v3", 4).make_chain((2,)).graphs[2]
+    _, chain = chained("deepseek_v3", 1, "eager")
+    graph = chain.graphs[4]
     assert graph.is_flat
     assert graph.part == "propose"
     done = {record.name: record.rewrites for record in graph.history}
@@ -181,12 +199,14 @@ def test_a_chain_is_one_flat_graph_that_passes_have_rewritten() -> None:
     assert done["absorb-latent"] == STEPS
 
 
-def test_too_many_requests_are_refused() -> None:
-    hosted = Hosted("mimo", 4)
-    chain = hosted.make_chain((2,))
-    ids, lens = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32)
-    with pytest.raises(CapacityError, match=r"3 requests.*at most 2"):
-        chain.propose(ids, torch.zeros(3, 64, dtype=torch.float64), lens, hosted.table)
+def test_too_many_requests_are_refused(
+    chained: Callable[..., tuple[Hosted, DraftChain]],
+) -> None:
+    hosted, chain = chained("deepseek_v3", 1, "eager")
+    ids, lens = torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int32)
+    table = torch.zeros(5, hosted.blocks, dtype=torch.int32)
+    with pytest.raises(CapacityError, match=r"5 requests.*at most 4"):
+        chain.propose(ids, torch.zeros(5, 64, dtype=torch.float64), lens, table)
 
 
 def test_more_than_one_attention_is_refused() -> None:

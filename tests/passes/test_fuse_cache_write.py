@@ -171,7 +171,8 @@ LAYERS = {"mimo": 3, "glm4_moe": 3, "qwen3_next": 2, "mimo_v2": 4, "step3p7": 4}
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=[pytest.mark.slow] * (n == "mimo_v2")) for n in LAYERS]
+    "family",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("qwen3_next", "mimo_v2"))) for n in LAYERS],
 )
 def test_each_layer_writes_by_it(family: str, checkpoint: Callable[..., Path]) -> None:
     """Paged caches and rings, whole heads and parts of them, norms on heads, value dims of their

@@ -11,12 +11,14 @@ import torch
 from helpers.batches import bf16, make_mixture
 from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.grouped import experts_call, random_weight
+from helpers.whole_steps import compiler_of, model_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mtpc
+from mtpc.api import SpecModel
 from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
+from mtpc.backends.eager import EagerBackend
 from mtpc.ops.ragged import keep_rows
 from mtpc.weights.packing import pack
 
@@ -102,9 +104,9 @@ def test_schemas_and_fakes() -> None:
         )
 
 
-def compiled(directory: Path, **options: Any) -> mtpc.SpecModel:
-    fixed = {"backend": "eager", "dtype": "bfloat16", "spec_tokens": K, "batch_buckets": (5,)}
-    return mtpc.compile(directory, **{**fixed, **TINY, "enabled_passes": PACKED, **options})
+def compiled(directory: Path, **options: Any) -> SpecModel:
+    fixed = {"spec_tokens": K, "batch_buckets": (5,), **TINY, "enabled_passes": PACKED}
+    return model_of(compiler_of(directory, "bfloat16", EagerBackend(), **{**fixed, **options}))
 
 
 PROMPTS = [[5, 9, 17, 33], [3], list(range(40, 51))]
@@ -149,7 +151,7 @@ def test_what_stands_in_idle_rows_is_never_seen(
     seen = []
     for disabled in ((), ("skip-idle-rows",)):
         model = compiled(
-            checkpoint(family), backend="eager", enabled_passes=CpuBackend.enables,
+            checkpoint(family), enabled_passes=CpuBackend.enables,
             disabled_passes=disabled, **JOINED,
         )  # fmt: skip
         with OnKernels() as kernels:
@@ -177,7 +179,7 @@ class OnKernels(TorchDispatchMode):
 def test_the_backend_decides(checkpoint: Callable[..., Path]) -> None:
     """Only the cpu's kernels leave rows out; elsewhere int8 drafts take no number of rows."""
     assert "skip-idle-rows" in CpuBackend.enables
-    model = compiled(checkpoint("mimo"), enabled_passes=("quantise-draft",))
+    model = compiled(checkpoint("mimo"), enabled_passes=("quantise-draft",), **JOINED)
     assert [call for call in calls(model) if "rows" in call.kwargs] == []
 
 
@@ -222,7 +224,7 @@ def test_rows_of_logits_are_not_requests(checkpoint: Callable[..., Path]) -> Non
     assert seen[0] == seen[1]
 
 
-def calls(model: mtpc.SpecModel) -> list[torch.fx.Node]:
+def calls(model: SpecModel) -> list[torch.fx.Node]:
     """Calls on packed weights in the graphs of a model."""
     nodes = [n for step in model.program.steps.values() for n in step.graph.graph.nodes]
     return [n for n in nodes if n.op == "call_function" and "mtpc" in str(n.target)]

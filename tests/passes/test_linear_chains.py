@@ -342,9 +342,9 @@ def test_a_write_on_the_way_ends_a_chain(checkpoint: Callable[..., Path]) -> Non
     assert kinds_of(graph)[:2] == ["LN", "GLNB"]
 
 
-def test_other_dtypes_are_left_alone(checkpoint: Callable[..., Path]) -> None:
-    for dtype in ("float32", "float16"):
-        assert FuseLinearChains().apply(graph_of(checkpoint("mimo", "random"), dtype)) == 0
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_other_dtypes_are_left_alone(dtype: str, checkpoint: Callable[..., Path]) -> None:
+    assert FuseLinearChains().apply(graph_of(checkpoint("mimo", "random"), dtype)) == 0
 
 
 @pytest.mark.slow

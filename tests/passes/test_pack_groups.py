@@ -13,20 +13,20 @@ from helpers.families import TINY
 from helpers.grouped import pack_codes
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
+from helpers.whole_steps import compiler_of
 
 import mtpc
-from mtpc.backends import make_backend
+from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import operators
 from mtpc.config import SCHEMES as NAMES
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
-from mtpc.program.compiler import StepCompiler
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import VALUES, GroupedWeight, GroupForm, pack_scales
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
-from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.quantise import SCHEMES, quantise, spec_by_scheme
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
 from mtpc.weights.rounding import Grid
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -152,9 +152,8 @@ def test_schemes_are_those_of_the_options() -> None:
 
 def test_the_pass_takes_linears_and_experts(checkpoint: Callable[..., Path]) -> None:
     """All but embeddings, routers and the MTP layer's joint; q, k and v become one."""
-    options = plan_of(spec_tokens=1, batch_buckets=(2,), quantize="int4-g32", **TINY)
-    loaded = load(checkpoint("glm4_moe"), options.dtype or None, needs_mtp=True)
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
+    options = dict(spec_tokens=1, batch_buckets=(2,), quantize="int4-g32", **TINY)
+    compiler = compiler_of(checkpoint("glm4_moe"), "float32", EagerBackend(), **options)
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 1)))
     calls = list(operators(graph.graph))
     plain = {str(n.args[1]) for n, op in calls if op is torch.ops.aten.linear.default}
@@ -167,12 +166,33 @@ def test_the_pass_takes_linears_and_experts(checkpoint: Callable[..., Path]) -> 
     assert "grouped.lm_head_weight.codes" in held
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_file_holds_what_a_scheme_rounds_to(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every matrix but the head; experts, which are written one by one, and the MTP layer."""
+    quantise_checkpoint(checkpoint("glm4_moe"), tmp_path / "out", "int4-g32")
+    plain, written = (
+        load(path, None, needs_mtp=True).weights()
+        for path in (checkpoint("glm4_moe"), tmp_path / "out")
+    )
+    seen = set[str]()
+    for name, weight in plain.items():
+        spec = spec_by_scheme("int4-g32", name, weight)
+        if spec is None or name == "lm_head.weight":
+            continue
+        wanted = quantise(weight.detach(), spec).dequantise()
+        assert torch.equal(written[name].detach().to(wanted.dtype), wanted), name
+        seen.add("experts" if ".experts." in name else name.split(".")[0])
+    assert seen == {"experts", "model", "mtp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
 def test_in_memory_as_in_a_file(
     checkpoint: Callable[..., Path], scheme: str, tmp_path: Path
 ) -> None:
     """A scheme rounds to what `mtpc quantize` writes; experts one by one, and the MTP layer."""
-    options = dict(backend="eager", spec_tokens=3, batch_buckets=(2,), quantize=scheme, **TINY)
+    options = dict(backend="eager", spec_tokens=1, batch_buckets=(2,), quantize=scheme, **TINY)
     plain = checkpoint("glm4_moe")
     written = quantise_checkpoint(plain, tmp_path / "out", scheme)
     assert written.quantised > 20

@@ -14,18 +14,17 @@ import torch
 from helpers.batches import WITHIN, Mixture, bf16, make_mixture
 from helpers.compiled import run_on
 from helpers.families import TINY
-from helpers.plans import plan_of
+from helpers.whole_steps import compiler_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.backends import make_backend
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import operators
 from mtpc.layout import StepKey
-from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.packing import (
@@ -46,14 +45,13 @@ SIZES = [(64, 64), (32, 2), (1, 64), (31, 66), (33, 130), (1024, 1024)]
 """Output features, inputs."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiler(checkpoint: Callable[..., Path]) -> Callable[..., StepCompiler]:
     """compiler(family, **options): a StepCompiler on the eager backend."""
 
     def get(family: str, **options: Any) -> StepCompiler:
-        parsed = plan_of(**{"spec_tokens": 3, "batch_buckets": (2,), **TINY, **options})
-        loaded = load(checkpoint(family), parsed.dtype or None, needs_mtp=True)
-        return StepCompiler(loaded, parsed, make_backend("eager"))
+        given = {"spec_tokens": 3, "batch_buckets": (2,), **TINY, **options}
+        return compiler_of(checkpoint(family), given.pop("dtype"), EagerBackend(), **given)
 
     return get
 

@@ -13,12 +13,13 @@ from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.grouped import Packed
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
+from helpers.whole_steps import compiler_of, model_of
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 import mtpc
-from mtpc.backends import make_backend
 from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.backends.eager import EagerBackend
 from mtpc.capture.graph import operators
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -73,16 +74,15 @@ def test_experts_are_near_the_exact_ones(sizes: tuple[int, int, int], dtype: tor
 def test_the_pass_takes_drafts_and_leaves_the_target(
     checkpoint: Callable[..., Path], family: str
 ) -> None:
-    options = plan_of(spec_tokens=3, batch_buckets=(2,), **TINY, **QUANTISED)
-    loaded = load(checkpoint(family), options.dtype or None, needs_mtp=True)
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
+    options = dict(spec_tokens=3, batch_buckets=(2,), **TINY, **QUANTISED)
+    compiler = compiler_of(checkpoint(family), "bfloat16", EagerBackend(), **options)
     graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 3)))
     calls = list(operators(graph.graph))
     quantised = [node for node, op in calls if op is OPS.grouped_linear.default]
     plain = [node for node, op in calls if op is torch.ops.aten.linear.default]
     kinds = {op for node, op in calls if node.meta["piece"].startswith("drafts.")}
     assert OPS.experts.default not in kinds
-    has_experts = any("experts" in name for name in loaded.weights() if "mtp" in name)
+    has_experts = any("experts" in name for name in compiler.loaded.weights() if "mtp" in name)
     assert (OPS.grouped_experts.default in kinds) == has_experts
     heads = [node for node in quantised if "head" in str(node.args[1])]
     assert len(heads) == 3  # One a draft; the target's is as it was.
@@ -97,33 +97,44 @@ def test_the_pass_takes_drafts_and_leaves_the_target(
 
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
 def test_what_is_emitted_stays(
-    compiled: Callable[..., Any], oracle: Callable[..., Any], family: str
+    checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str
 ) -> None:
     """Tokens equal plain decoding's, whatever the drafts; on the eager backend, in float64."""
-    draft = compiled(family, 3, batch_buckets=(4,), **QUANTISED)
+    options = dict(spec_tokens=3, batch_buckets=(4,), **TINY, **QUANTISED)
+    draft = model_of(compiler_of(checkpoint(family), "float64", EagerBackend(), **options))
     expected = [oracle(family).generate(prompt, 20, stop=False) for prompt in PROMPTS[:4]]
     assert draft.generate(PROMPTS[:4], 20, ignore_eos=True) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_drafts_of_a_checkpoint_of_codes_are_int8_too(
-    checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
+SIZES: dict[str, Any] = dict(spec_tokens=1, batch_buckets=(2,), dtype="bfloat16", **TINY)
+SCHEMES = ["int4-g32", pytest.param("fp8", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_head_of_codes_is_read_in_two_forms(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: str
 ) -> None:
-    """The head is read in two forms; text stays, from the cache as well."""
+    """Drafts of a checkpoint of codes are int8, too."""
     quantise_checkpoint(checkpoint("mimo"), tmp_path / "out", scheme, head=True)
     both = ("quantise-draft", "pack-groups")
-    options = plan_of(
-        spec_tokens=2, batch_buckets=(2,), dtype="bfloat16", enabled_passes=both, **TINY
-    )
-    loaded = load(tmp_path / "out", options.dtype or None, needs_mtp=True)
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
-    graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 2)))
+    loaded = load(tmp_path / "out", "bfloat16", needs_mtp=True)
+    compiler = StepCompiler(loaded, plan_of(**SIZES, enabled_passes=both), EagerBackend())
+    graph = compiler.rewrite(compiler.trace(StepKey.decode(2, 1)))
     codes = [n.args[1] for n, op in operators(graph.graph) if op is OPS.grouped_linear.default]
     heads = {str(n.target) for n in codes if isinstance(n, fx.Node) and "head" in str(n.target)}
     assert heads == {f"{stem}.lm_head_weight.codes" for stem in ("grouped", "quantised")}
-    common = dict(TINY, backend="cpu", dtype="bfloat16", batch_buckets=(2,), cache_dir=cpu_cache)
-    plain = mtpc.compile(tmp_path / "out", spec_tokens=0, **common)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4-g32", "fp8"])
+def test_text_stays_where_drafts_of_codes_are_int8(
+    checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path: Path, scheme: str
+) -> None:
+    """From the cache as well."""
+    quantise_checkpoint(checkpoint("mimo"), tmp_path / "out", scheme, head=True)
+    common = dict(SIZES, backend="cpu", cache_dir=cpu_cache)
+    plain = mtpc.compile(tmp_path / "out", **{**common, "spec_tokens": 0})
     expected = plain.generate(PROMPTS[2:4], 12, ignore_eos=True)
     for _ in range(2):
-        draft = mtpc.compile(tmp_path / "out", spec_tokens=2, **QUANTISED, **common)
+        draft = mtpc.compile(tmp_path / "out", **QUANTISED, **common)
         assert draft.generate(PROMPTS[2:4], 12, ignore_eos=True) == expected

@@ -14,20 +14,19 @@ from helpers.families import EACH_FAMILY_OF_FEW, TINY
 from helpers.grouped import pack_codes
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
+from helpers.whole_steps import compiler_of, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mtpc
-from mtpc.backends import make_backend
+from mtpc.backends.eager import EagerBackend
 from mtpc.backends.pipeline import select_passes
 from mtpc.cli.main import main
 from mtpc.errors import OptionError
 from mtpc.layout import StepKey
-from mtpc.models.load import load
 from mtpc.passes.base import is_call
 from mtpc.passes.quantise_draft import draft_spec
 from mtpc.passes.trim_draft_head import runs
-from mtpc.program.compiler import StepCompiler
 from mtpc.weights import recipes
 from mtpc.weights.grouped import pack_scales
 from mtpc.weights.packing import pack
@@ -75,8 +74,8 @@ def test_rows_of_a_weight(ids: set[int]) -> None:
 def test_drafts_are_listed_and_what_is_emitted_stays(
     checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str, draft_vocab: Any
 ) -> None:
-    common = dict(batch_buckets=(4,), backend="eager", dtype="float64", **TINY)
-    spec = mtpc.compile(checkpoint(family), spec_tokens=3, draft_vocab=draft_vocab, **common)
+    options = dict(spec_tokens=3, batch_buckets=(4,), draft_vocab=draft_vocab, **TINY)
+    spec = model_of(compiler_of(checkpoint(family), "float64", EagerBackend(), **options))
     allowed = set(spec.options.draft_vocab)
     outputs: dict[int, list[int]] = {spec.engine.add(p, 20): [] for p in PROMPTS[:4]}
     drafts: set[int] = set()
@@ -93,9 +92,10 @@ def test_drafts_are_listed_and_what_is_emitted_stays(
 
 def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> None:
     """Where the whole head's choice is listed, the trimmed head makes it too."""
-    common = dict(batch_buckets=(1,), backend="eager", dtype="float64", **TINY)
 
-    def first_drafts(spec: mtpc.SpecModel) -> list[int]:
+    def first_drafts(**changes: Any) -> list[int]:
+        options = dict(spec_tokens=1, batch_buckets=(1,), **TINY, **changes)
+        spec = model_of(compiler_of(checkpoint("mimo"), "float64", EagerBackend(), **options))
         drafts = []
         for prompt in PROMPTS:
             spec.engine.add(prompt, 1)
@@ -104,10 +104,9 @@ def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> N
             drafts.append(int(spec.program.shared["state.token_ids"][1, 1]))
         return drafts
 
-    whole = first_drafts(mtpc.compile(checkpoint("mimo"), spec_tokens=1, **common))
+    whole = first_drafts()
     listed = sorted(set(whole[:4]))
-    spec = mtpc.compile(checkpoint("mimo"), spec_tokens=1, draft_vocab=listed, **common)
-    for before, after in zip(whole, first_drafts(spec), strict=True):
+    for before, after in zip(whole, first_drafts(draft_vocab=listed), strict=True):
         assert after in listed
         assert after == before or before not in listed
     assert not set(whole) <= set(listed)
@@ -115,9 +114,8 @@ def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_target_keeps_its_head(checkpoint: Callable[..., Path], phase: str) -> None:
-    options = plan_of(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
-    loaded = load(checkpoint("mimo"), options.dtype or None, needs_mtp=True)
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
+    options = dict(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
+    compiler = compiler_of(checkpoint("mimo"), "bfloat16", EagerBackend(), **options)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = compiler.rewrite(compiler.trace(key))
     record = next(r for r in graph.history if r.name == "trim-draft-head")
@@ -129,12 +127,15 @@ def test_the_target_keeps_its_head(checkpoint: Callable[..., Path], phase: str) 
 
 def test_with_int8_and_packed_weights(checkpoint: Callable[..., Path]) -> None:
     """The passes after it take the trimmed rows; the drafts stay listed."""
-    spec = mtpc.compile(
-        checkpoint("mimo"), spec_tokens=2, batch_buckets=(1,), backend="eager", dtype="bfloat16",
-        draft_vocab=LISTED, enabled_passes=("quantise-draft", "pack-weights"), **TINY,
-    )  # fmt: skip
+    options = dict(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
+    passes = ("quantise-draft", "pack-weights")
+    spec = model_of(
+        compiler_of(
+            checkpoint("mimo"), "bfloat16", EagerBackend(), enabled_passes=passes, **options
+        )
+    )
     spec.generate(PROMPTS[5], 12, ignore_eos=True)
-    step = spec.program.steps[StepKey.decode(1, 2)]
+    step = spec.program.steps[StepKey.decode(2, 3)]
     assert step.graph is not None
     recipe = step.graph.weights.recipes["quantised.trimmed_lm_head_weight.codes"]
     assert isinstance(recipe, Grouped)

@@ -141,7 +141,7 @@ def test_a_caller_that_gives_up_leaves_nothing_running(
     started: set[int] = set()
 
     def interrupt(progress: Progress) -> None:
-        if progress.stage == "trace":
+        if progress.stage == "load the model":
             started.update(children())
             raise KeyboardInterrupt
 
@@ -158,7 +158,7 @@ def test_a_process_that_dies_is_an_error(
     """As for want of memory; nothing of it is taken for a finished cache."""
 
     def kill(progress: Progress) -> None:
-        if progress.stage == "trace":
+        if progress.stage == "load the model":
             for pid in children():
                 os.kill(pid, signal.SIGKILL)
 

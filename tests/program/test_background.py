@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
     **TINY, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
     "build_in_background": True,
 }  # fmt: skip
-UP_TO_ONE: dict[str, Any] = {"spec_tokens": "auto", "spec_tiers": (0, 1)}
+UP_TO_ONE: dict[str, Any] = {"spec_tokens": "auto", "spec_tiers": (0, 1), "max_len": None}
 PROMPT = [3, 4, 5]
 
 
@@ -91,10 +91,11 @@ def _serve_until(spec: mtpc.SpecModel, tiers: tuple[int, ...]) -> None:
         assert _text(spec) == expected
 
 
+@pytest.mark.usefixtures("begun")
 def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     """Also where `max_len` is left to the model: both processes use one key."""
     others = _children()
-    spec = start(**UP_TO_ONE, max_len=None)
+    spec = start(**UP_TO_ONE)
     assert spec.program.tiers == (0,)
     assert "background" in spec.stats.building
     assert "K ready" in str(spec.stats)
@@ -102,7 +103,7 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     spec.close()
     assert spec.stats.building == ""
     assert _children() <= others
-    warm = start(**UP_TO_ONE, max_len=None)
+    warm = start(**UP_TO_ONE)
     assert warm.program.tiers == (0, 1)
     assert warm.stats.building == ""
 

@@ -195,13 +195,11 @@ def test_a_killed_rank_ends_all_at_any_stage(
 
 
 @pytest.fixture(scope="module")
-def serve(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments of a server on two ranks that compiles in seconds and answers for seconds."""
-    directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("words"))
-    shape = ["--dtype=float64", "--spec-tokens=1", "--max-len=512", "--batch-buckets=1"]
-    ranks = ["--tensor-parallel-size=2", "--backend=eager", "--no-cache", "--no-sampling"]
-    more = ["--port=0", "--model-name=tiny"]
-    return ["serve", str(directory), *more, *shape, *ranks]
+def serve(built: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a server on two ranks that finds what was built."""
+    source, *options = built
+    directory = word_checkpoint(Path(source), tmp_path_factory.mktemp("words"))
+    return ["serve", str(directory), "--port=0", "--model-name=tiny", "--frozen", *options]
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ aten = torch.ops.aten
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
-def compiler(directory: Path, rank: int, ranks: int = 2) -> StepCompiler:
+def compiler(directory: Path, rank: int, ranks: int = 2, spec_tokens: int = 2) -> StepCompiler:
     """That of one rank; it builds steps without the others."""
-    loaded = load(str(directory), "float64", True)
-    options = plan_of(spec_tokens=2, batch_buckets=(2,), **TINY)
+    loaded = load(str(directory), "float64", spec_tokens > 0)
+    options = plan_of(spec_tokens=spec_tokens, batch_buckets=(2,), **TINY)
     return StepCompiler(loaded, options, make_backend("eager"), ranks=Ranks(rank, ranks, "0"))
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_cut(ranks: int, checkpoint: Callable[..., Path]) -> None:
 
 def test_rings_are_cut_by_heads(checkpoint: Callable[..., Path]) -> None:
     """As pages are; those of the MTP layer, too."""
-    built = compiler(checkpoint("exaone_moe", "random"), 1)
+    built = compiler(checkpoint("exaone_moe", "random"), 1, spec_tokens=1)
     caches = ("kv.0.ring_k", "kv.0.ring_v", "kv.1.k", "kv.1.v", "kv.2.ring_k", "kv.2.ring_v")
     assert {tuple(built.shared[name].shape[2:]) for name in caches} == {(1, 16)}
     built.rewritten(built.keys[0])
@@ -72,7 +72,7 @@ def test_rings_are_cut_by_heads(checkpoint: Callable[..., Path]) -> None:
 
 def test_a_table_is_cut_by_columns(checkpoint: Callable[..., Path]) -> None:
     """Of n-grams, whose rows are gathered before they stand side by side."""
-    built = compiler(checkpoint("qwen4_exp", "random"), 1)
+    built = compiler(checkpoint("qwen4_exp", "random"), 1, spec_tokens=0)
     graph = built.rewritten(built.keys[0])
     (row,) = (node for node, op in operators(graph.graph) if op is aten.embedding.default)
     assert row.meta["val"].shape[1:] == (4, 6 // 2)

@@ -67,6 +67,23 @@ def test_text_is_that_of_plain_decoding(
     check_text_and_drafts(spec, oracle(family), 1)
 
 
+def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Path]) -> None:
+    """Joins and pages are told; a step in which nothing changes is one message of one number."""
+    spec = two.compile(checkpoint("mimo"), spec_tokens=1, **OPTIONS)
+    program = spec.program
+    assert isinstance(program, LeadingProgram)
+    spec.engine.add(PROMPTS[4], 16)
+    steps = []
+    while spec.engine.has_work:
+        before = program.sent_bytes, program.host_writes
+        spec.engine.step()
+        steps.append((program.sent_bytes - before[0], program.host_writes - before[1]))
+    idle = [size for size, writes in steps if not writes]
+    assert len(idle) > 2
+    assert {*idle} == {min(size for size, _ in steps)} == {256}
+    assert max(size for size, _ in steps) < 2048
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [0, 1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,17 +144,13 @@ def test_the_same_of_tapes(
     check_text_and_drafts(spec, oracle(family), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "is_stored"),
     [
-        ("mimo", "int4-g32", False),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                *(("mimo", "int4-g32", True), ("mimo", "int8", False), ("mimo", "fp8", True)),
-                *(("glm4_moe", "int8", False), ("glm4_moe", "int4-g32", True)),
-            )
-        ),
+        *(("mimo", "int4-g32", False), ("mimo", "int4-g32", True)),
+        *(("mimo", "int8", False), ("mimo", "fp8", True)),
+        *(("glm4_moe", "int8", False), ("glm4_moe", "int4-g32", True)),
     ],
 )
 def test_text_on_codes_depends_on_neither_drafts_nor_batch(
@@ -295,23 +308,6 @@ def test_ranks_cannot_part(
     assert first == second
     plain = [oracle(family).generate(prompt, 12, stop=False) for prompt in PROMPTS[4:8]]
     assert texts != plain or family == "step3p5", "the head of step3p5 is not cut"
-
-
-def test_a_step_costs_one_short_message(two: Group, checkpoint: Callable[..., Path]) -> None:
-    """Joins and pages are told; a step in which nothing changes is one message of one number."""
-    spec = two.compile(checkpoint("mimo"), spec_tokens=1, **OPTIONS)
-    program = spec.program
-    assert isinstance(program, LeadingProgram)
-    spec.engine.add(PROMPTS[4], 16)
-    steps = []
-    while spec.engine.has_work:
-        before = program.sent_bytes, program.host_writes
-        spec.engine.step()
-        steps.append((program.sent_bytes - before[0], program.host_writes - before[1]))
-    idle = [size for size, writes in steps if not writes]
-    assert len(idle) > 2
-    assert {*idle} == {min(size for size, _ in steps)} == {256}
-    assert max(size for size, _ in steps) < 2048
 
 
 def test_what_is_wrong_is_said_on_every_rank(

@@ -11,20 +11,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from helpers.families import TINY
+from helpers.oracles import Oracle
 from helpers.served import process, until
 from helpers.theorem import PROMPTS
 from helpers.tiny import apart
 from helpers.word_model import word_checkpoint, words
 
-import mtpc
-
 CASES = [
     ("llama", "eager", "3"),
-    pytest.param("mimo", "eager", "3", marks=pytest.mark.slow),
-    pytest.param("llama", "cpu", "3", marks=pytest.mark.slow),
-    pytest.param("llama", "cpu", "auto", marks=pytest.mark.slow),
-    pytest.param("gemma4", "cpu", "auto", marks=pytest.mark.slow),
+    ("mimo", "eager", "3"),
+    ("llama", "cpu", "3"),
+    ("llama", "cpu", "auto"),
+    ("gemma4", "cpu", "auto"),
 ]
 """An EAGLE-3 head in the public format, and MTP layers of their own."""
 READY = 'spec_decode_tiers_ready{spec_tokens="3"}'
@@ -43,12 +41,14 @@ def counted(url: str, name: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend", "spec_tokens"), CASES)
 def test_a_drafter_serves(
     family: str,
     backend: str,
     spec_tokens: str,
     checkpoint: Callable[..., Path],
+    oracle: Callable[..., Oracle],
     cpu_cache: Path,
     tmp_path: Path,
 ) -> None:
@@ -59,9 +59,7 @@ def test_a_drafter_serves(
     source = checkpoint(family)
     target, draft = apart(source, tmp_path) if family == "mimo" else (source, source / "draft")
     target = word_checkpoint(target, tmp_path / "words")
-    plain = mtpc.compile(
-        target, spec_tokens=0, backend="eager", dtype="float64", batch_buckets=(2,), **TINY
-    )
+    plain = oracle(family)
     options = ["--backend", backend, "--cache-dir", str(cpu_cache), "--draft", str(draft)]
     with process(target, *options, "--spec-tokens", spec_tokens) as (server, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -69,7 +67,7 @@ def test_a_drafter_serves(
         fields["extra_body"] = {"ignore_eos": True}
         for rest in (PROMPTS[3:5], PROMPTS[3:9]):
             for prompt in rest:
-                wanted = words(plain.generate(prompt, 16, ignore_eos=True))
+                wanted = words(plain.generate(prompt, 16, stop=False))
                 done = client.completions.create(prompt=prompt, **fields)
                 assert done.choices[0].text == wanted
                 with client.completions.create(prompt=prompt, stream=True, **fields) as stream:

@@ -25,7 +25,7 @@ def spec(
 ) -> mtpc.SpecModel:
     """As `mtpc serve` compiles it: with masks."""
     directory = word_checkpoint(checkpoint("mimo"), tmp_path_factory.mktemp("echo"))
-    options = dict(spec_tokens=2, backend="eager", dtype="float64", batch_buckets=(4,))
+    options = dict(spec_tokens=1, backend="eager", dtype="float64", batch_buckets=(4,))
     return mtpc.compile(directory, **options, **{**TINY, "sampling": True})
 
 

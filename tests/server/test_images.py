@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def spec(directory: Any) -> mtpc.SpecModel:
-    options = dict(spec_tokens=3, backend="eager", dtype="float64", batch_buckets=(4,))
+    options = dict(spec_tokens=1, backend="eager", dtype="float64", batch_buckets=(4,))
     return mtpc.compile(directory, images=True, max_len=96, page_size=4, prefill_chunk=8, **options)
 
 

@@ -142,7 +142,7 @@ def test_sigterm_drains(word_spec: mtpc.SpecModel) -> None:
     """The stream comes to its end, new requests are told, the exit code is 0; then the hard way."""
     directory = word_spec.served.directory
     assert directory is not None
-    with process(directory, "--api-key", "k") as (server, url):
+    with process(directory, "--api-key", "k", "--no-sampling") as (server, url):
         client = openai.OpenAI(base_url=url, api_key="k", max_retries=0)
         fields: dict[str, Any] = dict(
             model=directory.name, prompt=[7], temperature=0, max_tokens=60, n=8,

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -59,11 +60,14 @@ AS_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema"
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Running]]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, cpu_cache: Path
+) -> Iterator[dict[int, Running]]:
     """K -> a server of the same checkpoint."""
     directory = char_checkpoint(tmp_path_factory.mktemp("chars"))
     options: dict[str, Any] = {**TINY, "max_len": 480, "batch_buckets": (2,)}
-    options |= {"backend": "eager", "dtype": "float64", "sampling": True, "token_mask": True}
+    options |= {"backend": "cpu", "dtype": "float64", "sampling": True, "token_mask": True}
+    options["cache_dir"] = cpu_cache  # It has the kernels.
     with ExitStack() as stack:
         made = {}
         for k in (0, 3):
