@@ -79,7 +79,6 @@ def test_text_and_drafts_are_those_of_one_rank(
     check_both(two, Oracle(name, drafted(name)), drafted(name), 1, spec_tokens=1)
 
 
-@pytest.mark.slow
 def test_a_block_drafter_is_shared(
     two: Group, drafted: Callable[[str], Path], tmp_path: Path
 ) -> None:

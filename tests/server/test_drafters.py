@@ -19,10 +19,10 @@ from helpers.word_model import word_checkpoint, words
 
 CASES = [
     ("llama", "eager", "3"),
-    ("mimo", "eager", "3"),
-    ("llama", "cpu", "3"),
-    ("llama", "cpu", "auto"),
-    ("gemma4", "cpu", "auto"),
+    pytest.param("mimo", "eager", "3", marks=pytest.mark.slow),
+    pytest.param("llama", "cpu", "3", marks=pytest.mark.slow),
+    pytest.param("llama", "cpu", "auto", marks=pytest.mark.slow),
+    pytest.param("gemma4", "cpu", "auto", marks=pytest.mark.slow),
 ]
 """An EAGLE-3 head in the public format, and MTP layers of their own."""
 READY = 'spec_decode_tiers_ready{spec_tokens="3"}'
@@ -41,7 +41,6 @@ def counted(url: str, name: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend", "spec_tokens"), CASES)
 def test_a_drafter_serves(
     family: str,
