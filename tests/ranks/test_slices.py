@@ -50,7 +50,7 @@ def options(built: list[str], cpu_cache: Path) -> Plan:
     """Of the steps that are built."""
     return plan_of(
         dtype="float64", spec_tokens=1, max_len=512, prefill_chunk=16, batch_buckets=(1,),
-        tensor_parallel_size=2, cache_dir=cpu_cache, sampling=True, token_mask=True,
+        tensor_parallel_size=2, cache_dir=cpu_cache, sampling=False,
     )  # fmt: skip
 
 
