@@ -1133,8 +1133,8 @@ FAULTS = (
     Fault(
         "a rank reads the scales of keys as those of values",
         SHARD,
-        "name, caches[name])",
-        'name, caches[name.replace("v_scale", "k_scale")])',
+        "if name in caches:",
+        'node.target = name = name.replace("v_scale", "k_scale")\n        if name in caches:',
         f"{_RANKS}test_each_rank_has_the_codes_of_its_heads[mimo-int8-1]",
     ),
     Fault(
