@@ -821,8 +821,7 @@ FAULTS = (
         "(aten.index_select.default(x, 0, inputs.anchors) for x in given)",
         "(aten.index_select.default(x, 0, i) for x, i in zip(given, (inputs.anchors, aten.slice."
         "Tensor(inputs.metadata.query_start_loc, 0, 0, -1))))",
-        "models/test_drafts.py::test_drafts_after_rejections_at_every_position"
-        "[glm_moe_dsa@shared-3]",
+        "models/test_shared_choice.py::test_drafts_equal_the_wiring[3]",
     ),
     Fault(
         "GLM-5.2: later drafts write keys of the indexer",
