@@ -31,7 +31,8 @@ def look_up(
     Args:
         programs: directory of llama.cpp's programs.
         file: the model.
-        kind: of drafts, as `--spec-type` has it.
+        kind: of drafts, as `--spec-type` has it. "none", which the program refuses, is a copy of
+            as many tokens as fit, so that none occurs.
         count: of new tokens.
         context: tokens of prompt and answer, at most.
         threads: of llama.cpp.
@@ -41,7 +42,10 @@ def look_up(
         LlamaError: the program failed, or does not say how long it decoded.
     """
     sizes = ("-n", count, "-c", context, "-t", threads, "-tb", threads)
-    how = ("--spec-type", kind, "--temp", "0", "--no-escape", "-p", prompt)
+    drafts = ("--spec-type", kind)
+    if kind == "none":
+        drafts = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(context))
+    how = (*drafts, "--temp", "0", "--no-escape", "-p", prompt)
     command = [str(part) for part in (programs / SPECULATIVE, "-m", file, *sizes, *how)]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
     return read_counts(done.stdout, done.stderr.decode(errors="replace"))
