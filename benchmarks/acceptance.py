@@ -36,9 +36,8 @@ from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Record,
     Table,
-    new_record,
     sample_counts,
-    write_results,
+    save,
 )
 from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
 from benchmarks.harness.sampling import summarise as summarise_case
@@ -269,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += _measure(group, args, plan, prompts, probe, tell)
             group.clear()  # Or its models would live until the next group is made.
             gc.collect()
-            record = new_record("acceptance", args, {"rows": [asdict(row) for row in rows]})
-            write_results(args, record, table(record))  # A peer may fail; what is there stays.
-    table(record).print()
+            # A peer may fail; what is there stays.
+            saved = save("acceptance", args, {"rows": [asdict(row) for row in rows]}, table)
+    saved.print()
     return 0
 
 

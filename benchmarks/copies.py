@@ -38,9 +38,8 @@ from benchmarks.harness.results import (
     Table,
     add_result_files,
     earlier_rows,
-    new_record,
     publish,
-    write_results,
+    save,
 )
 from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
 from mtpc.server.chat import load_chat_template
@@ -222,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         turn = number % len(found)
         taken = chain(found[turn:], found[:turn])
         rows += [asdict(runner.sample(kind, name, prompt)) for runner in taken]
-        record = new_record("copies", args, {"rows": rows})
-        write_results(args, record, table(record))
+        save("copies", args, {"rows": rows}, table)
         tell(f"{kind} {name}")
     publish("copies", args, {"rows": rows}, table)
     return 0

@@ -42,7 +42,7 @@ from benchmarks.harness.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.harness.results import new_record, write_results
+from benchmarks.harness.results import save
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
@@ -105,12 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command.working_directory(args.workdir) as workdir:
         for name in args.workloads:
             rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
-            record = new_record("decode", args, {"rows": [asdict(row) for row in rows]})
             # After each workload, so that an interrupt loses only the running workload.
-            write_results(args, record, table(record))
+            saved = save("decode", args, {"rows": [asdict(row) for row in rows]}, table)
             gc.collect()
     tell("done")
-    table(record).print()
+    saved.print()
     return 0
 
 

@@ -32,8 +32,7 @@ from benchmarks.harness.results import (
     Record,
     Table,
     add_result_files,
-    new_record,
-    write_results,
+    save,
 )
 from benchmarks.harness.sampling import Tell
 
@@ -176,9 +175,7 @@ def _take(into: dict[str, Any], row: dict[str, Any], cpu: str) -> None:
 
 def _keep(args: argparse.Namespace, rows: dict[str, Any]) -> Table:
     """Write the record so far."""
-    record = new_record("families", args, {"rows": list(rows.values())})
-    write_results(args, record, table(record))
-    return table(record)
+    return save("families", args, {"rows": list(rows.values())}, table)
 
 
 def _test(rows: list[dict[str, Any]], tell: Tell) -> None:

@@ -32,9 +32,8 @@ from benchmarks.harness.results import (
     Table,
     add_result_files,
     earlier_rows,
-    new_record,
     publish,
-    write_results,
+    save,
 )
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import SCHEMES
@@ -217,8 +216,7 @@ def measure(args: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, 
             loss, choices = run(way.checkpoint.directory, windows, **options)
             as_run = (*over_plain(loss, ran[0]), float((choices == ran[1]).float().mean()))
         rows.append(asdict(Row(name, way.bits, *ratio, *as_run)))
-        record = new_record("quality", args, {"rows": rows, **whole})
-        write_results(args, record, table(record))
+        save("quality", args, {"rows": rows, **whole}, table)
         tell(str(rows[-1]))
     return {"rows": rows, **whole}
 

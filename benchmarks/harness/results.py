@@ -140,16 +140,16 @@ def write_results(args: argparse.Namespace, record: Record, table: Table) -> Non
         args.markdown.write_text(to_markdown(record, table))
 
 
-def publish(
+def save(
     benchmark: str,
     args: argparse.Namespace,
     measured: Mapping[str, Any],
     to_table: Callable[[Record], Table],
-) -> None:
-    """At the end of a run: write the files that were asked for, and print the table.
+) -> Table:
+    """Write what is measured so far to the files that were asked for; returns its table.
 
     Args:
-        benchmark: the module that ran.
+        benchmark: the module that runs.
         args: its command line.
         measured: see `new_record`.
         to_table: the module's `table`.
@@ -157,7 +157,17 @@ def publish(
     record = new_record(benchmark, args, measured)
     table = to_table(record)
     write_results(args, record, table)
-    table.print()
+    return table
+
+
+def publish(
+    benchmark: str,
+    args: argparse.Namespace,
+    measured: Mapping[str, Any],
+    to_table: Callable[[Record], Table],
+) -> None:
+    """At the end of a run: `save`, and print the table."""
+    save(benchmark, args, measured, to_table).print()
 
 
 def to_markdown(record: Record, table: Table) -> str:

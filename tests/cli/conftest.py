@@ -18,3 +18,9 @@ def word_model(tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture
+def shared_cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands find the kernels, and share what they compile."""
+    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))

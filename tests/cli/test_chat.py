@@ -20,13 +20,9 @@ from helpers.word_model import SMALL_MODEL, word_checkpoint
 import mtpc
 from mtpc.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 OPTIONS = [*SMALL_MODEL[2:], "--spec-tokens", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands share what they compile."""
-    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 @pytest.fixture(scope="module")

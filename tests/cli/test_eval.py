@@ -13,14 +13,10 @@ from mtpc.cli.main import main
 from mtpc.evaluation.compare import Outcome, compare
 from mtpc.evaluation.tasks import Question, read_task
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 SMALL = ["--max-len", "64", "--dtype", "float64", "--batch-buckets", "4", "--no-sampling"]
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
-
-
-@pytest.fixture(autouse=True)
-def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands share what they compile."""
-    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 def write(path: Path, *lines: Any) -> Path:

@@ -19,16 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from mtpc.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2", "--dtype", "float32"]
 CACHED = SMALL[2:]
 """On the backend of users, whose steps the commands of this file share."""
 PROMPTS = ["-p", "w5 w6 w7", "--ids", "8 9", "-n", "6", "--ignore-eos"]
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 def result(capsys: Captured, command: list[str], code: int = 0) -> Any:

@@ -29,18 +29,14 @@ from mtpc.cli.run import SMALL_BYTES, set_threads
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 Captured = pytest.CaptureFixture[str]
 NOTE = r"note: no drafts, K = 0: .*--draft DIR"
 QUICK: dict[str, Any] = {**TINY, "batch_buckets": (1,)}
 SLOW_RUNS = [DRAFTED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in DRAFTED[1:])]
 EAGER = ["--repeats", "1", "--backend", "eager", "--max-len", "64"]
 GIVEN = ["run", "chat", "bench", "build", "inspect", "serve"]
-
-
-@pytest.fixture(autouse=True)
-def _cache(cpu_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands find the kernels, and share what they compile."""
-    monkeypatch.setenv("MTPC_CACHE_DIR", str(cpu_cache))
 
 
 @pytest.fixture(scope="module")
