@@ -243,7 +243,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     types = ["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"]
     add("--llama-types", nargs="+", default=types, metavar="TYPE", help="of --spec-type")
     add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    command.add_threads(parser)
     add_result_files(parser)
     return parser.parse_args(argv)
 

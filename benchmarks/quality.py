@@ -257,7 +257,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-cache-dtypes", nargs="*", default=[], metavar="NAME")
     add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
     add("--windows", type=positive, default=64, help=f"of {WINDOW} tokens (default: 64)")
-    add("--threads", type=positive, metavar="N", help="of torch")
+    command.add_threads(parser)
     text = "measure transformers alone, without mtpc"
     add("--no-run", dest="run", action="store_false", help=text)
     add_result_files(parser)

@@ -71,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_codes(directory, LARGE[args.shape], None)
         checkpoint = weigh(directory, MIMO)
         for k in args.spec_tokens:
-            for start in ("cold", "warm"):
-                reading = _read(directory) if start == "warm" else None
+            for kind in ("cold", "warm"):
+                reading = _read(directory) if kind == "warm" else None
                 _forget(directory)
-                tell(f"K={k}, {start}; read in {reading}")
+                tell(f"K={k}, {kind}; read in {reading}")
                 before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
                 row = start(directory, workdir.absolute() / f"cache-{k}", k, args.steps)
                 # Memory last: before, it would make reading faster and a start slower.
-                touching = _touch(directory) if start == "warm" else None
+                touching = _touch(directory) if kind == "warm" else None
                 row["bandwidths"] = [before, BandwidthProbe().read()]
                 row["step_bytes"] = checkpoint.step_bytes(k)
                 rows.append(
-                    {"k": k, "start": start, "reading_s": reading, "touching_s": touching, **row}
+                    {"k": k, "start": kind, "reading_s": reading, "touching_s": touching, **row}
                 )
                 tell(str(_cells(rows[-1])))
     publish("real_size", args, {"rows": rows}, table)

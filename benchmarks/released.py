@@ -74,7 +74,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _starts(args: argparse.Namespace, cache: Path, tell: Tell) -> Iterator[dict[str, Any]]:
-    build_kernels(EntryStore(cache), tell)
+    tell("build the kernels")
+    build_kernels(EntryStore(cache))
     for name, count in (("cold", 1), ("warm", args.repeats)):
         found, foreign = list[dict[str, Any]](), list[float]()
         for _ in range(count):
@@ -165,6 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=64, metavar="N", help="tokens that are decoded")
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the timed prompt")
     add("--repeats", type=positive, default=5, metavar="N", help="samples of each")
+    command.add_threads(parser)
     command.add_llama(parser)
     command.add_files(parser)
     return parser.parse_args(argv)

@@ -276,7 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=8192, metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
     add("--repeats", type=positive, default=1, metavar="N", help="conversations")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    command.add_threads(parser)
     add("--seed", type=int, default=0)
     command.add_vllm(parser)
     command.add_llama(parser)

@@ -158,7 +158,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=positive, default=2000, metavar="N", help="tokens of each request")
     add("--rows", nargs="+", type=positive, default=[1, DECODED, 256], metavar="N")
     add("--seconds", type=float, default=1.0, metavar="S", help="for each time that is taken")
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    command.add_threads(parser)
     add("--seed", type=int, default=0)
     add_result_files(parser)
     return parser.parse_args(argv)

@@ -148,6 +148,12 @@ def add_schemes(parser: argparse.ArgumentParser) -> None:
     add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=help_)
 
 
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The option that `begin` sets torch's threads by."""
+    help_ = "torch's threads; default: as torch has it"
+    parser.add_argument("--threads", type=positive, metavar="N", help=help_)
+
+
 def add_disturbance(parser: argparse.ArgumentParser) -> None:
     """The option that says what counts as disturbed."""
     help_ = "CPU time that other processes may use"
@@ -167,7 +173,7 @@ def add_sampling(
     add = parser.add_argument
     add("--repeats", type=positive, default=repeats, metavar="N", help=wanted)
     add_disturbance(parser)
-    add("--threads", type=positive, metavar="N", help="torch's threads; default: as torch has it")
+    add_threads(parser)
     add("--seed", type=int, default=0)
 
 
