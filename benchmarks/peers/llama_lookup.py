@@ -10,6 +10,8 @@ from typing import NamedTuple
 from benchmarks.peers.llama_decoder import LlamaError
 
 SPECULATIVE = "llama-speculative-simple"
+MOST_MATCHED = 1024
+"""The most tokens that a copy may be told to match."""
 _TIME = re.compile(r"decoded +(\d+) tokens in +([0-9.]+) seconds")
 _ACCEPTED = re.compile(r"n_accept += +(\d+)")
 
@@ -32,7 +34,7 @@ def look_up(
         programs: directory of llama.cpp's programs.
         file: the model.
         kind: of drafts, as `--spec-type` has it. "none", which the program refuses, is a copy of
-            as many tokens as fit, so that none occurs.
+            so many tokens that none occurs.
         count: of new tokens.
         context: tokens of prompt and answer, at most.
         threads: of llama.cpp.
@@ -44,7 +46,8 @@ def look_up(
     sizes = ("-n", count, "-c", context, "-t", threads, "-tb", threads)
     drafts = ("--spec-type", kind)
     if kind == "none":
-        drafts = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(context))
+        longest = str(min(context, MOST_MATCHED))
+        drafts = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", longest)
     how = (*drafts, "--temp", "0", "--no-escape", "-p", prompt)
     command = [str(part) for part in (programs / SPECULATIVE, "-m", file, *sizes, *how)]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)

@@ -32,6 +32,8 @@ from mtpc.passes.shard import Sharding, ShardStep
 from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.plan import Plan, make_plan
 
+PACKING = (PackBlocks.name, PackGroups.name, PackWeights.name)
+"""The passes that read how weights are stored."""
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 

@@ -18,6 +18,8 @@ class LayerPattern:
         traced: how many of the first layers are traced.
         total: how many layers there are.
         caches: see `ModelFamily.caches_per_layer`.
+        stored_alike: whether layers are also stored in the same forms. If not, they are copied
+            before weights are packed.
     """
 
     prefix: str
@@ -26,6 +28,7 @@ class LayerPattern:
     traced: int
     total: int
     caches: int
+    stored_alike: bool = True
 
     @property
     def copies(self) -> int:

@@ -2,7 +2,8 @@
 
 Layers repeat with a period if each is what the layer one period before it is: of the same classes,
 shapes, numbers and state. A model of 60 equal layers has period 1; one with full attention in every
-fourth layer has period 4. Layers before the pattern begins are traced as they are.
+fourth layer has period 4. Layers before the pattern begins are traced as they are. Files of mixed
+types store layers in other forms; such layers repeat until their weights are packed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
     some of them is handed out."""
     if loaded.captures_layers:
         return None
+    found = _pattern(loaded, spec_of)
+    if found is None and (found := _pattern(loaded, lambda name: None)):
+        found = replace(found, stored_alike=False)
+    return found
+
+
+def _pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
     layers = decoder_layers(loaded.target.get_decoder())
     kinds = [_kind(loaded, index, spec_of) for index in range(len(layers))]
     total, best = len(kinds), None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
-from mtpc.backends.pipeline import select_passes
+from mtpc.backends.pipeline import PACKING, select_passes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
@@ -102,6 +102,7 @@ class Lowering:
     def rewrite(
         self,
         graph: StepGraph,
+        copies: CopyLayers | None = None,
         ending: Sequence[Pass] = (),
         until: str | None = None,
         seen: Seen = lambda name, graph: None,
@@ -110,7 +111,9 @@ class Lowering:
 
         Args:
             graph: as traced.
-            ending: what follows the backend's passes: copied layers, and what ranks agree on.
+            copies: adds the layers that were not traced: last or, where these are stored in other
+                forms, before weights are packed.
+            ending: what follows the backend's passes: what ranks agree on.
             until: stop after this pass; None runs them all.
             seen: called with each pass's name and the graph after it.
 
@@ -119,15 +122,21 @@ class Lowering:
         """
         enables = self.backend.enables
         passes = select_passes(self.plan, enables, self.buffer_names, self.sharding)
-        rewriting = (*passes, *self.backend.legalise())
+        rewriting = list[Pass]((*passes, *self.backend.legalise()))
+        last = rewriting[-1].name
+        place, verifies = len(rewriting), False
+        if copies and not copies.pattern.stored_alike:
+            packs = (i for i, each in enumerate(rewriting) if each.name in PACKING)
+            place, verifies = next(packs, place), self.plan.verify_passes
+        rewriting[place:place] = [copies] if copies else []
         verify = Verifier(self.plan.verify_passes)
 
         def check(graph: StepGraph, name: str) -> None:
             nonlocal verify
             if name == CopyLayers.name:  # More layers have other effects, and verified values.
-                verify = Verifier(propagate=False)
+                verify = Verifier(verifies)
             verify(graph, name)
-            if name == rewriting[-1].name:
+            if name == last:
                 Verifier(propagate=True)(graph, name)
             seen(name, graph)
 
@@ -301,10 +310,10 @@ class StepCompiler:
         A step whose calls do not repeat as its layers do is traced again with all of them, and
         returned. So are those after it.
         """
-        copies = (CopyLayers(self.pattern, self.shared),) if self.pattern else ()
+        copies = CopyLayers(self.pattern, self.shared) if self.pattern else None
         agrees = (AgreeOnCalls(self._ranks),) if self._ranks else ()
         try:
-            return self._lowering.rewrite(graph, (*copies, *agrees), until, seen)
+            return self._lowering.rewrite(graph, copies, agrees, until, seen)
         except LayersDiffer:
             self.pattern, self._traces = None, None
             return self.rewrite(self.trace(graph.key), until, seen)

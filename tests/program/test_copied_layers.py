@@ -26,8 +26,7 @@ from mtpc.models.layer_pattern import find_pattern
 from mtpc.models.load import LoadedModel, load
 from mtpc.passes.copy_layers import CopyLayers
 from mtpc.program.compiler import StepCompiler
-from mtpc.weights.grouped import GroupForm
-from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.write_quantised import quantise_checkpoint
 
 GATED = {"layer_types": ["linear_attention", "full_attention"] * 5}
 DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
@@ -37,6 +36,8 @@ DEEP: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "longcat_flash": ({"num_layers": 6}, (0, 1, 4)),
 }
 """Family -> its changes, and first layer, period and number of layers that are traced."""
+
+KEPT = ("model.layers.4.mlp.up_proj",)
 
 OPTIONS = plan_of(
     spec_tokens=1, batch_buckets=(2,), max_len=64, page_size=4, prefill_chunk=8, sampling=False
@@ -92,8 +93,8 @@ def _tape(loaded: LoadedModel, key: StepKey, copies: bool) -> tuple[str, Any]:
     if not copies:
         compiler.pattern = None
     whole = compiler.rewrite(compiler.trace(key))
-    last = whole.history[-1]
-    assert (last.name == CopyLayers.name and last.nodes_after > last.nodes_before) == copies
+    added = [e.nodes_after > e.nodes_before for e in whole.history if e.name == CopyLayers.name]
+    assert added == [True] * copies
     return write_tape(*lower_to_tape(whole)), compiler.weights
 
 
@@ -158,10 +159,17 @@ def test_layers_that_differ_in_a_number_are_no_copies(deep: Callable[[str], Load
     assert pattern.first == 1
 
 
-def test_layers_that_differ_in_how_they_are_stored_are_no_copies(
-    deep: Callable[[str], LoadedModel],
+def test_layers_that_differ_in_how_they_are_stored(
+    deep: Callable[[str], LoadedModel], tmp_path: Path
 ) -> None:
-    """One projection of one layer has codes, as exporters leave out layers by name."""
-    spec = GroupSpec(GroupForm("int4", 32), "bfloat16")
-    stored = {"model.layers.4.mlp.up_proj.weight": spec}
-    assert find_pattern(deep("mimo"), stored.get) is None
+    """One projection of one layer has no codes, as exporters leave out layers by name: layers are
+    copied before weights are packed."""
+    quantise_checkpoint(deep("mimo").served().directory, tmp_path / "codes", "int8", keep=KEPT)
+    loaded = load(tmp_path / "codes", "bfloat16", True, headers_only=True)
+    pattern = StepCompiler(loaded, OPTIONS, CpuBackend(), new_buffer=Layout.reserve).pattern
+    assert pattern is not None
+    assert (pattern.traced, pattern.stored_alike) == (4, False)
+    (copied, copies), (whole, weights) = (_tape(loaded, DECODE, each) for each in (True, False))
+    assert copied == whole
+    assert copies.recipes == weights.recipes
+    assert KEPT[0] in whole
