@@ -34,7 +34,9 @@ from mtpc.store.entries import EntryStore
 
 MIB = 2**20
 PROMPT = "def quicksort(arr):"
-COLUMNS = ("what", "mtpc best", "median", "llama.cpp best", "median", "times as fast")
+COLUMNS = (
+    "what", "mtpc best", "mtpc median", "llama.cpp best", "llama.cpp median", "times as fast",
+)  # fmt: skip
 NOTES = (
     "start: seconds to the first token of a short text; cold: kernels are built, steps are not.",
     "peak: MiB, the most that was resident in the process until then, mapped weights included.",
