@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -124,19 +125,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = workdir / "random"
         write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
         most = args.spec_tokens
-        asked = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
+        asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
         asked["budget"] = {"spec_tokens": most, "row_budgets": tuple(range(1, most + 2))}
         for name, options in asked.items():
             tell(f"compile {name}")
-            synthetic = {"synthetic_acceptance_rates": (0.0,) * options["spec_tokens"]}
             model = mtpc.compile(
                 directory,
                 batch_buckets=tuple(args.batches),
                 max_len=HARD + args.new_tokens + command.HEADROOM,
                 backend=args.backend,
                 quantize=args.quantize,
+                synthetic_acceptance_rates=(0.0,) * options["spec_tokens"],
                 **options,
-                **(synthetic if options["spec_tokens"] else {}),
             )
             if options["spec_tokens"]:
                 set_acceptance(model, args.length)

@@ -254,7 +254,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
-    kinds = dict(nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME")
+    kinds: dict[str, Any] = dict(
+        nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME"
+    )
     add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
     add("--new-tokens", type=positive, default=32, metavar="N")
     command.add_vllm(parser)

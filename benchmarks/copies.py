@@ -188,7 +188,13 @@ def table(record: Record) -> Table:
     plain = {(s.text, s.prompt, s.engine): s for s in samples if s.setting == PLAIN}
     groups = dict[tuple[str, ...], list[Sample]]()
     for sample in samples:
-        key = (sample.text, sample.engine, sample.weights, sample.draft, sample.setting)
+        key: tuple[str, ...] = (
+            sample.text,
+            sample.engine,
+            sample.weights,
+            sample.draft,
+            sample.setting,
+        )
         groups.setdefault(key, []).append(sample)
     body = list[list[str]]()
     for key, found in groups.items():

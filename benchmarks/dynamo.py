@@ -176,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     config = make_config(MIMO, SHAPES[args.shape])
     config.num_hidden_layers -= 1  # Of an MTP layer this benchmark has no use.
-    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    model: Any = transformers.Qwen2ForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         wanted = list(cases(model, args))
         sample_in_turns(wanted, args, tell)

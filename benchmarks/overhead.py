@@ -334,8 +334,8 @@ def served(model: mtpc.SpecModel) -> Iterator[Running]:
 def clients() -> Iterator[subprocess.Popen[str]]:
     """Start the clients' process."""
     command = [sys.executable, "-m", "benchmarks.harness.stream_client"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         yield process
 
 

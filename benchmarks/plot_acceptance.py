@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -89,7 +90,9 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
         )
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(1, longest + 1))
-    below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, columnspacing=1)
+    below: dict[str, Any] = dict(
+        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, columnspacing=1
+    )
     axes.legend(frameon=False, fontsize=6.5, **below)
     axes.spines[["top", "right"]].set_visible(False)
 

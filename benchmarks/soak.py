@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
 
 MIB = 2**20
-OPTIONS = {"spec_tokens": 2, "batch_buckets": (8,), "max_len": 128, "page_size": 8,
+OPTIONS: dict[str, Any] = {"spec_tokens": 2, "batch_buckets": (8,), "max_len": 128, "page_size": 8,
            "prefill_chunk": 32, "num_pages": 65, "sampling": True, "dtype": "float64"}  # fmt: skip
 """64 pages of 8 tokens, into which eight requests of up to 128 tokens do not fit. float64, because
 texts are compared, and sums of experts may round in another way in another batch."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import mtpc
 from benchmarks.harness import command
@@ -216,7 +217,8 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
         directory = workdir / weights
         tell(f"write {directory}")
         write_checkpoint(directory, "mimo", SHAPES[args.shape], weights == "accepting", args.seed)
-        for k in (0, args.spec_tokens, AUTO):
+        numbers: tuple[Any, ...] = (0, args.spec_tokens, AUTO)
+        for k in numbers:
             tell(f"compile {weights} K={k}")
             model = mtpc.compile(
                 directory,
@@ -237,7 +239,8 @@ def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> It
     models: dict[int | str, mtpc.SpecModel] = {}
     known: dict[Place, CellCosts] = {}
     several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
-    for k, options in ((0, {}), (AUTO, several)):
+    kinds: tuple[tuple[Any, dict[str, Any]], ...] = ((0, {}), (AUTO, several))
+    for k, options in kinds:
         tell(f"compile K={k}")
         models[k] = mtpc.compile(
             directory,

@@ -7,6 +7,7 @@ and two layers of each measured shape with random weights. `lockstep` says what 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,9 @@ def compile_beside(
         **more: options.
     """
     tested = backend or machine.backend()
-    compiled = partial(_compile, directory, spec_tokens=spec_tokens, **more)
+    compiled: Callable[..., tuple[SpecModel, Probed]] = partial(
+        _compile, directory, spec_tokens=spec_tokens, **more
+    )
     made = [
         compiled(Probed(tested), dtype="bfloat16"),
         compiled(Probed(machine.reference()), dtype="bfloat16"),

@@ -44,7 +44,7 @@ def look_up(
         LlamaError: the program failed, or does not say how long it decoded.
     """
     sizes = ("-n", count, "-c", context, "-t", threads, "-tb", threads)
-    drafts = ("--spec-type", kind)
+    drafts: tuple[str, ...] = ("--spec-type", kind)
     if kind == "none":
         longest = str(min(context, MOST_MATCHED))
         drafts = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", longest)

@@ -90,7 +90,8 @@ class VllmDecoder:
         engine: its name in tables.
     """
 
-    largest_batch, stays_warm = None, True
+    largest_batch: int | None = None
+    stays_warm = True
 
     def __init__(
         self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def answer(engine: Any, turn: list[int], new_tokens: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    start, seconds, output = time.perf_counter(), None, None
+    start, seconds = time.perf_counter(), None
+    output: Any = None
     engine.add_request("turn", {"prompt_token_ids": turn}, params)
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -155,7 +156,12 @@ def serve_all(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(traces=traces, cpu_s=time.process_time() - cpu)
 
 
-_WORK = {"prompts": decode, "prefill": first_tokens, "turn": answer, "arrivals": serve_all}
+_WORK: dict[str, Callable[..., Any]] = {
+    "prompts": decode,
+    "prefill": first_tokens,
+    "turn": answer,
+    "arrivals": serve_all,
+}
 """The function of a job, by the name of its input."""
 
 
