@@ -70,6 +70,10 @@ _COPIES = "ops/test_copy_drafts.py"
 _COPIED_TEXTS = "engine/test_copies.py"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 
+_SAMPLE = "sampling/test_kernels.py"
+_DELTA = "ops/test_gated_delta.py"
+_ROTATE = "passes/test_fuse_cache_write.py"
+_FUSED = "passes/test_fuse_elementwise.py"
 
 METADATA = "step/metadata.py"
 COPIES = "ops/copy_drafts.py"
@@ -1396,5 +1400,131 @@ FAULTS = (
         "row += dense.stride(0) * width",
         "row += row_bytes",
         "cpu/test_kernels.py::test_write_cache_from_a_slice_of_a_joint_projection",
+    ),
+    Fault(
+        "kernel: codes of all heads are those of the first",
+        f"{KERNELS}/write_cache.cpp",
+        "row + (i * heads + h) * width, width",
+        "row + i * heads * width, width",
+        "cpu/test_cache_codes.py::test_codes_and_scales_have_the_bits_of_the_reference",
+    ),
+    Fault(
+        "kernel: a mask's bits are read from the other end",
+        f"{KERNELS}/sampling.cpp",
+        ">> (token % 32) & 1",
+        ">> (31 - token % 32) & 1",
+        f"{_SAMPLE}::test_sample_with_a_mask_of_its_own_for_each_row",
+    ),
+    Fault(
+        "kernel: a token that is not emitted is reported",
+        f"{KERNELS}/sampling.cpp",
+        "j >= emitted(r) ||",
+        "j > emitted(r) ||",
+        f"{_SAMPLE}::test_counts_and_reports_equal_the_reference",
+    ),
+    Fault(
+        "kernel: noise has one round too few",
+        f"{KERNELS}/philox.h",
+        "round < 10",
+        "round < 9",
+        f"{_SAMPLE}::test_sample_equals_the_reference",
+    ),
+    Fault(
+        "kernel: a round divides columns alone",
+        f"{KERNELS}/sinkhorn.cpp",
+        "if (round > 0)",
+        "if (round > 1)",
+        "ops/test_hyper_connections.py::test_kernel_equals_reference",
+    ),
+    Fault(
+        "kernel: a row does not see itself",
+        f"{KERNELS}/choose_slots.cpp",
+        "length - (end - t) + 1, c.context",
+        "length - (end - t), c.context",
+        "ops/test_choose_slots.py::test_edges_of_pages_and_splits",
+    ),
+    Fault(
+        "kernel: of equal scores the later position is chosen",
+        f"{KERNELS}/choose_slots.cpp",
+        "totals[a] > totals[b] : a < b",
+        "totals[a] > totals[b] : a > b",
+        "ops/test_choose_slots.py::test_of_equal_scores_the_kernel_chooses_the_earlier_positions",
+    ),
+    Fault(
+        "kernel: the state that is kept has seen rows that are not certain",
+        f"{KERNELS}/gated_delta.cpp",
+        "b < blocks && request.certain >= request.count",
+        "b < blocks",
+        f"{_DELTA}::test_rejected_rows_leave_no_trace",
+    ),
+    Fault(
+        "kernel: the delta is one of the state before its decay",
+        f"{KERNELS}/gated_delta.cpp",
+        "state[k * kRegisters + r] * row.decay * row.key[k]",
+        "state[k * kRegisters + r] * row.key[k]",
+        f"{_DELTA}::test_the_kernel_equals_the_reference",
+    ),
+    Fault(
+        "kernel: a scan's query is its key",
+        f"{KERNELS}/mamba2.cpp",
+        "offset + keys, row.c",
+        "offset, row.c",
+        f"{_DELTA}::test_the_kernel_equals_the_reference",
+    ),
+    Fault(
+        "kernel: every head has the first one's inputs",
+        f"{KERNELS}/head_linear.cpp",
+        "from + row * x.stride(0) + head * x.stride(1)",
+        "from + row * x.stride(0)",
+        "ops/test_row_linears.py::test_head_linear_against_float64",
+    ),
+    Fault(
+        "kernel: a tile of features has the bias of the first",
+        f"{KERNELS}/plain_linear.cpp",
+        "sums[w][i] + call.bias[begin + w]",
+        "sums[w][i] + call.bias[w]",
+        "ops/test_row_linears.py::test_float32_linear_against_float64",
+    ),
+    Fault(
+        "kernel: a rotation turns the other way",
+        f"{KERNELS}/rotary.cpp",
+        "turned(a, -b, i);",
+        "turned(a, b, i);",
+        f"{_ROTATE}::test_it_is_what_it_stands_for",
+    ),
+    Fault(
+        "kernel: features that are not rotated are the first ones",
+        f"{KERNELS}/rotary.cpp",
+        "std::copy(head + 2 * half, head + width, to + 2 * half)",
+        "std::copy(head, head + width - 2 * half, to + 2 * half)",
+        f"{_ROTATE}::test_it_is_what_it_stands_for",
+    ),
+    Fault(
+        "kernel: gate and up are exchanged",
+        f"{KERNELS}/fused.cpp",
+        "activate(take(gate + i, count), take(gate + width + i, count))",
+        "activate(take(gate + width + i, count), take(gate + i, count))",
+        f"{_FUSED}::test_kernels_are_their_references",
+    ),
+    Fault(
+        "kernel: all rows add what the first row adds",
+        f"{KERNELS}/fused.cpp",
+        "norm.of_sum(lefts(r), rights(r),",
+        "norm.of_sum(lefts(r), rights(0),",
+        f"{_FUSED}::test_kernels_are_their_references",
+    ),
+    Fault(
+        "kernel: all experts end with the first one's weights",
+        f"{KERNELS}/packed_experts.cpp",
+        "down_ + (choice.expert * tiles + tile)",
+        "down_ + tile",
+        "passes/test_packed_weights.py",
+    ),
+    Fault(
+        "kernel: experts without gates are not squared",
+        f"{KERNELS}/experts.cpp",
+        "up > 0 ? up * up :",
+        "up > 0 ? up :",
+        "cpu/test_kernels.py::test_experts_without_gates",
     ),
 )

@@ -1,10 +1,12 @@
 """Plant faults in copies of mtpc, one at a time: the test that each names must fail.
 
     python tests/mutations/plant.py [--draw N] [--only WORDS] [--jobs 2] [--out FILE]
-        [--objects DIRECTORY]
+        [--objects DIRECTORY] [--build]
 
 --out keeps the rows of faults that are not planted this time, if their tests are the same.
 --objects keeps what was compiled of the kernels: a fault in one compiles the files that have it.
+--build plants nothing. It compiles the kernels into the graph cache, where all tests find them, and
+keeps the objects.
 
 Each fault has a process of its own, a fork of one that has torch imported. Exit status 1 means that
 a test missed its fault, or fails without any.
@@ -105,7 +107,9 @@ class Trial:
         shutil.copy(ROOT / "pyproject.toml", self._tree)
         if fault is not None:
             plant(fault, self._tree)
-        env = _compile(self._tree, objects) if fault is not None and fault.is_compiled else {}
+        env = dict[str, str]()
+        if fault is not None and fault.is_compiled:
+            env = _compile(self._tree, objects, self._tree / "cache")
         self._start, self._child = time.monotonic(), os.fork()
         if self._child == 0:
             _test(tests, self._tree, env)
@@ -125,17 +129,19 @@ class Trial:
         return Run(code, seconds, output)
 
 
-def _compile(tree: Path, objects: Path) -> dict[str, str]:
-    """Compile the kernels of a copy; returns the variables by which its tests find them."""
-    compiler = tree / "kept_objects"
+def _compile(tree: Path, objects: Path, cache: Path | None) -> dict[str, str]:
+    """Compile the kernels of a tree, into a graph cache or the default one; returns the variables
+    by which tests find them."""
+    compiler = objects / "compiler"
     compiler.write_text(f"#!{sys.executable}\n{KEPT.read_text()}")
     compiler.chmod(0o700)
-    given = {"KEPT_CXX": os.environ.get("CXX", "g++"), "KEPT_OBJECTS": str(objects)}
-    env = {"CXX": str(compiler), "MTPC_CACHE_DIR": str(tree / "cache"), "PYTHONPATH": str(tree)}
+    env = {"KEPT_CXX": os.environ.get("CXX", "g++"), "KEPT_OBJECTS": str(objects)}
+    env |= {"CXX": str(compiler), "PYTHONPATH": str(tree)}
+    if cache is not None:
+        env["MTPC_CACHE_DIR"] = str(cache)
     build = "from mtpc.backends.cpu_kernels import build_kernels; build_kernels()"
-    command = [sys.executable, "-c", build]
-    subprocess.run(command, cwd=tree, env={**os.environ, **given, **env}, check=True)
-    return given | env
+    subprocess.run([sys.executable, "-c", build], cwd=tree, env={**os.environ, **env}, check=True)
+    return env
 
 
 def _test(tests: Sequence[str], tree: Path, env: Mapping[str, str]) -> None:
@@ -243,6 +249,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the results as Markdown")
     parser.add_argument("--objects", type=Path, help="keep what was compiled of the kernels")
+    parser.add_argument("--build", action="store_true", help="compile the right kernels only")
     options = parser.parse_args()
     wanted = [fault for fault in FAULTS if options.only in fault.name]
     if options.draw:
@@ -253,6 +260,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mtpc-objects-") as fresh:
         objects = (options.objects or Path(fresh)).resolve()
         objects.mkdir(parents=True, exist_ok=True)
+        if options.build:
+            _compile(ROOT, objects, None)
+            return 0
         # After the default run it is known of all tests.
         if not options.draw and not _pass_without_faults({f.test for f in wanted}, objects):
             return 1
