@@ -119,7 +119,8 @@ def compare_records(ours: Any, width: int = 3, dtype: torch.dtype = torch.float3
     logits = make_logits(4 * width, vocab, dtype, 5)
     ids = torch.randint(0, vocab, (4, width), generator=torch.Generator().manual_seed(1))
     ids[2] = ids[2, 0]
-    emitted, slots = torch.tensor([width, 2, width, 0]).int(), torch.tensor([3, 0, 5, 1])
+    few = max(width - 1, 1)
+    emitted, slots = torch.tensor([width, 2, few, 0]).int(), torch.tensor([3, 0, 5, 1])
     ints = make_rows({}, vocab, False, 0).ints
     ints[3, INTS.index("logprobs")], ints[5, INTS.index("logprobs")] = 4, 0
     results = []
@@ -136,10 +137,11 @@ def compare_records(ours: Any, width: int = 3, dtype: torch.dtype = torch.float3
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     counts, own, top_ids, top = results[0]
-    assert int(counts.sum()) - sum(range(SLOTS * vocab)) == 2 * width
+    assert int(counts.sum()) - sum(range(SLOTS * vocab)) == width + few
     expected = logits.double().log_softmax(-1).view(4, width, vocab)
     torch.testing.assert_close(own[0, :width], expected[0].gather(1, ids[0, :, None])[:, 0])
-    torch.testing.assert_close(top[2, width - 1], expected[2, -1].topk(4).values)
-    assert top_ids[2, width - 1].tolist() == expected[2, -1].topk(4).indices.tolist()
+    torch.testing.assert_close(top[2, few - 1], expected[2, few - 1].topk(4).values)
+    assert top_ids[2, few - 1].tolist() == expected[2, few - 1].topk(4).indices.tolist()
     assert (own[0, width:] == 7).all(), "rows that emitted nothing are left as they were"
+    assert (own[2, few:] == 7).all()
     assert (own[[1, 3]] == 7).all(), "nor are requests that are off, or that asked for nothing"
