@@ -26,8 +26,8 @@ def application(
     """A Ray Serve application whose replicas serve one model.
 
     Args:
-        checkpoint: a directory that every machine of the cluster has, or the id of a model in its
-            hub cache.
+        checkpoint: a directory that every machine of the cluster has, or the id of a model on the
+            hub.
         options: of `mtpc.compile`.
         server: the model's name, the API key and the limits.
         deployment: of `ray.serve.deployment`: num_replicas, autoscaling_config, ...

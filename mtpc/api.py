@@ -59,7 +59,7 @@ def compile(
     docs/cache.md.
 
     Args:
-        model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
+        model: a checkpoint directory (str or Path), an id of the hub (ORG/NAME), or a transformers
             model loaded from one; a model object is shared, not copied, and left as it was.
         progress: called with a `mtpc.Progress` at each stage of each bucket, and repeatedly during
             a long stage. By default the logger `mtpc` gets one line per stage. If it does not show

@@ -14,6 +14,8 @@ import pytest
 pytest.register_assert_rewrite("helpers")
 # For processes that tests start; see `_threads`.
 os.environ["OMP_NUM_THREADS"] = "1"
+# No test asks the hub; weights/test_download.py has one of its own.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from helpers import tiny, trained

@@ -260,7 +260,7 @@ LINES = {
     "step": 1990,
     "store": 1000,
     "tuning": 1820,
-    "weights": 8190,
+    "weights": 8730,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -169,7 +169,7 @@ def add_threads(parser: SuggestingParser) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint, an optional argument."""
     text = (
-        "directory with config.json and *.safetensors, or an id of the local hub cache "
+        "directory with config.json and *.safetensors, or an id of the Hugging Face hub "
         "(default: the demo model)"
     )
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)

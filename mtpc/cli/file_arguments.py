@@ -12,7 +12,7 @@ from mtpc.config import SCHEMES
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Arguments of `mtpc quantize`."""
     add = parser.add_argument
-    text = "checkpoint of plain weights, a GGUF file, or an id of the local hub cache"
+    text = "checkpoint of plain weights, a GGUF file, or an id of the Hugging Face hub"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     add("out", type=Path, metavar="OUT", help="the new directory, or the new GGUF file")
     add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")

@@ -49,7 +49,7 @@ def microseconds(text: str) -> float:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add all options of the command."""
-    text = "directory with config.json, and perhaps *.safetensors, whose headers are read"
+    text = "hub id, or directory with config.json and perhaps *.safetensors (headers are read)"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     shared = "devices that share one replica of the model (default: all)"
     add_values(

@@ -135,7 +135,7 @@ def check_tokenizer(
     """Check that text prompts have a tokenizer, before a compilation that takes minutes.
 
     Args:
-        checkpoint: a directory, or an id of the local hub cache.
+        checkpoint: a directory, a GGUF file, or an id of the Hugging Face hub.
         prompts: texts and token ids.
         advice: ends the error.
 

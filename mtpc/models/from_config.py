@@ -48,7 +48,7 @@ def load_shapes(directory: Path, dtype: str | None, needs_mtp: bool) -> Shapes:
             quantised in a way that only their headers tell.
         UnsupportedModelError: as `load`.
     """
-    directory = find_directory(directory)
+    directory = find_directory(directory, needs="config")
     if _has_weights(directory):
         return Shapes(load(directory, dtype, needs_mtp, headers_only=True), None, True)
     loaded = load_config(directory, dtype, needs_mtp)
@@ -61,7 +61,7 @@ def announces_drafts(directory: Path) -> bool:
     Raises:
         CheckpointError, UnsupportedModelError: as `load_shapes`.
     """
-    directory = find_directory(directory)
+    directory = find_directory(directory, needs="config")
     if _has_weights(directory):
         return not CheckpointFiles(directory).without_drafts
     file = ConfigFile(directory)

@@ -262,7 +262,7 @@ def load(
 
     Args:
         source: a directory's path, its `Checkpoint`, or a `PreTrainedModel`, which shares its
-            tensors and is not changed. In place of a path, an id of the local hub cache will do.
+            tensors and is not changed. In place of a path, an id of the hub will do.
         dtype: name of the dtype to load a directory in; None keeps the checkpoint's.
         needs_mtp: whether MTP layers are required (spec_tokens > 0).
         wiring: rules that replace those of the family.

@@ -145,7 +145,7 @@ def build(
     """Compile every step of a checkpoint into the cache.
 
     Args:
-        directory: the checkpoint, or its id in the local hub cache.
+        directory: the checkpoint, or its id on the Hugging Face hub.
         plans: of programs for different numbers of drafts, otherwise alike.
         form: which graphs; "both" serves engines and hosts that schedule.
         jobs: processes; None is one a core, as far as memory holds them.

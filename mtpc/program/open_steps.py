@@ -117,7 +117,7 @@ def open_steps(
     """Take every step from the graph cache, or build what the cache lacks; then bind them.
 
     Args:
-        model: a checkpoint directory (str or Path), an id of the local hub cache, or a transformers
+        model: a checkpoint directory (str or Path), an id of the hub (ORG/NAME), or a transformers
             model loaded from one.
         asked: its options.
         wanted: what to make of it.

@@ -66,8 +66,7 @@ class Block:
     def form(self) -> GroupForm:
         """The form of a weight of these codes."""
         assert self.kind is not None
-        is_super = self.scales == "int16"
-        return GroupForm(self.kind, self.group, has_mins=self.has_mins, super_block=is_super)
+        return GroupForm.of(self.kind, self.group, self.scales, has_mins=self.has_mins)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Checkpoint(CheckpointFiles):
     """The weights of a checkpoint, quantised or not, by the names that models have for them.
 
     Args:
-        directory: the checkpoint's path, or its id in the local hub cache.
+        directory: the checkpoint's path, or its id on the Hugging Face hub.
 
     Attributes, in addition to those of `CheckpointFiles`:
         tensors: headers of all weights by name. A quantised weight has one entry, "X.weight", with

@@ -20,8 +20,23 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf import find_gguf
-from mtpc.weights.hub import download_again, find_directory, is_directory, no_checkpoint, what_to_do
-from mtpc.weights.json_file import CONFIG, INDEX, check_config, check_counts, read_json, shard_names
+from mtpc.weights.hub import (
+    download_again,
+    find_directory,
+    is_directory,
+    no_checkpoint,
+    weight_files,
+    what_to_do,
+)
+from mtpc.weights.json_file import (
+    CONFIG,
+    INDEX,
+    QUANTIZATION,
+    check_config,
+    check_counts,
+    read_json,
+    wrong,
+)
 from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
@@ -38,7 +53,7 @@ class ConfigFile:
     """The config.json of a directory, which may hold no weights.
 
     Args:
-        directory: the checkpoint's path, or its id in the local hub cache.
+        directory: the checkpoint's path, or its id on the Hugging Face hub.
 
     Attributes:
         directory: where the file is.
@@ -88,16 +103,26 @@ class ConfigFile:
                 f"{self.directory} has no config.json; expected a checkpoint's directory: "
                 f"{what_to_do(self.directory)}"
             )
-        config = read_json(path)
+        config, apart = read_json(path), self.directory / QUANTIZATION
+        if config.get("quantization_config") is None and os.path.isfile(apart):
+            config["quantization_config"] = _read_quantization(apart)
         check_config(config, path)
         return config
+
+
+def _read_quantization(path: Path) -> dict[str, Any]:
+    """The quantization_config that ModelOpt writes to a file of its own."""
+    says = read_json(path).get("quantization")
+    if not isinstance(says, dict):
+        raise wrong(path, "quantization", says, "an object with quant_algo")
+    return {**says, "quant_method": "modelopt", "ignore": says.get("exclude_modules")}
 
 
 class CheckpointFiles(ConfigFile):
     """A directory with config.json and safetensors files; opening it checks all headers.
 
     Args:
-        directory: the checkpoint's path, or its id in the local hub cache. Or a GGUF file, or
+        directory: the checkpoint's path, or its id on the Hugging Face hub. Or a GGUF file, or
             a directory with one and without config.json.
 
     Attributes:
@@ -198,12 +223,7 @@ class CheckpointFiles(ConfigFile):
         self._files[self.stored[name].path].release(name)
 
     def _shards(self) -> list[Path]:
-        index = self.directory / INDEX
-        if os.path.isfile(index):
-            shards = [self.directory / name for name in shard_names(read_json(index), index)]
-        else:
-            found = sorted(self.directory.glob("*.safetensors"))
-            shards = [path for path in found if path.name != "adapter_model.safetensors"]
+        shards = weight_files(self.directory)
         if not shards:
             raise CheckpointError(
                 f"{self.directory} holds no *.safetensors file of a model; expected at least one: "

@@ -7,7 +7,9 @@ is a number itself: code * scale. Codes of the kinds iq4 and e2m1 are places in 
 (`VALUES`): value * scale.
 
 Scales are floats, or exponents uint8 e: 2^(e - 128). In super-blocks of 256 inputs, as llama.cpp's
-K types have them, they are small integers times a float16; see `GroupForm.super_block`.
+K types have them, they are small integers times a float16; see `GroupForm.super_block`. In two
+levels, as NVFP4 has them, they are float8_e4m3fn times a float64 of the row; see
+`GroupForm.two_level`.
 
 The packed order is that of `mtpc.weights.packing`: tiles of 32 output features, in which 32 bits of
 each feature lie side by side. For int4 these hold eight inputs: byte j has input j in its low four
@@ -47,6 +49,8 @@ VALUES: dict[Kind, tuple[int, ...]] = {
 """What codes that are places in a table stand for; floats of 4 bits (E2M1) doubled."""
 SUPER = 256
 """Inputs of a super-block."""
+_ROW_BYTES = 8
+"""Bytes of the float64 with which a row of scales in two levels begins."""
 _BYTE_ZERO = 128
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.uint8)
 
@@ -66,6 +70,8 @@ class GroupForm:
             for the scales; another for minima, if there are any, and then 6 bits for each scale and
             each minimum, as in Q4_K; without minima 8 bits for each scale of 16 inputs, as in Q6_K,
             or 6 for each of 32, as in IQ4_XS.
+        two_level: whether a scale is float8_e4m3fn times a float64 of the row. The scales of a row
+            are bytes then: those 8 of the float64, and one for each group.
     """
 
     kind: Kind
@@ -73,6 +79,14 @@ class GroupForm:
     has_zeros: bool = False
     has_mins: bool = False
     super_block: bool = False
+    two_level: bool = False
+
+    @classmethod
+    def of(
+        cls, kind: Kind, group: int, scales: str, has_zeros: bool = False, has_mins: bool = False
+    ) -> GroupForm:
+        """The form of a weight whose scales have this dtype, by torch's name."""
+        return cls(kind, group, has_zeros, has_mins, scales == "int16", scales == "int8")
 
     @property
     def default_zero(self) -> int:
@@ -85,14 +99,28 @@ class GroupForm:
         """16-bit words of a super-block's scales and minima."""
         return 8 if self.has_mins else 9 if self.group == SUPER // 16 else 4
 
+    @property
+    def row_bytes(self) -> int:
+        """Elements of the scales of a row that belong to no group."""
+        return _ROW_BYTES if self.two_level else 0
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What scales may be: words of super-blocks, bytes of two levels, floats or exponents."""
+        if self.super_block:
+            return (torch.int16,)
+        return (torch.int8,) if self.two_level else _SCALES
+
     def count_scales(self, inputs: int) -> int:
         """Elements of the scales of a row of so many inputs."""
-        return inputs // SUPER * self.words if self.super_block else inputs // self.group
+        if self.super_block:
+            return inputs // SUPER * self.words
+        return self.row_bytes + inputs // self.group
 
     def widened(self) -> GroupForm:
         """The form of the same values with codes of 4 or 8 bits, and a float for each scale."""
         kind: Kind = self.kind if self.kind in ("int4", "float8") else "int8"
-        return replace(self, kind=kind, super_block=False)
+        return replace(self, kind=kind, super_block=False, two_level=False)
 
     @property
     def is_packable(self) -> bool:
@@ -134,7 +162,7 @@ class GroupedWeight:
         form: how to read the codes.
         codes: uint8 [..., N, K], each less than 2^bits; float8_e4m3fn [..., N, K] for float8.
         scales: float16, bfloat16, float32 or uint8 [..., N, K / group]; the words of super-blocks,
-            int16 [..., N, K / 256 * words].
+            int16 [..., N, K / 256 * words]; in two levels, int8 [..., N, 8 + K / group].
         zeros: uint8 [..., N, K / group], of the codes' range; minima, if the form has them outside
             of super-blocks, of the scales' dtype; None if it has neither.
     """
@@ -151,7 +179,7 @@ class GroupedWeight:
         if why is not None:
             raise ValueError(f"a weight {list(self.codes.shape)} of {self.form}: {why}")
         codes = torch.float8_e4m3fn if self.form.kind == "float8" else torch.uint8
-        scales = (torch.int16,) if self.form.super_block else _SCALES
+        scales = self.form.scale_dtypes
         shape = torch.Size((*rows, inputs // self.form.group))
         zeros = self.scales.dtype if self.form.has_mins else torch.uint8
         for name, tensor, dtypes, wanted in (
@@ -171,6 +199,8 @@ class GroupedWeight:
     @property
     def numbers(self) -> list[Tensor]:
         """Floating-point tensors that are finite if the weight is."""
+        if self.form.two_level:
+            return list(_levels(self.scales))
         if not self.form.super_block:
             tensors = (self.scales, self.codes, self.zeros)
             return [t for t in tensors if t is not None and t.is_floating_point()]
@@ -191,6 +221,9 @@ class GroupedWeight:
             codes = codes + (form.default_zero - self.form.default_zero)
         if self.form.super_block:
             scales, zeros = _expand(scales.unflatten(-1, (-1, self.form.words)), self.form)
+        elif self.form.two_level:
+            row, small = _levels(scales)
+            scales = (small.double() * row).float()
         elif scales.dtype == torch.uint8:
             scales = power_of_two(scales, 128).bfloat16()
         return GroupedWeight(form, codes, scales, zeros)
@@ -201,6 +234,13 @@ class GroupedWeight:
         codes = wide.codes.unflatten(-1, (-1, wide.form.group))
         zeros = None if wide.zeros is None else wide.zeros[..., None]
         return values_of(wide.form, codes, wide.scales[..., None], zeros).flatten(-2)
+
+
+def _levels(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scales in two levels: float64 [..., 1] of rows, and float8_e4m3fn [..., K / group]."""
+    # Copied, so that it begins where a float64 may.
+    row = scales[..., :_ROW_BYTES].clone(memory_format=torch.contiguous_format)
+    return row.view(torch.float64), scales[..., _ROW_BYTES:].view(torch.float8_e4m3fn)
 
 
 def _expand(words: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
@@ -312,13 +352,15 @@ def form_of(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
     kinds: tuple[Kind, ...] = (
         ("float8",) if codes.dtype == torch.float8_e4m3fn
         else ("iq4",) if codes.dtype == torch.int8
-        else ("e2m1",) if scales.dtype == torch.uint8
+        else ("e2m1",) if scales.dtype in (torch.uint8, torch.int8)
         else ("int4", "int5", "int6", "int8")
     )  # fmt: skip
     has_mins = zeros is not None and zeros.dtype.is_floating_point
     has = (zeros is not None and not has_mins, has_mins)
+    two_level = scales.dtype == torch.int8
+    groups = max(count - _ROW_BYTES * two_level, 1)
     forms = [
-        GroupForm(kind, inputs // max(count, 1), *has)
+        GroupForm(kind, inputs // groups, *has, two_level=two_level)
         for kind in kinds
         if steps * 32 == inputs * BITS[kind] > 0
     ]

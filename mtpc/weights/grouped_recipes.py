@@ -42,6 +42,8 @@ that are packed as they are, which has no temporaries but for those that join tw
 
 _DTYPES: Mapping[Kind, torch.dtype] = {"float8": torch.float8_e4m3fn, "iq4": torch.int8}
 """Dtypes of packed codes that are not uint8; kernels tell them by these."""
+_WIDENED = {"int16": "float32", "int8": "float32", "uint8": "bfloat16"}
+"""Dtypes of scales that are no floats -> those of the floats that they stand for."""
 Piece = Literal["codes", "scales", "zeros"]
 SomeRows: TypeAlias = GroupedWeight | BlockRows
 """Rows as they are read."""
@@ -76,7 +78,7 @@ class GroupSpec:
 
     def widened(self) -> GroupSpec:
         """The spec of `GroupedWeight.widened`."""
-        scales = {"int16": "float32", "uint8": "bfloat16"}.get(self.scales, self.scales)
+        scales = _WIDENED.get(self.scales, self.scales)
         return replace(self, form=self.form.widened(), scales=scales)
 
     def is_of(self, stored: GroupSpec | None) -> bool:
@@ -84,7 +86,7 @@ class GroupSpec:
         return stored is not None and self in (stored, stored.widened())
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many weights, without those that fill last tiles."""
+        """Bytes of so many weights, without those that fill last tiles, or are of rows."""
         form, size = self.form, getattr(torch, self.scales).itemsize
         codes, scales = count * BITS[form.kind] // 8, size * form.count_scales(count)
         if form.has_zeros:
@@ -95,6 +97,8 @@ class GroupSpec:
         zeros = ", zeros" if self.form.has_zeros else ", minima" if self.form.has_mins else ""
         if self.form.super_block:
             return f"{self.form.kind} by {self.form.group}{zeros}, scales of super-blocks"
+        if self.form.two_level:
+            return f"{self.form.kind} by {self.form.group}, scales in two levels"
         return f"{self.form.kind} by {self.form.group}{zeros}, {self.scales} scales"
 
 
@@ -233,7 +237,9 @@ def _take_within(weight: GroupedRows, runs: Runs, dim: int) -> GroupedRows:
                 blocks = tensor.unflatten(-1, (-1, form.words))
                 taken = [blocks[..., a // SUPER : b // SUPER, :] for a, b in runs]
                 return _cat(taken, -2).flatten(-2)
-            return slices(tensor.repeat_interleave(part.form.group // form.group, -1), form.group)
+            row, each = tensor[..., : form.row_bytes], tensor[..., form.row_bytes :]
+            each = each.repeat_interleave(part.form.group // form.group, -1)
+            return _cat([row, slices(each, form.group)], -1)
 
         zeros = None if part.zeros is None else of_groups(part.zeros)
         return GroupedWeight(form, slices(part.codes), of_groups(part.scales), zeros)

@@ -1,22 +1,28 @@
 """Ids of the Hugging Face hub: the directory of a model in the local hub cache.
 
-mtpc opens no connection. `hf download ID` fills the cache, and `HF_HUB_CACHE` says where it is.
+`HF_HUB_CACHE` says where the cache is. What it lacks is downloaded
+(`mtpc.weights.download`), unless `HF_HUB_OFFLINE` is set; what it has needs no connection.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.json_file import CONFIG
+from mtpc.weights.json_file import CONFIG, INDEX, read_json, shard_names
 
 ADAPTER = "adapter_config.json"
 _PICKLED = "pytorch_model*.bin"
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_PART = r"[A-Za-z0-9][\w.-]*"
+_ID = re.compile(rf"(?P<name>{_PART}/{_PART})(:(?P<end>[\w.-]+))?|{_PART}", re.ASCII)
+Needs = Literal["all", "config", "cached"]
+"""What of a model is needed: all; what describes it; or what of it the hub cache has."""
 
 
 def demo() -> Path:
@@ -34,39 +40,77 @@ def demo() -> Path:
     return directory
 
 
-def find_directory(source: str | Path, revision: str | None = None) -> Path:
+def find_directory(source: str | Path, revision: str | None = None, needs: Needs = "all") -> Path:
     """The directory of a checkpoint: `source` itself, or the snapshot of that id in the hub cache.
 
+    A model that the cache lacks, or of which it has a part, is downloaded.
+
     Args:
-        source: a path, or an id such as "XiaomiMiMo/MiMo-7B-Base". A directory comes first.
+        source: a path; an id such as "XiaomiMiMo/MiMo-7B-Base"; or an id and the end of the name of
+            a GGUF file there, "ORG/NAME:Q4_K_M". A directory comes first.
         revision: branch, tag or commit of an id; None is "main".
+        needs: what must be there.
 
     Returns:
-        The snapshot of an id; `source` if it has not the form of an id, whether it exists or not.
+        The snapshot of an id, or the GGUF file; `source` if it has not the form of an id, whether
+        it exists or not.
 
     Raises:
-        CheckpointError: the hub cache lacks the id; or the system refuses the path.
+        CheckpointError: the hub cache lacks the model, and it cannot be downloaded; or the system
+            refuses the path.
     """
-    path, name = Path(source), str(source)
-    if is_directory(path) or not _ID.fullmatch(name) or path.exists():
+    path, text = Path(source), str(source)
+    match = _ID.fullmatch(text)
+    if is_directory(path) or match is None or path.exists():
         return path
-    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, CONFIG, revision=revision)
+        if match["end"]:
+            from mtpc.weights.download import find_gguf_model  # Not above: few starts download.
+
+            return find_gguf_model(match["name"], match["end"], revision)
+        return _find_snapshot(text, revision, needs) or path
     except HFValidationError:  # It looks like an id, but is not one.
         return path
-    if isinstance(found, str):
-        return Path(found).parent
-    if "/" not in name:
-        return path
-    at = f" at revision {revision}" if revision else ""
-    raise CheckpointError(
-        f"{name!r} is not a directory, and the hub cache {constants.HF_HUB_CACHE} has no model of "
-        f"that id{at}; expected a local checkpoint with config.json and *.safetensors (mtpc "
-        f"downloads nothing): correct the path, or run: hf download {name}"
-    )
+
+
+def _find_snapshot(name: str, revision: str | None, needs: Needs) -> Path | None:
+    """The snapshot of a model; None if there is none and none is to be downloaded.
+
+    Raises:
+        CheckpointError, HFValidationError: as `mtpc.weights.download.download`.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, CONFIG, revision=revision)
+    here = Path(found).parent if isinstance(found, str) else None
+    lacks = here is None or (needs == "all" and not _has_weights(here))
+    if not lacks or needs == "cached" or "/" not in name:
+        return here
+    if here is not None and constants.HF_HUB_OFFLINE:
+        return here  # Who reads it says what it lacks.
+    from mtpc.weights.download import download
+
+    return download(name, revision, needs == "all")
+
+
+def _has_weights(directory: Path) -> bool:
+    files = weight_files(directory)
+    return bool(files) and all(map(os.path.isfile, files))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those that its index names, there or not; or all.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    index = directory / INDEX
+    if os.path.isfile(index):
+        return [directory / name for name in shard_names(read_json(index), index)]
+    found = sorted(directory.glob("*.safetensors"))
+    return [path for path in found if path.name != "adapter_model.safetensors"]
 
 
 def is_directory(path: Path) -> bool:
@@ -89,16 +133,20 @@ def no_checkpoint(path: Path) -> CheckpointError:
     hint = f": give its directory, {path.parent}" if path.is_file() else ""
     return CheckpointError(
         f"{str(path)!r} is not a directory; expected a local checkpoint with config.json and "
-        f"*.safetensors, or a GGUF file (mtpc downloads nothing){hint}"
+        f"*.safetensors, a GGUF file, or an id of the hub (ORG/NAME){hint}"
     )
 
 
-def hub_id(directory: Path) -> str | None:
-    """The id of a snapshot in the hub cache, `models--ORG--NAME/snapshots/COMMIT`, or None."""
-    folder = directory.parent.parent.name
-    if directory.parent.name != "snapshots" or not folder.startswith("models--"):
-        return None
-    return folder.removeprefix("models--").replace("--", "/")
+def hub_id(path: Path) -> str | None:
+    """The id of the model of which a path is the snapshot in the hub cache, or within it; or None.
+
+    Snapshots are `models--ORG--NAME/snapshots/COMMIT`.
+    """
+    for place in (path, *path.parents):
+        folder = place.parent.parent.name
+        if place.parent.name == "snapshots" and folder.startswith("models--"):
+            return folder.removeprefix("models--").replace("--", "/")
+    return None
 
 
 def what_to_do(directory: Path) -> str:

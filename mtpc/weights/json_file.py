@@ -19,6 +19,8 @@ from mtpc.weights.plain_file import open_plain
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+QUANTIZATION = "hf_quant_config.json"
+"""What ModelOpt says of a checkpoint, where config.json does not."""
 
 _MOST_BYTES = 2**27
 """No such file of a released model has a tenth of this."""

@@ -18,7 +18,7 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
-from mtpc.weights.hub import find_directory
+from mtpc.weights.hub import Needs, find_directory
 from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import TensorFile
 
@@ -36,7 +36,7 @@ class PairedCheckpoint(Checkpoint):
     """The weights of a target and of its drafter; all else is the target's.
 
     Args:
-        directory: the target's path, or its id in the local hub cache.
+        directory: the target's path, or its id on the Hugging Face hub.
         draft: the drafter's.
 
     Attributes, in addition to those of `Checkpoint`:
@@ -189,7 +189,8 @@ def checkpoint_of(
         if not name:
             raise CheckpointError("a model that is made from a config has none")
         revision = getattr(model.config, "_commit_hash", None)
-        return open_checkpoint(find_directory(name, revision), draft)
+        needs: Needs = "all" if is_needed else "cached"
+        return open_checkpoint(find_directory(name, revision, needs), draft)
     except CheckpointError as error:
         if not is_needed:
             return None

@@ -473,7 +473,7 @@ def from_json(value: Any) -> Recipe:
         (piece, kind, group, has_zeros, has_mins, scales, *by_largest), part = parts
         if piece not in get_args(Piece):
             raise ValueError(f"a grouped weight has no {piece!r}")
-        form = GroupForm(kind, index(group), bool(has_zeros), bool(has_mins), scales == "int16")
+        form = GroupForm.of(kind, index(group), scales, bool(has_zeros), bool(has_mins))
         return Grouped(piece, GroupSpec(form, scales, *map(bool, by_largest)), from_json(part))
     if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
         raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")

@@ -11,6 +11,7 @@ import torch
 from helpers.batches import bf16
 from helpers.families import TINY
 from helpers.grouped import pack_codes
+from helpers.modelopt import write_nvfp4
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 from helpers.whole_steps import compiler_of
@@ -204,7 +205,7 @@ def test_in_memory_as_in_a_file(
     assert found.stats.accepted == expected.stats.accepted
 
 
-EACH = [("mimo", "int4-g32")] + [
+EACH = [("mimo", "int4-g32"), ("mimo", "nvfp4")] + [
     pytest.param(family, scheme, marks=pytest.mark.slow)
     for family in ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
     for scheme in ("int4-g32", "int8", "fp8")
@@ -221,7 +222,10 @@ def test_the_theorem_on_codes(
     Nor do chunks and K, in the slow run. mimo's MTP layer stays plain, as some exporters leave it.
     """
     keep = ("*mtp_layers*",) if family == "mimo" else ()
-    quantise_checkpoint(checkpoint(family), tmp_path / "out", scheme, keep=keep)
+    if scheme == "nvfp4":
+        write_nvfp4(checkpoint(family), tmp_path / "out", keep=("mtp_layers",))
+    else:
+        quantise_checkpoint(checkpoint(family), tmp_path / "out", scheme, keep=keep)
     common: dict[str, Any] = dict(
         TINY, backend="cpu", dtype="bfloat16", batch_buckets=(4,), cache_dir=cpu_cache
     )
@@ -231,7 +235,9 @@ def test_the_theorem_on_codes(
     assert [spec.generate(prompt, 16, ignore_eos=True) for prompt in PROMPTS[2:8]] == expected
     assert spec.generate(PROMPTS[2:8], 16, ignore_eos=True) == expected
     assert sum(spec.stats.accepted) > 0
-    if (family, scheme) != EACH[0]:
+    if scheme == "nvfp4":
+        assert not any("dequantised" in line for line in spec.stats.fallbacks)
+    if (family, scheme) not in EACH[:2]:
         other = {**common, "spec_tokens": 1, "prefill_chunk": 5, "batch_buckets": (1, 3)}
         one = mtpc.compile(tmp_path / "out", **other)
         assert one.generate(PROMPTS[2:8], 16, ignore_eos=True) == expected

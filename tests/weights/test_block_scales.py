@@ -135,6 +135,20 @@ def test_dtype_defaults_to_bfloat16(checkpoint: Callable[..., Path], tmp_path: P
     assert load(fp8, None, needs_mtp=True).dtype == torch.bfloat16
 
 
+def test_fp8_with_mtp_layers_in_bfloat16(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The target's linears are FP8; the MTP layer, which config.json lists, is as it was."""
+    fp8, plain = quantised_pair(checkpoint("mimo"), tmp_path, (24, 40), keep=("mtp_layers",))
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.mtp_layers.0"]
+    (fp8 / "config.json").write_text(json.dumps(config))
+    specs = Checkpoint(fp8).specs
+    assert len(Checkpoint(fp8).quantised) > 10
+    assert not any("mtp_layers" in name for name in (*specs, *Checkpoint(fp8).quantised))
+    found, wanted = (load(path, None, needs_mtp=True).weights() for path in (fp8, plain))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
+
+
 @pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
 def test_every_weight_has_a_recipe(
     family: str, checkpoint: Callable[..., Path], tmp_path: Path

@@ -19,8 +19,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.grouped import GroupForm
+from mtpc.weights.formats.nvfp4 import decode
+from mtpc.weights.grouped import GroupedWeight, GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.recipes import Grouped
+from mtpc.weights.stored import StoredWeights
 
 N, K = 24, 64
 NAME = "model.layers.0.mlp.up_proj"
@@ -145,6 +148,46 @@ def mxfp4(
     return {codes: packed.view(shape), scale: exponents}, at, says
 
 
+def compressed_nvfp4(**more: Any) -> Any:
+    settings = {**FLOAT, "strategy": "tensor_group", "group_size": 16, **more}
+    return compressed("nvfp4-pack-quantized", **settings)
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    """quantization_config of ModelOpt."""
+    says = {"quant_algo": algorithm, "ignore": ["lm_head", "model.mtp_layers*"], **more}
+    return {"quant_method": "modelopt", "kv_cache_scheme": None, **says}
+
+
+def nvfp4(says: Any) -> tuple[Tensors, At, Any]:
+    """Codes as above. A float8 for each 16 inputs, divided by a float32; by ModelOpt multiplied."""
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+    scale = (torch.rand(N, K // 16) * 448).to(torch.float8_e4m3fn)
+    divides = says["quant_method"] == "compressed-tensors"
+    whole = 2688 / 0.7 if divides else 0.7 / 2688
+    factor = torch.tensor([whole] if divides else whole)
+
+    def at(row: int, column: int) -> float:
+        code = int(packed[row, column // 2]) >> 4 * (column % 2) & 15
+        value = E2M1[code & 7] * (-1 if code & 8 else 1) * float(scale[row, column // 16].float())
+        return value / float(factor) if divides else value * float(factor)
+
+    names = ("weight_packed", "weight_global_scale", "input_global_scale")
+    names = names if divides else ("weight", "weight_scale_2", "input_scale")
+    stored = dict(zip(names, (packed, factor, torch.ones(1)), strict=True))
+    return {**stored, "weight_scale": scale}, at, says
+
+
+def modelopt_fp8(algorithm: str, scale: Tensor) -> tuple[Tensors, At, Any]:
+    """ModelOpt's float8, with a scale for the tensor, a row, or a block of 128 x 128."""
+    codes = floats(N, K)
+
+    def at(row: int, column: int) -> float:
+        return float(codes[row, column].float()) * float(scale.flatten()[row * scale.numel() // N])
+
+    return {"weight": codes, "weight_scale": scale}, at, modelopt(algorithm)
+
+
 def exponents_of_blocks() -> tuple[Tensors, At, Any]:
     """DeepSeek-V4's FP8: scales are exponents."""
     codes, says = floats(N, K), {"quant_method": "fp8", "weight_block_size": [8, 32]}
@@ -206,6 +249,7 @@ def save(directory: Path, stored: Mapping[str, Tensor], says: Any, **more: Tenso
     return directory
 
 
+NVFP4 = GroupForm.of("e2m1", 16, "int8")
 FORMS: dict[str, tuple[Callable[[], tuple[Tensors, At, Any]], GroupForm | None]] = {
     "int4 by 32": (lambda: packed(4, 32, True), GroupForm("int4", 32)),
     "int4 by 64, zeros": (lambda: packed(4, 64, False), GroupForm("int4", 64, True)),
@@ -240,6 +284,20 @@ FORMS: dict[str, tuple[Callable[[], tuple[Tensors, At, Any]], GroupForm | None]]
         GroupForm("e2m1", 32),
     ),
     "fp8, DeepSeek-V4": (exponents_of_blocks, GroupForm("float8", 32)),
+    "nvfp4, compressed-tensors": (lambda: nvfp4(compressed_nvfp4()), NVFP4),
+    "nvfp4, ModelOpt": (lambda: nvfp4(modelopt("NVFP4", group_size=16)), NVFP4),
+    "fp8, ModelOpt": (
+        lambda: modelopt_fp8("FP8", scales(1, dtype=torch.float32)[0]),
+        GroupForm("float8", K),
+    ),
+    "fp8 of rows, ModelOpt": (
+        lambda: modelopt_fp8("FP8_PER_CHANNEL_PER_TOKEN", scales(N, dtype=torch.float32)),
+        GroupForm("float8", K),
+    ),
+    "fp8 of blocks, ModelOpt": (
+        lambda: modelopt_fp8("fp8_pb_wo", scales(1, 1, 1, 1, dtype=torch.float32)),
+        GroupForm("float8", K),
+    ),
 }
 
 
@@ -301,6 +359,8 @@ PACKED, AWQ, GPTQ = packed(4, 32, False), awq(32), gptq(4, 32)
 OSS = mxfp4("weight_blocks", "weight_scales", MXFP4)
 FP4 = mxfp4("weight_packed", "weight_scale", compressed("mxfp4-pack-quantized", **FLOAT))
 V4 = mxfp4("weight", "scale", {"quant_method": "fp8"}, dtype=torch.float8_e8m0fnu)
+OPT, NV = nvfp4(modelopt("NVFP4")), nvfp4(compressed_nvfp4())
+OPT8 = modelopt_fp8("FP8", torch.ones(()))
 BROKEN: list[tuple[Tensors, Any, str]] = [
     (edited(OSS[0], weight_scales=None), MXFP4, r"weight_scales is missing; expected U8\[24,2\]"),
     (
@@ -313,9 +373,46 @@ BROKEN: list[tuple[Tensors, Any, str]] = [
     (
         FP4[0],
         compressed("nvfp4-pack-quantized", **{**FLOAT, "group_size": 16}),
-        "has group_size 16; expected 32",
+        r"weight_scale is U8\[24,2\]; expected F8_E4M3\[24,4\]",
     ),
     (edited(FP4[0], weight_packed=words(24, 32)), FP4[2], "weight_packed is I32.*; expected U8"),
+    (edited(NV[0], weight_scale=None), NV[2], r"weight_scale is missing; expected F8_E4M3\[24,4"),
+    (edited(NV[0], weight_global_scale=None), NV[2], r"global_scale is missing; expected F32\[1\]"),
+    (edited(NV[0], weight_packed=words(24, 32)), NV[2], r"weight_packed is I32.*; expected U8"),
+    (NV[0], compressed_nvfp4(group_size=64), "has group_size 64; expected 32 or 16"),
+    (edited(OPT[0], weight_scale=None), OPT[2], r"weight_scale is missing; expected F8_E4M3\[24,4"),
+    (edited(OPT[0], weight_scale_2=None), OPT[2], r"weight_scale_2 is missing; expected F32\[1\]"),
+    (
+        edited(OPT[0], weight_scale=OPT[0]["weight_scale"].float()),
+        OPT[2],
+        r"weight_scale is F32\[24,4\]; expected F8_E4M3\[24,4\]",
+    ),
+    (
+        edited(OPT[0], weight_scale_2=torch.ones(24)),
+        OPT[2],
+        r"weight_scale_2 is F32\[24\]; expected F32\[1\] or F32\[\], the scale of the whole",
+    ),
+    (
+        edited(OPT[0], weight=OPT[0]["weight"][:, :28].contiguous()),
+        OPT[2],
+        "weight has 56 inputs, and .* groups of 16; expected a size that divides",
+    ),
+    (
+        edited(OPT[0], weight=OPT[0]["weight"][0].contiguous()),
+        OPT[2],
+        r"weight is U8\[32\]; expected U8\[1,8\], two floating-point codes a byte",
+    ),
+    (edited(OPT8[0], weight_scale=None), OPT8[2], "weight_scale is missing; expected F16"),
+    (edited(OPT8[0], weight_scale=torch.ones(7)), OPT8[2], r"F32\[7\]; expected F16\[24,1\]"),
+    (edited(OPT8[0], weight=None), OPT8[2], "weight_scale belongs to no quantised weight"),
+    (edited(OPT[0], pre_quant_scale=torch.ones(K)), OPT[2], "pre_quant_scale belongs to no quant"),
+    (OPT[0], modelopt("NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ'; expected one of FP8, .*NVFP4"),
+    (
+        OPT[0],
+        modelopt("MIXED_PRECISION", quantized_layers={NAME: {"quant_algo": "W4A16_AWQ"}}),
+        f"quant_algo 'W4A16_AWQ' for {NAME}; expected one of",
+    ),
+    (OPT[0], modelopt("NVFP4", quantized_layers=[NAME]), "quantized_layers .*; expected an object"),
     (
         edited(V4[0], scale=V4[0]["scale"][:, :1].contiguous()),
         V4[2],
@@ -432,3 +529,117 @@ def test_compressed_groups_by_name(tmp_path: Path) -> None:
         save(tmp_path, stored, {**says, "config_groups": {"a": other, "b": own}})
     )
     assert checkpoint.specs[f"{NAME}.weight"].form == GroupForm("int4", 32)
+
+
+@pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])
+def test_two_levels_of_scales_are_rounded_once(divides: bool) -> None:
+    """Every float8 by 300 float32, to the bits of the product or quotient in float32."""
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = scales[scales.float().isfinite()]
+    for whole in torch.exp2(40 * torch.rand(300) - 20)[:, None]:
+        codes = torch.randint(0, 256, (1, 8 * len(scales)), dtype=torch.uint8)
+        parts = {"codes": codes, "scales": scales[None], "whole": whole}
+        decoded = decode(parts, divides)
+        found = GroupedWeight(NVFP4, decoded.codes, decoded.scales)
+        of_groups = scales.float() / whole if divides else scales.float() * whole
+        places = torch.stack((codes & 15, codes >> 4), -1).flatten()
+        signed = torch.tensor([*E2M1, *(-value for value in E2M1)])[places.int()]
+        wanted = signed * of_groups.repeat_interleave(16)
+        assert torch.equal(found.dequantise()[0], wanted)
+        assert torch.equal(found.widened().scales[0] * 2, of_groups)
+
+
+BAD = OPT[0]["weight_scale"].view(torch.uint8).clone()
+BAD[3, 1] = 0x7F  # NaN.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_scale_2": torch.tensor(torch.inf)},
+        {"weight_scale": BAD.view(torch.float8_e4m3fn)},
+    ],
+    ids=["weight", "group"],
+)
+def test_scales_that_are_no_numbers_are_found(changes: Tensors, tmp_path: Path) -> None:
+    """Of the weight or of a group, as they are packed."""
+    name = f"{NAME}.weight"
+    checkpoint = Checkpoint(save(tmp_path, edited(OPT[0], **changes), OPT[2]))
+    weights = StoredWeights(checkpoint, {name: name})
+    weights.make(Grouped("scales", checkpoint.specs[name], name))
+    with pytest.raises(CheckpointError, match=r"NaN or infinity: .*up_proj\.weight"):
+        weights.check()
+
+
+@pytest.mark.parametrize("where", ["config.json", "nested", "hf_quant_config.json"])
+def test_modelopt_with_plain_mtp_layers(where: str, tmp_path: Path) -> None:
+    """FP8 and NVFP4 in one checkpoint; the config in three places. The list errs, as released ones
+    do: it names a module that is quantised, and not all of the MTP layer."""
+    layers = {NAME: {"quant_algo": "NVFP4", "group_size": 16}, "model.other": {"quant_algo": "FP8"}}
+    apart = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    apart |= {"kv_cache_quant_algo": "FP8", "exclude_modules": ["model.other*", "mtp.layers.0*"]}
+    (four, at, _), (eight, _, _) = OPT, OPT8
+    more = {f"model__other__{leaf}": tensor for leaf, tensor in eight.items()}
+    more |= {"mtp__fc__weight": torch.ones(4, 4), "model__k_proj__k_scale": torch.ones(())}
+    says: Any = {"quant_method": "modelopt_mixed", **apart}
+    if where == "nested":
+        says = {"quant_method": "modelopt", "quantization": apart}
+    save(tmp_path, four, says, **more)
+    if where == "hf_quant_config.json":
+        (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+        (tmp_path / where).write_text(json.dumps({"quantization": apart, "producer": {}}))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.tensors.keys() == {f"{NAME}.weight", "model.other.weight", "mtp.fc.weight"}
+    forms = {name: spec.form for name, spec in checkpoint.specs.items()}
+    assert forms == {f"{NAME}.weight": NVFP4, "model.other.weight": GroupForm("float8", K)}
+    assert torch.equal(checkpoint.tensor("mtp.fc.weight"), torch.ones(4, 4))
+    assert abs(float(checkpoint.tensor(f"{NAME}.weight")[3, 5]) - at(3, 5)) <= 1e-6 * abs(at(3, 5))
+
+
+def test_a_file_of_modelopt_that_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": "FP8"}))
+    with pytest.raises(CheckpointError, match=r"quant_config\.json: quantization is text 'FP8'"):
+        Checkpoint(tmp_path)
+
+
+MTP = "model.mtp_layers.0.mlp.up_proj.weight"
+LEFT_OUT: dict[str, tuple[tuple[Tensors, At, Any], dict[str, Any]]] = {
+    "fp8": (blocks(8, 32), {"modules_to_not_convert": ["lm_head", "model.mtp_layers"]}),
+    "gptq": (GPTQ, {"dynamic": {"-:.*mtp_layers.*": {}, "+:.*layers.0.*": {"bits": 4}}}),
+    "awq": (AWQ, {"modules_to_not_convert": ["mtp_layers", "visual"]}),
+    "compressed-tensors": (PACKED, {"ignore": ["lm_head", "re:.*mtp_layers.*"]}),
+    "nvfp4": (NV, {"ignore": ["lm_head", "re:.*mtp_layers.*"]}),
+    "modelopt": (OPT, {"ignore": ["lm_head", "model.mtp_layers*"]}),
+}
+
+
+@pytest.mark.parametrize("method", LEFT_OUT)
+def test_what_is_left_out_is_plain(method: str, tmp_path: Path) -> None:
+    """MTP layers that the config's list names, in the dtype that they are stored in."""
+    (stored, at, says), left_out = LEFT_OUT[method]
+    plain = torch.randn(N, K).bfloat16()
+    checkpoint = Checkpoint(
+        save(tmp_path, stored, {**says, **left_out}, **{MTP.replace(".", "__"): plain})
+    )
+    assert checkpoint.quantised == (f"{NAME}.weight",)
+    assert checkpoint.tensors.keys() == {f"{NAME}.weight", MTP}
+    assert torch.equal(checkpoint.tensor(MTP), plain)
+    assert abs(float(checkpoint.tensor(f"{NAME}.weight")[7, 9]) - at(7, 9)) <= 1e-5 * abs(at(7, 9))
+
+
+def test_gptq_of_several_kinds(tmp_path: Path) -> None:
+    """4 and 8 bits, in groups of two sizes, and a plain module, in one checkpoint."""
+    (four, at, says), (eight, other, _) = GPTQ, gptq(8, 64, sym=True)
+    dynamic = {"+:.*down_proj": {"bits": 8, "group_size": 64, "sym": True}, "-:.*gate": {}}
+    more = {f"model__down_proj__{leaf}": tensor for leaf, tensor in eight.items()}
+    more["model__gate__weight"] = torch.ones(4, 4)
+    checkpoint = Checkpoint(save(tmp_path, four, {**says, "dynamic": dynamic}, **more))
+    forms = {name: spec.form for name, spec in checkpoint.specs.items()}
+    assert forms == {
+        f"{NAME}.weight": GroupForm("int4", 32, True),
+        "model.down_proj.weight": GroupForm("int8", 64),
+    }
+    for name, value in ((f"{NAME}.weight", at), ("model.down_proj.weight", other)):
+        found = checkpoint.tensor(name)
+        assert all(abs(float(found[i, i]) - value(i, i)) <= 1e-5 for i in range(N))

@@ -345,12 +345,6 @@ void multiply_codes(const GroupedRows& x, int64_t row, const GroupedWeight& tile
   TileProduct<Codes, kRows>(x, row, tile)(out);
 }
 
-/// Byte kByte of each lane, a float8, times 2^-120.
-template <int kByte>
-inline Vec<float> small_float8(Groups codes) {
-  return reinterpret_cast<Vec<float>>(((codes << (24 - 8 * kByte)) >> 4) & 0x87f00000);
-}
-
 /// Bytes that are a float8's NaN have their sign set.
 inline Groups find_nan(Groups codes) { return (codes & 0x7f7f7f7f) + 0x01010101; }
 

@@ -21,6 +21,9 @@ enum class StoredCodes { kInt4, kInt5, kInt6, kInt8, kIq4, kE2m1, kFloat8 };
 /// Inputs of a super-block, whose scales are small integers times a float16.
 inline constexpr int64_t kSuper = 256;
 
+/// Bytes of the float64 of a row that come before its scales, where these are float8 times that.
+inline constexpr int64_t kRowBytes = 8;
+
 /// The zero point of bytes that tables give.
 inline constexpr int kByteZero = 128;
 
@@ -61,7 +64,7 @@ struct GroupedWeight {
   StoredCodes stored;
   int64_t bits;  // of a code
   const char* scales;
-  ScalarType scale_type;  // Short: words of super-blocks; Byte: exponents
+  ScalarType scale_type;  // Short: words of super-blocks; Byte: exponents; Char: in two levels
   int64_t scale_rows;     // of 32 elements, of a tile
   const char* zeros;      // may be null
   bool has_mins;          // whether these, or super-blocks, are minima: of the scales' type
@@ -72,11 +75,15 @@ struct GroupedWeight {
   /// Whether codes and scales must be made bytes and floats for products; see unpack.h.
   bool is_packed() const {
     const bool fits = stored == StoredCodes::kInt4 || bits == 8;
-    return !fits || scale_type == ScalarType::Short || scale_type == ScalarType::Byte;
+    return !fits || scale_type == ScalarType::Short || scale_bytes() == 1;
   }
 
+  /// Rows of scales before those of groups.
+  int64_t row_bytes() const { return scale_type == ScalarType::Char ? kRowBytes : 0; }
+
   int64_t scale_bytes() const {
-    return scale_type == ScalarType::Float ? 4 : scale_type == ScalarType::Byte ? 1 : 2;
+    const bool is_byte = scale_type == ScalarType::Byte || scale_type == ScalarType::Char;
+    return scale_type == ScalarType::Float ? 4 : is_byte ? 1 : 2;
   }
 
   int64_t zero_bytes() const { return has_mins ? scale_bytes() : 1; }
@@ -104,8 +111,8 @@ inline bool read_codes(ScalarType codes, int64_t steps, int64_t inputs, GroupedW
     if (fits) weight.stored = stored, weight.form.kind = kind, weight.form.zero = zero;
     return fits;
   };
-  if (weight.bits == 4 && is_byte && weight.scale_type == ScalarType::Byte) {
-    return is(true, StoredCodes::kE2m1, CodeKind::kInt8, kByteZero);
+  if (weight.scale_bytes() == 1) {
+    return is(weight.bits == 4 && is_byte, StoredCodes::kE2m1, CodeKind::kInt8, kByteZero);
   }
   return is(weight.bits == 4 && is_byte, StoredCodes::kInt4, CodeKind::kInt4, 8) ||
       is(weight.bits == 5 && is_byte, StoredCodes::kInt5, CodeKind::kInt8, 16) ||
@@ -119,9 +126,9 @@ inline bool read_codes(ScalarType codes, int64_t steps, int64_t inputs, GroupedW
 
 /// The same of its scales: how many inputs share one, and whether super-blocks have minima.
 inline bool read_scales(int64_t inputs, GroupedWeight& weight) {
-  const int64_t rows = weight.scale_rows;
+  const int64_t rows = weight.scale_rows - weight.row_bytes();
   if (weight.scale_type != ScalarType::Short) {
-    if (rows == 0 || inputs % rows != 0) return false;
+    if (rows <= 0 || inputs % rows != 0) return false;
     weight.form.group = inputs / rows;
     return true;
   }
@@ -150,7 +157,7 @@ inline GroupedWeight grouped_weight(
   bool fits = inputs > 0 && is_of_tiles(codes, 4) && codes.size(lead + 3) == 4 &&
       is_of_tiles(scales, 3) &&
       (type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float ||
-       type == ScalarType::Byte || type == ScalarType::Short);
+       type == ScalarType::Byte || type == ScalarType::Short || type == ScalarType::Char);
   if (fits) {
     weight.scale_rows = scales.size(lead + 1);
     fits = read_codes(codes.scalar_type(), codes.size(lead + 1), inputs, weight) &&
@@ -163,6 +170,7 @@ inline GroupedWeight grouped_weight(
   }
   if (fits && zeros) {
     fits = weight.stored != StoredCodes::kFloat8 && type != ScalarType::Short &&
+        type != ScalarType::Char &&
         (zeros->scalar_type() == ScalarType::Byte ? !is_packed : zeros->scalar_type() == type) &&
         is_of_tiles(*zeros, 3) && zeros->size(lead + 1) == weight.form.groups();
   }

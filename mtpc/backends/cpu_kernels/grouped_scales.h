@@ -18,6 +18,12 @@ inline Vec<float> multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 #endif
 }
 
+/// Byte kByte of each lane, a float8, times 2^-120.
+template <int kByte>
+inline Vec<float> small_float8(Groups codes) {
+  return reinterpret_cast<Vec<float>>(((codes << (24 - 8 * kByte)) >> 4) & 0x87f00000);
+}
+
 /// Bytes ahead of the codes in use that are fetched meanwhile, a line at a time as codes are used:
 /// in bursts, or from nearer by, they come too late for more rows than one (docs/performance.md).
 inline constexpr int64_t kCodesAhead = 12288, kLine = 64;

@@ -219,6 +219,25 @@ void raise(const char* from, int64_t count, float* to) {
   }
 }
 
+/// float8 times the float64 of each feature, whose bytes are the first rows; rounded once.
+void multiply_levels(const char* rows, const char* from, int64_t groups, float* to) {
+  uint64_t bits[kFeatures]{};
+  for (int64_t b = 0; b < kRowBytes; ++b, rows += kFeatures) {
+    for (int f = 0; f < kFeatures; ++f) {
+      bits[f] |= static_cast<uint64_t>(static_cast<uint8_t>(rows[f])) << 8 * b;
+    }
+  }
+  double of_row[kFeatures];
+  std::memcpy(of_row, bits, sizeof(of_row));
+  for (int64_t g = 0; g < groups; ++g, from += kFeatures, to += kFeatures) {
+    for (int f = 0; f < kFeatures; f += kLanes<float>) {
+      const Groups codes = widen_bytes(reinterpret_cast<const uint8_t*>(from) + f);
+      store(to + f, small_float8<0>(codes) * 0x1p120f);
+    }
+    for (int f = 0; f < kFeatures; ++f) to[f] = static_cast<float>(to[f] * of_row[f]);
+  }
+}
+
 }  // namespace
 
 GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first) {
@@ -245,6 +264,9 @@ GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first) {
     if (tile.has_mins) part.zeros = reinterpret_cast<const char*>(mins_);
   } else if (tile.scale_type == ScalarType::Byte) {
     raise(tile.scales + part.first * kFeatures, part.form.groups() * kFeatures, scales_);
+  } else if (tile.scale_type == ScalarType::Char) {
+    const char* scales = tile.scales + (kRowBytes + part.first) * kFeatures;
+    multiply_levels(tile.scales, scales, part.form.groups(), scales_);
   } else {
     part.scales = tile.scales + part.first * kFeatures * tile.scale_bytes();
     return part;

@@ -46,6 +46,7 @@ FORMATS: Mapping[str, Format] = {
     "awq": Format("awq", "modules_to_not_convert"),
     "gguf": Format("gguf"),
     "mxfp4": Format("mxfp4", "modules_to_not_convert"),
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), Format("modelopt", "ignore")),
 }
 """Value of `quant_method` in config.json -> its format."""
 _UNNAMED = "fp8"
@@ -67,7 +68,7 @@ def find_quantised(
     """
     text = config.get("text_config") or config
     says = config.get("quantization_config") or text.get("quantization_config") or {}
-    method = says.get("quant_method", _UNNAMED)
+    method = says.get("quant_method", "modelopt" if "quant_algo" in says else _UNNAMED)
     if method not in FORMATS:
         near = difflib.get_close_matches(str(method), FORMATS, n=1)
         hint = f" (the nearest is {near[0]!r})" if near else ""

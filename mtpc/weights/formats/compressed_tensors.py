@@ -1,12 +1,15 @@
 """Weights of the library compressed-tensors, which vLLM's tools write.
 
-A weight X.weight [N, K] is stored in one of three formats:
+A weight X.weight [N, K] is stored in one of these formats:
 
 - pack-quantized: X.weight_packed int32 [N, K * bits / 32], codes of 4 or 8 bits with 2^(bits - 1)
   added, the low bits first; X.weight_shape int64 [2]. Zero points are packed in the same way down
   the rows: X.weight_zero_point int32 [N * bits / 32, K / group].
 - int-quantized: X.weight int8 [N, K]; X.weight_zero_point int8, a place for each scale.
 - float-quantized: X.weight float8_e4m3fn [N, K].
+- mxfp4-pack-quantized, nvfp4-pack-quantized: X.weight_packed uint8 [N, K / 2], codes of 4 bits, and
+  X.weight_scale, for 32 inputs an exponent or for 16 a float8_e4m3fn. The latter are divided by
+  X.weight_global_scale, float32 [1].
 
 X.weight_scale has a place for the tensor ([1]), a channel ([N, 1]), a group ([N, K / group]) or a
 block. X.weight_g_idx int32 [K] gives the group of each input where these are not adjacent. The
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.formats.mxfp4 import GROUP, weight_of
+from mtpc.weights.formats import mxfp4, nvfp4
 from mtpc.weights.formats.stored import (
     KINDS,
     SCALES,
@@ -42,9 +45,17 @@ from mtpc.weights.formats.stored import (
     whole_number,
 )
 
-LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+LEAVES = (
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
 IGNORED = (
     "input_scale",
+    "input_global_scale",
     "input_zero_point",
     "output_scale",
     "output_zero_point",
@@ -67,12 +78,12 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
             continue
         weights = settings.weights_of(module, name)
         if is_packed and weights.get("type") == "float":
-            found.append(_mxfp4(tensors, module, weights))
+            found.append(_float4(tensors, module, weights))
         elif is_packed:
             found.append(_packed(tensors, module, weights))
         else:
             kind = "int" if stored.dtype == "I8" else "float"
-            found.append(_plain(tensors, module, weights, kind))
+            found.append(plain_weight(tensors, module, weights, kind))
     return found
 
 
@@ -160,18 +171,22 @@ def _grid(weights: Config, of: str, shape: tuple[int, int]) -> Grid:
     return Grid(shape[0] if strategy == "tensor" else 1, shape[1])
 
 
-def _mxfp4(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
-    """A weight of the format mxfp4-pack-quantized."""
+def _float4(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
+    """A weight of the formats mxfp4-pack-quantized and nvfp4-pack-quantized."""
     setting(weights, "num_bits", 4, 4)
-    setting(weights, "strategy", "group", "group")
-    setting(weights, "group_size", GROUP, GROUP)
-    codes = f"{module}.weight_packed"
-    rows, half = tensors[codes].shape if len(tensors[codes].shape) == 2 else (1, GROUP // 2)
+    setting(weights, "strategy", "group", "group", "tensor_group")
+    group = setting(weights, "group_size", mxfp4.GROUP, mxfp4.GROUP, nvfp4.GROUP)
+    name, codes, scales = (f"{module}.weight{end}" for end in ("", "_packed", "_scale"))
+    if group == nvfp4.GROUP:
+        whole = f"{name}_global_scale"
+        return nvfp4.weight_of(tensors, name, codes, scales, whole, divides=True)
+    shape = tensors[codes].shape
+    rows, half = shape if len(shape) == 2 else (1, group // 2)
     find_part(tensors, codes, ("U8",), [(rows, half)], "two floating-point codes a byte")
-    check_groups(codes, (rows, 2 * half), GROUP)
-    scales = f"{module}.weight_scale"
-    find_part(tensors, scales, ("U8",), [(rows, 2 * half // GROUP)], "exponents of the codes")
-    return weight_of(f"{module}.weight", (rows, 2 * half), {"codes": codes, "scales": scales})
+    check_groups(codes, (rows, 2 * half), group)
+    places = [(rows, 2 * half // group)]
+    find_part(tensors, scales, ("U8",), places, "exponents of the codes")
+    return mxfp4.weight_of(name, (rows, 2 * half), {"codes": codes, "scales": scales})
 
 
 def _packed(tensors: Tensors, module: str, weights: Config) -> QuantisedWeight:
@@ -221,8 +236,18 @@ def _decode_packed(
     return Decoded(unpack_words(parts["codes"], bits), grid, zeros)
 
 
-def _plain(tensors: Tensors, module: str, weights: Config, kind: str) -> QuantisedWeight:
-    """A weight whose codes are numbers of one byte: int8, or float8."""
+def plain_weight(tensors: Tensors, module: str, weights: Config, kind: str) -> QuantisedWeight:
+    """A weight whose codes are numbers of one byte.
+
+    Args:
+        tensors: of the checkpoint.
+        module: the name of the weight, without its last part.
+        weights: the settings.
+        kind: of the codes: int (int8) or float (float8_e4m3fn).
+
+    Raises:
+        CheckpointError: tensors and settings contradict each other.
+    """
     setting(weights, "num_bits", 8, 8)
     setting(weights, "type", kind, kind)
     name = f"{module}.weight"
@@ -288,4 +313,5 @@ def _sizes(grid: Grid, shape: tuple[int, int]) -> list[tuple[int, ...]]:
     """Shapes that a grid may have; exporters differ in dimensions of size 1."""
     rows, columns = grid.shape(shape)
     flat: list[tuple[int, ...]] = [(rows,)] if columns == 1 else []
-    return [(rows, columns), *flat, *([()] if rows == columns == 1 else [])]
+    flat += [()] if rows == columns == 1 else []
+    return [(rows, columns), *flat, *([(rows, 1, columns, 1)] if grid.rows > 1 else [])]

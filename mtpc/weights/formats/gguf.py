@@ -66,7 +66,6 @@ def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
         partial(_decode, block=block, columns=columns),
         scales,
         has_mins=form.has_mins,
-        super_block=form.super_block,
         is_rounded=block.is_rounded,
         rows={"codes": (0, 1)},
         block=None if columns is not None or block.is_rounded else block,

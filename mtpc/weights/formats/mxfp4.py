@@ -57,8 +57,12 @@ def weight_of(name: str, shape: tuple[int, ...], parts: Mapping[str, str]) -> Qu
 
 def decode(parts: Mapping[str, Tensor]) -> Decoded:
     """Codes of two inputs a byte, and exponents."""
-    codes = parts["codes"].view(torch.uint8)
-    pairs = torch.stack((codes & 15, codes >> 4), -1)
+    codes = unpack_bytes(parts["codes"].view(torch.uint8))
     # Values of codes are doubled, so that they are whole; exponents of scales allow for that.
     exponents = parts["scales"].view(torch.uint8)
-    return Decoded(pairs.reshape(*exponents.shape[:-1], exponents.shape[-1] * GROUP), exponents)
+    return Decoded(codes.reshape(*exponents.shape[:-1], exponents.shape[-1] * GROUP), exponents)
+
+
+def unpack_bytes(codes: Tensor) -> Tensor:
+    """Codes of two inputs a byte, the first in its low bits: uint8 [..., B] -> [..., 2 B]."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

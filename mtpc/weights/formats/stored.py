@@ -104,7 +104,6 @@ class QuantisedWeight:
         order: role of a tensor int32 [K] with the group of each input; None if groups are runs of
             adjacent inputs.
         has_mins: whether there is a grid of minima.
-        super_block: whether scales are those of super-blocks.
         is_rounded: whether the values of its own type, which no kernel reads, are rounded again.
         as_values: whether it can only be dequantised. The codes of `decode` are float32 values
             then.
@@ -127,7 +126,6 @@ class QuantisedWeight:
     order: str | None = None
     has_mins: bool = False
     as_values: bool = False
-    super_block: bool = False
     is_rounded: bool = False
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     block: Block | None = None
@@ -141,7 +139,7 @@ class QuantisedWeight:
     def form(self) -> GroupForm | None:
         """The form that kernels read; None if the weight must be dequantised."""
         group = self.grid.group(self.shape[-1])
-        form = GroupForm(self.kind, group, self.has_zeros, self.has_mins, self.super_block)
+        form = GroupForm.of(self.kind, group, self.scales, self.has_zeros, self.has_mins)
         is_unknown = self.order or self.as_values
         return None if is_unknown or form.misfit(self.shape[-1]) else form
 
