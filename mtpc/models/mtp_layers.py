@@ -121,6 +121,8 @@ def load_mtp_layer(
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
+    common = family.common_tensors.items()
+    stored |= {name: full for name, full in common if full in checkpoint.tensors}
     own = _stored_ends(stored, family)
     with torch.device("meta"):
         layer = build_mtp_layer(family, target, index, own)
@@ -344,10 +346,12 @@ def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
     dtype = target.get_input_embeddings().weight.dtype
     # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)
-    kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
+    strict = getattr(target, "_keep_in_fp32_modules_strict", None) or ()
+    kept = [f".{part}." for part in strict]
 
     def choose(name: str, is_parameter: bool) -> torch.dtype:
-        return dtype if is_parameter and not kept & set(name.split(".")) else wide
+        is_kept = any(part in f".{name}." for part in kept)
+        return dtype if is_parameter and not is_kept else wide
 
     return choose
 

@@ -150,15 +150,19 @@ def tiny_model(name: str, **changes: Any) -> Any:
     kind, config = getattr(transformers, name), tiny_config(CLASSES[name], **changes)
     if not isinstance(config, kind.config_class):
         config = config.get_text_config(decoder=True)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if tiny.is_norm(parameter_name):
-                tiny.spread(parameter)
-            elif parameter.dim() == 1 or parameter_name.endswith("bias"):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(std=0.15)
+    return randomised(kind(config).eval())
+
+
+@torch.no_grad()
+def randomised(model: Any) -> Any:
+    """A module in float64 with random weights, in which norms and biases matter."""
+    for name, parameter in model.named_parameters():
+        if tiny.is_norm(name):
+            tiny.spread(parameter)
+        elif parameter.dim() == 1 or name.endswith("bias"):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(std=0.15)
     return model.double()
 
 
