@@ -24,7 +24,7 @@ from mtpc.models.mtp_layers import build_mtp_layer, stored_tensors
 if not transformers.__version__.startswith("5.24."):
     pytest.skip("the rules of MtpModel are of transformers 5.24", allow_module_level=True)
 
-from helpers.mtp_model import CASES, FULL, SLIDING, MtpOracle, save_case  # noqa: E402
+from helpers.mtp_model import CASES, FULL, SLIDING, MtpOracle, save_case
 
 SLOW = pytest.mark.slow
 ROWS = [
@@ -158,7 +158,7 @@ def test_layers_that_are_announced_and_absent(tmp_path: Path) -> None:
     save_case("mellum", tmp_path / "made", count=0)
     entries = {"num_nextn_predict_layers": 1}
     directory = tiny.with_entries(tmp_path / "made", tmp_path / "lost", (), **entries)
-    with pytest.raises(CheckpointError, match="has lost the MTP layers .* use spec_tokens=0"):
+    with pytest.raises(CheckpointError, match=r"has lost the MTP layers .* use spec_tokens=0"):
         mtpc.compile(directory, spec_tokens=1, **OPTIONS)
     spec = mtpc.compile(directory, **OPTIONS)
     assert spec.options.spec_tokens == 0
@@ -169,6 +169,6 @@ def test_layers_of_unknown_kinds(saved: Callable[[str], Path], tmp_path: Path) -
     """A config that lists the target's kinds alone: transformers cannot tell either."""
     drop = ("mtp_mlp_layer_types", "num_mtp_layers")
     tiny.with_entries(saved("hy_v3"), tmp_path, drop, num_nextn_predict_layers=1)
-    with pytest.raises(UnsupportedModelError, match="`mtp_mlp_layer_types` is ambiguous.*spec_tok"):
+    with pytest.raises(UnsupportedModelError, match=r"`mtp_mlp_layer_types` is ambiguous.*spec_"):
         load(tmp_path, None, needs_mtp=True)
     assert load(tmp_path, None, needs_mtp=False).mtp_layers == ()

@@ -1374,14 +1374,14 @@ FAULTS = (
     Fault(
         "a derived MTP layer reads the embedding first, whatever its config says",
         DERIVED_MTP,
-        "hidden_first=bool(entries.get(\"mtp_hidden_states_first\"))",
+        'hidden_first=bool(entries.get("mtp_hidden_states_first"))',
         "hidden_first=False",
         f"{_DERIVED_MTP}[rules-2]",
     ),
     Fault(
         "derived MTP layers have no norm where they have one in common",
         DERIVED_MTP,
-        "norm = _COMMON_NORM if entries[\"chain_hidden_post_norm\"] else None",
+        'norm = _COMMON_NORM if entries["chain_hidden_post_norm"] else None',
         "norm = None",
         f"{_DERIVED_MTP}[rules-2]",
     ),
@@ -1389,14 +1389,14 @@ FAULTS = (
         "each derived MTP layer is fed the target's features",
         DERIVED_MTP,
         "final_norm=norm,",
-        "final_norm=norm, chaining=\"target\",",
+        'final_norm=norm, chaining="target",',
         f"{_DERIVED_MTP}[rules-2]",
     ),
     Fault(
         "a derived MTP layer is fed features after the final norm, which its model feeds before",
         DERIVED_MTP,
-        "\"before\" if entries.get(\"tie_last_hidden_states\") is False else \"after\"",
-        "\"after\"",
+        '"before" if entries.get("tie_last_hidden_states") is False else "after"',
+        '"after"',
         f"{_DERIVED_MTP}[rules-2]",
     ),
     Fault(
@@ -1417,7 +1417,7 @@ FAULTS = (
         "a derived MTP layer rotates by the angles of full attention",
         DERIVED_MTP,
         "str(kinds[index]) if any",
-        "\"full_attention\" if any",
+        '"full_attention" if any',
         f"{_DERIVED_MTP}[mellum-1]",
     ),
     # Kernels in C++.
