@@ -27,10 +27,11 @@ if not transformers.__version__.startswith("5.24."):
 from helpers.mtp_model import CASES, FULL, SLIDING, MtpOracle, save_case
 
 SLOW = pytest.mark.slow
+BY_DEFAULT = (("mellum", 1), ("rules", 2), ("rules", 3))
 ROWS = [
-    *(("mellum", k) for k in (1, 2, 3)),
-    *(("rules", k) for k in (1, 2, 3)),
-    *(pytest.param(case, 3, marks=SLOW) for case in CASES if case not in ("mellum", "rules")),
+    pytest.param(case, k, marks=[SLOW] * ((case, k) not in BY_DEFAULT))
+    for case in CASES
+    for k in ((1, 2, 3) if case in ("mellum", "rules") else (3,))
 ]
 """Cases, and drafts: fewer than MTP layers, as many, and more."""
 NAMES = {
