@@ -121,6 +121,18 @@ class MtpOracle(DraftOracle):
         return self.model(input_ids=torch.tensor([ids]), use_cache=False, **given)
 
     @torch.no_grad()
+    def rows(self, ids: list[int]) -> list[Tensor]:
+        """Logits of each layer over a whole text [L - 1 - i, V], fed what the layer before gave."""
+        fed, found = self.features(ids).hidden_states[-1], list[Tensor]()
+        for index in range(len(self.mtp.layers)):
+            start, count = index + 1, len(ids) - 1 - index
+            positions = torch.arange(start, start + count)[None]
+            given = {"input_ids": torch.tensor([ids[start:]])}
+            fed = self.mtp.forward_layer(index, fed[:, :count], positions, None, **given)
+            found.append(self.mtp._project_to_logits(fed)[0])
+        return found
+
+    @torch.no_grad()
     def candidates(self, committed: list[int]) -> list[int]:
         """What transformers' candidate generator proposes after a text: a draft of each layer."""
         generator = self.generator

@@ -57,6 +57,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_transformers_own(case: str, saved: Callable[[str], Path]) -> None:
+    """Logits of every layer and row, in chunks and one by one, three texts at once."""
+    oracle = MtpOracle(saved(case))
+    loaded = load(saved(case), "float64", needs_mtp=True)
+    wanted = [oracle.rows(text) for text in PROMPTS]
+    for layer, texts in enumerate(derived.stepped_drafts(loaded, PROMPTS)):
+        for found, expected in zip(texts, wanted, strict=True):
+            size = expected[layer].shape[-1]
+            torch.testing.assert_close(found[:, :size], expected[layer], rtol=0, atol=1e-5)
+            assert bool(found[:, size:].isneginf().all())
+
+
 @pytest.mark.parametrize(("case", "spec_tokens"), ROWS)
 def test_drafts_and_text_are_transformers_own(
     case: str, spec_tokens: int, saved: Callable[[str], Path]

@@ -69,7 +69,8 @@ _LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
 _COPIES = "ops/test_copy_drafts.py"
 _COPIED_TEXTS = "engine/test_copies.py"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
-_DERIVED_MTP = "models/test_derived_mtp.py::test_drafts_and_text_are_transformers_own"
+_DERIVED_MTP = "models/test_derived_mtp.py::test_rows_are_transformers_own"
+_DERIVED_DRAFTS = "models/test_derived_mtp.py::test_drafts_and_text_are_transformers_own"
 
 
 METADATA = "step/metadata.py"
@@ -1376,49 +1377,49 @@ FAULTS = (
         DERIVED_MTP,
         'hidden_first=bool(entries.get("mtp_hidden_states_first"))',
         "hidden_first=False",
-        f"{_DERIVED_MTP}[rules-2]",
+        f"{_DERIVED_MTP}[rules]",
     ),
     Fault(
         "derived MTP layers have no norm where they have one in common",
         DERIVED_MTP,
         'norm = _COMMON_NORM if entries["chain_hidden_post_norm"] else None',
         "norm = None",
-        f"{_DERIVED_MTP}[rules-2]",
+        f"{_DERIVED_MTP}[rules]",
     ),
     Fault(
         "each derived MTP layer is fed the target's features",
         DERIVED_MTP,
         "final_norm=norm,",
         'final_norm=norm, chaining="target",',
-        f"{_DERIVED_MTP}[rules-2]",
+        f"{_DERIVED_DRAFTS}[rules-2]",
     ),
     Fault(
         "a derived MTP layer is fed features after the final norm, which its model feeds before",
         DERIVED_MTP,
         '"before" if entries.get("tie_last_hidden_states") is False else "after"',
         '"after"',
-        f"{_DERIVED_MTP}[rules-2]",
+        f"{_DERIVED_MTP}[rules]",
     ),
     Fault(
         "a derived MTP layer drafts tokens that pad the vocabulary",
         DERIVED_MTP,
         "max(head.out_features - size, 0)",
         "0",
-        f"{_DERIVED_MTP}[rules-2]",
+        f"{_DERIVED_MTP}[rules]",
     ),
     Fault(
         "a derived MTP layer is of the kind that the decoder's first layer is",
         DERIVED_MTP,
         "kind(_mtp_config(config), number - config.num_hidden_layers)",
         "kind(config, number - config.num_hidden_layers)",
-        f"{_DERIVED_MTP}[mellum-1]",
+        f"{_DERIVED_MTP}[mellum]",
     ),
     Fault(
         "a derived MTP layer rotates by the angles of full attention",
         DERIVED_MTP,
         "str(kinds[index]) if any",
         '"full_attention" if any',
-        f"{_DERIVED_MTP}[mellum-1]",
+        f"{_DERIVED_MTP}[mellum]",
     ),
     # Kernels in C++.
     Fault(
