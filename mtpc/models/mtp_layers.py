@@ -346,12 +346,10 @@ def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
     dtype = target.get_input_embeddings().weight.dtype
     # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)
-    strict = getattr(target, "_keep_in_fp32_modules_strict", None) or ()
-    kept = [f".{part}." for part in strict]
+    kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
 
     def choose(name: str, is_parameter: bool) -> torch.dtype:
-        is_kept = any(part in f".{name}." for part in kept)
-        return dtype if is_parameter and not is_kept else wide
+        return dtype if is_parameter and not kept & set(name.split(".")) else wide
 
     return choose
 
