@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 import mtpc
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models.derived import derive
+from mtpc.models.graft import graft
 from mtpc.models.load import find_family, load
+from mtpc.models.mtp_faults import find_faults
 from mtpc.models.mtp_layers import build_mtp_layer, stored_tensors
 
 if not transformers.__version__.startswith("5.24."):
@@ -165,6 +167,14 @@ def test_types_that_borrow_a_class(model_type: str, tmp_path: Path) -> None:
         with torch.no_grad():
             wanted = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_graft_brings_all_tensors_back(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """The norm that all layers share, too, which is stored beside them."""
+    save_case("rules", tmp_path / "tuned", count=0)
+    graft(saved("rules"), tmp_path / "tuned", tmp_path / "out")
+    assert find_faults(tmp_path / "out") == []
+    assert len(load(tmp_path / "out", None, needs_mtp=True).mtp_layers) == 2
 
 
 def test_layers_that_are_announced_and_absent(tmp_path: Path) -> None:
