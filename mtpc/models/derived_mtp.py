@@ -99,7 +99,7 @@ def _mtp_config(config: Any) -> Any:
     """
     try:
         return _counted(config).get_mtp_config()
-    except (AttributeError, ValueError) as error:  # transformers before 5.20 has no such method.
+    except ValueError as error:
         raise UnsupportedModelError(
             f"config.json does not say of which kinds its MTP layers are ({error}); {_WITHOUT}"
         ) from error

@@ -125,6 +125,7 @@ def test_text_in_bfloat16_as_users_compile_it(tmp_path: Path) -> None:
     for spec_tokens in (0, 2):
         spec = mtpc.compile(tmp_path, spec_tokens=spec_tokens, **few)
         texts.append(spec.generate([*PROMPTS], 20, ignore_eos=True))
+        assert not spec.stats.fallbacks
     assert texts[0] == texts[1]
     assert 0 < spec.stats.accepted[0] <= spec.stats.drafted[0]
     assert sum(spec.stats.accepted) < sum(spec.stats.drafted)
