@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
@@ -164,12 +163,15 @@ class _MtpHead(nn.Module):
 
     def __init__(self, head: nn.Linear, divisor: float, size: int):
         super().__init__()
-        self.head, self.divisor, self.padding = head, divisor, max(head.out_features - size, 0)
+        self.head, self.divisor, self.size = head, divisor, min(size, head.out_features)
+        self.is_padded = self.size < head.out_features
 
     def forward(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head(features / self.divisor)
-        kept = logits[..., : logits.shape[-1] - self.padding]
-        return F.pad(kept, (0, self.padding), value=float("-inf"))
+        if not self.is_padded:
+            return logits
+        padding = torch.full_like(logits[..., self.size :], float("-inf"))
+        return torch.cat([logits[..., : self.size], padding], -1)
 
 
 def _parts(entries: Mapping[str, Any]) -> StepParts | None:

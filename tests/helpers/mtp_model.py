@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam_mla": ("sarvam_mla", {"num_mtp_layers": 1}),
     "hy_v3": ("hy_v3", {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}),
     "axk1": ("axk1", {"num_mtp_layers": 2, "mtp_mlp_layer_types": ["sparse", "dense"]}),
-    "solar_open": ("solar_open", {"num_mtp_layers": 3}),
+    "solar_open": ("solar_open", {"num_mtp_layers": 3, "logits_mup_width_multiplier": 2.0}),
 }
 """Name of a case -> a model type, and what its tiny config has otherwise.
 

@@ -1403,8 +1403,8 @@ FAULTS = (
     Fault(
         "a derived MTP layer drafts tokens that pad the vocabulary",
         DERIVED_MTP,
-        "max(head.out_features - size, 0)",
-        "0",
+        "min(size, head.out_features)",
+        "head.out_features",
         f"{_DERIVED_MTP}[rules]",
     ),
     Fault(
