@@ -190,6 +190,12 @@ def test_layers_that_are_announced_and_absent(tmp_path: Path) -> None:
     assert any("has lost the MTP layers" in line for line in spec.stats.fallbacks)
 
 
+def test_an_entry_that_is_no_number() -> None:
+    entries = {"num_mtp_layers": 1, "unpadded_vocab_size": "100"}
+    with pytest.raises(UnsupportedModelError, match="unpadded_vocab_size is '100'; expected a num"):
+        derive(["SolarOpenForCausalLM"], entries)
+
+
 def test_layers_of_unknown_kinds(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """A config that lists the target's kinds alone: transformers cannot tell either."""
     drop = ("mtp_mlp_layer_types", "num_mtp_layers")
