@@ -252,7 +252,7 @@ LINES = {
     "host": 520,
     "integrations": 4580,
     "layout": 1200,
-    "models": 9170,
+    "models": 9430,
     "ops": 2670,
     "passes": 2530,
     "program": 4950,

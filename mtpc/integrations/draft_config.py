@@ -42,7 +42,7 @@ def draft_config(
     """
     fields = _entries(source)
     names = [architecture] if architecture else list(fields.get("architectures") or [])
-    family = find_family(names)
+    family = find_family(names, fields.get("text_config") or fields)
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     if quantised and not host_loads:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised

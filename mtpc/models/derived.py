@@ -1,24 +1,26 @@
 """A family by derivation: any decoder-only causal LM of transformers, by its class and its config.
 
 Names, shapes and what a step runs are the class's own. What its layers keep is observed
-(`mtpc.models.observe`). Only what interfaces cannot say has a file in `mtpc.models.families`.
+(`mtpc.models.observe`), and MTP layers are those of transformers' `MtpModel`
+(`mtpc.models.derived_mtp`). Only what interfaces cannot say has a file in `mtpc.models.families`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import BufferSpec
 from mtpc.models import FAMILIES
-from mtpc.models.caches import paged_pool_specs, paged_spec_of_latent, ring_kv_specs
+from mtpc.models.derived_mtp import with_mtp_layers
 from mtpc.models.family import NO_LAYERS, ModelFamily
-from mtpc.models.observe import LayerState, observe
+from mtpc.models.observe import ObservedCaches, observe
 from mtpc.models.read_config import TEXT
 
 _ENCODERS = ({"is_encoder_decoder"}, {"is_decoder", "add_cross_attention"})
@@ -30,55 +32,52 @@ _INSIDE = (
     ("lm_head.", "language_model.lm_head."),
 )
 """Prefixes of names in a language model, and in the multimodal checkpoint that holds it."""
+NO_ENTRIES: Mapping[str, Any] = MappingProxyType({})
 
 
-class ObservedCaches:
-    """State buffers of a class's layers: `ModelFamily.cache_specs`.
-
-    Args:
-        kind: transformers' class of the causal LM.
-    """
-
-    def __init__(self, kind: Any):
-        self.kind = kind
-        self._known: list[tuple[Any, Mapping[int, LayerState]]] = []
-
-    def __call__(self, config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-        """The buffers of a layer; none for one that keeps nothing.
-
-        MTP layers, which follow the target's, keep what its last layer keeps.
-
-        Raises:
-            UnsupportedModelError: a step cannot run the class; the message says why.
-        """
-        state = self._layers(config).get(min(layer, config.num_hidden_layers - 1))
-        if state is None:
-            return ()
-        if not state.heads:
-            return paged_spec_of_latent(layer, dtype, sum(state.widths))
-        if state.window:
-            return ring_kv_specs(layer, dtype, state.window, state.heads, state.widths)
-        return paged_pool_specs(layer, dtype, state.heads, state.widths)
-
-    def _layers(self, config: Any) -> Mapping[int, LayerState]:
-        """What the layers keep; a config is observed once."""
-        for known, layers in self._known:
-            if known is config:
-                return layers
-        self._known.append((config, observe(self.kind, config)))
-        return self._known[-1][1]
-
-
-def derive(architectures: Iterable[str]) -> ModelFamily | None:
+def derive(
+    architectures: Iterable[str], entries: Mapping[str, Any] = NO_ENTRIES
+) -> ModelFamily | None:
     """The family of transformers' class of one of these names; None if it has no such causal LM.
 
     A multimodal class stands for its language model.
 
+    Args:
+        architectures: names of classes.
+        entries: of the config, which say whether the model has MTP layers.
+
     Raises:
         UnsupportedModelError: the class is an encoder, or attends to one.
     """
-    found = ((name, _language_model(name)) for name in architectures)
-    return next((_family(name, *each) for name, each in found if each is not None), None)
+    for name in architectures:
+        found = _language_model(name)
+        if found is not None:
+            family = _family((name,), *found)
+            if name != family.hf_class:
+                return replace(family, stored_prefixes=_INSIDE)
+            return with_mtp_layers(family, found[0], entries)
+    return None
+
+
+def borrow(architectures: Iterable[str], entries: Mapping[str, Any]) -> ModelFamily | None:
+    """The family of a model type that runs on the class of another model; None for other types.
+
+    Sarvam's two types run on the classes of GLM-4.5 and DeepSeek-V3, with configs of their own.
+
+    Args:
+        architectures: what config.json names; transformers may have no such class.
+        entries: of the config.
+    """
+    names, model_type = tuple(architectures), str(entries.get("model_type"))
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
+    others = [name for name in names if name != class_name and getattr(transformers, name, None)]
+    if not class_name or others:
+        return None
+    kind, config = getattr(transformers, class_name), transformers.CONFIG_MAPPING[model_type]
+    packages = {each.__module__.rpartition(".")[0] for each in (kind, config)}
+    if len(packages) == 1:
+        return None
+    return with_mtp_layers(_family(names, kind, config), kind, entries)
 
 
 def classes() -> tuple[str, ...]:
@@ -130,7 +129,8 @@ def _language_model(name: str) -> tuple[Any, Any] | None:
     return (getattr(transformers, name), config) if is_known else None
 
 
-def _family(name: str, kind: Any, config: Any) -> ModelFamily:
+def _family(names: tuple[str, ...], kind: Any, config: Any) -> ModelFamily:
+    """The family of a class, with a config of a class, without MTP layers."""
     base = transformers.PreTrainedConfig.__mro__
     own = [vars(each) for each in config.__mro__ if each not in base]
     known = {name for entries in own for name in (*entries, *entries.get("__annotations__", ()))}
@@ -141,11 +141,10 @@ def _family(name: str, kind: Any, config: Any) -> ModelFamily:
         )
     return ModelFamily(
         name=config.model_type,
-        architectures=(name,),
+        architectures=names or (kind.__name__,),
         class_name=kind.__name__,
         hf_config_class=config.__name__,
         wiring=NO_LAYERS,
         num_mtp_layers=lambda config: 0,
-        cache_specs=ObservedCaches(kind),
-        stored_prefixes=() if name == kind.__name__ else _INSIDE,
+        cache_specs=ObservedCaches(partial(observe, kind)),
     )

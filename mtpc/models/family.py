@@ -38,7 +38,7 @@ class MTPWiring(WiringRules):
         projection: checkpoint name of the projection 2H -> H of the concatenation; "" if the
             embedding and the features have a projection each.
         final_norm: checkpoint name of the norm after the block; its output goes to the head. "" if
-            the layer stores none: the target's final norm takes its place.
+            the layer stores none: the target's final norm takes its place. None: there is no norm.
         embedding_projection: checkpoint name of the embedding's own projection, H -> H, or "".
         hidden_projection: checkpoint name of the features' own projection, H -> H, or ""; the
             layer adds both outputs.
@@ -52,7 +52,7 @@ class MTPWiring(WiringRules):
     embedding_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None
     embedding_projection: str = ""
     hidden_projection: str = ""
     stream_head: tuple[str, str] | None = None
@@ -61,7 +61,7 @@ class MTPWiring(WiringRules):
 
     def joints(self) -> dict[str, str]:
         """Submodule name in `MTPLayer` -> checkpoint name, for norms and projections."""
-        names = {
+        names: dict[str, str | None] = {
             "embedding_norm": self.embedding_norm,
             "hidden_norm": self.hidden_norm,
             "projection": self.projection,
@@ -131,6 +131,8 @@ class ModelFamily:
             is used for the layers whose buffer roles are the names of its fields.
         shared_tensors: names of an MTP layer's embedding and output head, which checkpoints may
             store. A tensor that equals the target's is shared with it; see `WiringRules.head`.
+        common_tensors: names within an MTP layer -> the stored name of the one tensor that all MTP
+            layers have there.
         canonical: name of a transformers class -> what makes the module that replaces it. For
             classes that transformers' interfaces cannot redirect to mtpc.
         as_decoded: changes a target of transformers so that its own forward over a whole text
@@ -176,6 +178,7 @@ class ModelFamily:
     caches_per_layer: int = 1
     cache_kinds: tuple[type, ...] = ()
     shared_tensors: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
+    common_tensors: Mapping[str, str] = field(default_factory=dict)
     canonical: Mapping[str, Canonical] = field(default_factory=dict)
     as_decoded: Callable[[Any], None] = lambda target: None
     parts: StepParts | None = None

@@ -126,7 +126,7 @@ def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
 def final_norm_of(decoder: Any, layer: MTPLayer) -> nn.Module:
     """The norm after an MTP layer's block: its own or, where it stores none, the target's.
 
-    The identity where the layer has a stream head and no norm.
+    The identity where the layer has no norm.
     """
-    own = layer.wiring.final_norm or layer.wiring.stream_head
+    own = layer.wiring.final_norm != "" or layer.wiring.stream_head
     return layer.final_norm if own else decoder.norm

@@ -20,7 +20,7 @@ from mtpc.layout.buffers import chain_specs
 from mtpc.models import FAMILIES, ModelFamily
 from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
-from mtpc.models.derived import derive
+from mtpc.models.derived import NO_ENTRIES, borrow, derive
 from mtpc.models.draft import drafted_family
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
@@ -311,23 +311,23 @@ def family_of(file: ConfigFile) -> ModelFamily:
         UnsupportedModelError: no family does; the message names its config.json.
     """
     try:
-        return find_family(file.config.get("architectures") or [])
+        return find_family(file.config.get("architectures") or [], file.text_config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file.config_path}: {error}") from None
 
 
-def find_family(architectures: list[str]) -> ModelFamily:
+def find_family(architectures: list[str], entries: Mapping[str, Any] = NO_ENTRIES) -> ModelFamily:
     """The family that serves one of `architectures`.
+
+    `entries` are those of the language model's config, by which a family is derived.
 
     Raises:
         UnsupportedModelError: no family does.
     """
-    for family in FAMILIES:
-        if set(architectures) & set(family.architectures):
-            return family
-    derived = derive(architectures)
-    if derived is not None:
-        return derived
+    served = (each for each in FAMILIES if set(architectures) & set(each.architectures))
+    family = borrow(architectures, entries) or next(served, None) or derive(architectures, entries)
+    if family is not None:
+        return family
     known = [name for family in FAMILIES for name in family.architectures]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
@@ -429,7 +429,7 @@ class _Unread:
 def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None) -> LoadedModel:
     """Share a user's model object, and load its MTP layers from its checkpoint."""
     names = [*(model.config.architectures or ()), type(model).__name__]
-    family = find_family(names)
+    family = find_family(names, model.config.get_text_config(decoder=True).to_dict())
     is_nested = getattr(model.config, "text_config", None) is not None
     if is_nested and type(model).__name__ != family.hf_class:
         raise UnsupportedModelError(

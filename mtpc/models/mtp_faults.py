@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class MTPTensors:
 
     def names(self) -> list[str]:
         """Names of the stored tensors of all MTP layers."""
-        return [name for names in self.layers() for name in names]
+        common = [n for n in self.family.common_tensors.values() if n in self.files.stored]
+        return [*dict.fromkeys([*chain(*self.layers()), *common])]
 
 
 def find_faults(directory: Path, dtype: str | None = None) -> list[Fault]:

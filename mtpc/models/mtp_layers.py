@@ -121,6 +121,8 @@ def load_mtp_layer(
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     prefix = family.layer_prefix(layers, index)
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
+    common = family.common_tensors.items()
+    stored |= {name: full for name, full in common if full in checkpoint.tensors}
     own = _stored_ends(stored, family)
     with torch.device("meta"):
         layer = build_mtp_layer(family, target, index, own)

@@ -20,11 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.errors import MtpcError, UnsupportedModelError
+from mtpc.layout import BufferSpec
+from mtpc.models.caches import paged_pool_specs, paged_spec_of_latent, ring_kv_specs
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import CACHE, Unreadable
 
 _NAME = "mtpc_observed"
-_TOKENS = 3
+TOKENS = 3
 _FAR = 2**40
 """A position behind any window."""
 _NEAR = 64
@@ -51,7 +53,7 @@ class LayerState:
 
 
 @dataclass
-class _Observer:
+class Observer:
     """In place of transformers' cache and of mtpc's context: notes what a forward gives to it.
 
     A window of `longest` positions or more is none.
@@ -159,7 +161,7 @@ def _attention(
     value: Tensor,
     attention_mask: Any,
     scaling: float | None = None,
-    mtpc_context: _Observer | None = None,
+    mtpc_context: Observer | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls."""
@@ -219,12 +221,42 @@ def _window(mask: _Mask) -> int:
     return window
 
 
-def observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
+def redirect(model: nn.Module) -> None:
+    """Select this module's attention, masks and experts in the configs of a model."""
+    for module in model.modules():
+        own = getattr(module, "config", None)
+        if own is not None:
+            own._attn_implementation = own._experts_implementation = _NAME
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Token ids and positions of the rows that are run, each int64 [1, TOKENS]."""
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    return ids, torch.arange(TOKENS, device="meta")[None]
+
+
+def run_decoder(model: Any, observer: Observer) -> None:
+    """Run the decoder of a model, whose cache is `observer`."""
+    redirect(model)
+    ids, positions = rows()
+    model.get_decoder()(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        mtpc_context=observer,
+        **{CACHE: observer},
+    )
+
+
+def observe(
+    kind: Any, config: Any, run: Callable[[Any, Observer], None] = run_decoder
+) -> Mapping[int, LayerState]:
     """What each layer of a decoder keeps.
 
     Args:
         kind: transformers' class of the causal LM.
         config: its config, which does not change.
+        run: runs layers of a model on the meta device, as `run_decoder` does.
 
     Returns:
         By layer index; layers that keep nothing are left out.
@@ -235,11 +267,12 @@ def observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     ExpertsInterface.register(_NAME, _experts)
-    observer = _Observer(max_positions(config.get_text_config(decoder=True)) or math.inf)
+    observer = Observer(max_positions(config.get_text_config(decoder=True)) or math.inf)
     try:
         with torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
-        _run(with_fixed_angles(model, _TOKENS).eval(), observer)
+        with torch.no_grad():
+            run(with_fixed_angles(model, TOKENS).eval(), observer)
     except Exception as error:
         is_ours = isinstance(error, (MtpcError, AttributeError))
         why = str(error)
@@ -258,21 +291,39 @@ def observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
     return observer.states
 
 
-@torch.no_grad()
-def _run(model: nn.Module, observer: _Observer) -> None:
-    """Run the decoder of a model on the meta device."""
-    for module in model.modules():
-        own = getattr(module, "config", None)
-        if own is not None:
-            own._attn_implementation = own._experts_implementation = _NAME
-    found: Any = model
-    decoder = found.get_decoder()
-    ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    positions = torch.arange(_TOKENS, device="meta")
-    decoder(
-        input_ids=ids,
-        position_ids=positions[None],
-        use_cache=False,
-        mtpc_context=observer,
-        **{CACHE: observer},
-    )
+class ObservedCaches:
+    """State buffers of a class's layers: `ModelFamily.cache_specs`.
+
+    Args:
+        look: config -> what its layers keep, by layer index.
+    """
+
+    def __init__(self, look: Callable[[Any], Mapping[int, LayerState]]):
+        self._look = look
+        self._known: list[tuple[Any, Mapping[int, LayerState]]] = []
+
+    def __call__(self, config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        """The buffers of a layer; none for one that keeps nothing.
+
+        A layer after the decoder's that was not looked at keeps what the decoder's last one keeps.
+
+        Raises:
+            UnsupportedModelError: a step cannot run the class; the message says why.
+        """
+        layers = self._layers(config)
+        state = layers.get(layer, layers.get(min(layer, config.num_hidden_layers - 1)))
+        if state is None:
+            return ()
+        if not state.heads:
+            return paged_spec_of_latent(layer, dtype, sum(state.widths))
+        if state.window:
+            return ring_kv_specs(layer, dtype, state.window, state.heads, state.widths)
+        return paged_pool_specs(layer, dtype, state.heads, state.widths)
+
+    def _layers(self, config: Any) -> Mapping[int, LayerState]:
+        """What the layers keep; a config is looked at once."""
+        for known, layers in self._known:
+            if known is config:
+                return layers
+        self._known.append((config, self._look(config)))
+        return self._known[-1][1]

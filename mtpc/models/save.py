@@ -60,7 +60,8 @@ def _named(
         prefix = family.layer_prefix(decoder_layers, index)
         for name, tensor in stored_tensors(layer, family):
             # safetensors refuses tensors that share memory, as parts of stacked experts do.
-            yield prefix + name, tensor.detach().clone().contiguous()
+            stored = family.common_tensors.get(name, prefix + name)
+            yield stored, tensor.detach().clone().contiguous()
 
 
 def _add_shard(directory: Path, tensors: dict[str, Tensor]) -> None:

@@ -40,7 +40,7 @@ from mtpc.weights.json_file import (
 from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
-MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
 _MTP_TENSOR = re.compile(r"(?:.*\.)?mtp[._]|(?:model\.|language_model\.)*layers\.(?P<number>\d+)\.")
 """How names of MTP tensors begin in every family; a decoder layer of theirs has a number after the

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from textwrap import wrap
@@ -150,15 +150,19 @@ def tiny_model(name: str, **changes: Any) -> Any:
     kind, config = getattr(transformers, name), tiny_config(CLASSES[name], **changes)
     if not isinstance(config, kind.config_class):
         config = config.get_text_config(decoder=True)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if tiny.is_norm(parameter_name):
-                tiny.spread(parameter)
-            elif parameter.dim() == 1 or parameter_name.endswith("bias"):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(std=0.15)
+    return randomised(kind(config).eval())
+
+
+@torch.no_grad()
+def randomised(model: Any) -> Any:
+    """A module in float64 with random weights, in which norms and biases matter."""
+    for name, parameter in model.named_parameters():
+        if tiny.is_norm(name):
+            tiny.spread(parameter)
+        elif parameter.dim() == 1 or name.endswith("bias"):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(std=0.15)
     return model.double()
 
 
@@ -175,7 +179,39 @@ def continued(model: Any, prompt: list[int], least: float = MIN_MARGIN) -> list[
 
 @torch.no_grad()
 def stepped_logits(loaded: LoadedModel, texts: Sequence[list[int]]) -> list[Tensor]:
-    """Logits of whole texts [L, V], by the modules that steps trace, called step by step.
+    """Logits of whole texts [L, V], by the modules that steps trace, called step by step."""
+    rows: list[list[Tensor]] = [[] for _ in texts]
+    for model, places, metadata in stepped(loaded, texts):
+        ids = torch.tensor([texts[r][i] for r, i in places])
+        logits = model.target_head(model.target(ids, *metadata))
+        for (request, _), row in zip(places, logits, strict=True):
+            rows[request].append(row)
+    return [torch.stack(found) for found in rows]
+
+
+@torch.no_grad()
+def stepped_drafts(loaded: LoadedModel, texts: Sequence[list[int]]) -> list[list[Tensor]]:
+    """Logits of each MTP layer over whole texts, whose layers are fed what the layer before gave.
+
+    Row t of layer i takes token t + i + 1, so a text of L tokens has L - 1 - i rows.
+    """
+    count = len(loaded.mtp_layers)
+    rows = [[list[Tensor]() for _ in texts] for _ in range(count)]
+    for model, places, metadata in stepped(loaded, texts):
+        fed = model.target(torch.tensor([texts[r][i] for r, i in places]), *metadata)
+        for layer, (draft, head) in enumerate(zip(model.drafts, model.draft_heads, strict=True)):
+            following = [[*texts[r], *[0] * count][i + layer + 1] for r, i in places]
+            fed = draft(torch.tensor(following), fed, *metadata)
+            for (request, place), row in zip(places, head(fed), strict=True):
+                if place + layer + 1 < len(texts[request]):
+                    rows[layer][request].append(row)
+    return [[torch.stack(found) for found in each] for each in rows]
+
+
+def stepped(
+    loaded: LoadedModel, texts: Sequence[list[int]]
+) -> Iterator[tuple[SteppedModel, list[tuple[int, int]], Metadata]]:
+    """Steps over whole texts: the modules that steps trace; text and place of each row; metadata.
 
     All texts are in each forward: in chunks, and the last rows of each one by one.
     """
@@ -186,7 +222,7 @@ def stepped_logits(loaded: LoadedModel, texts: Sequence[list[int]]) -> list[Tens
     pools = {name: layout.allocate(name) for name in layout}
     model = SteppedModel(loaded, pools, count + 1)
     table = torch.arange(1, 1 + count * blocks).view(count, blocks)
-    done, found = [0] * count, [list[Tensor]() for _ in texts]
+    done = [0] * count
     while any(start < len(text) for start, text in zip(done, texts, strict=True)):
         pairs = [(s, len(t) - 2, len(t)) for s, t in zip(done, texts, strict=True)]
         ends = [min(s + 1, whole) if s >= known else min(s + chunk, known)
@@ -195,23 +231,22 @@ def stepped_logits(loaded: LoadedModel, texts: Sequence[list[int]]) -> list[Tens
         lengths = [len(span) for span in spans]
         places = [(r, i) for r, span in enumerate(spans) for i in span]
         request, positions = torch.tensor(places).T
-        metadata = Metadata(
-            positions=positions,
-            slot_mapping=table[request, positions // page] * page + positions % page,
-            seq_lens=torch.tensor(
-                [e if n else 0 for e, n in zip(ends, lengths, strict=True)]
-            ).int(),
-            query_start_loc=torch.tensor([0, *accumulate(lengths)]).int(),
-            block_table=table.int(),
-            state_slots=torch.arange(1, count + 1),
-            certain_lens=torch.tensor(lengths).int(),
+        yield (
+            model,
+            places,
+            Metadata(
+                positions=positions,
+                slot_mapping=table[request, positions // page] * page + positions % page,
+                seq_lens=torch.tensor(
+                    [e if n else 0 for e, n in zip(ends, lengths, strict=True)]
+                ).int(),
+                query_start_loc=torch.tensor([0, *accumulate(lengths)]).int(),
+                block_table=table.int(),
+                state_slots=torch.arange(1, count + 1),
+                certain_lens=torch.tensor(lengths).int(),
+            ),
         )
-        ids = torch.tensor([texts[r][i] for r, i in places])
-        logits = model.target_head(model.target(ids, *metadata))
-        for rows, part in zip(found, logits.split(lengths), strict=True):
-            rows.append(part)
         done = ends
-    return [torch.cat(rows) for rows in found]
 
 
 EQUAL = "equal to transformers"

@@ -69,6 +69,8 @@ _LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
 _COPIES = "ops/test_copy_drafts.py"
 _COPIED_TEXTS = "engine/test_copies.py"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
+_DERIVED_MTP = "models/test_derived_mtp.py::test_rows_are_transformers_own"
+_DERIVED_DRAFTS = "models/test_derived_mtp.py::test_drafts_and_text_are_transformers_own"
 
 _SAMPLE = "sampling/test_kernels.py"
 _DELTA = "ops/test_gated_delta.py"
@@ -97,6 +99,7 @@ _DFLASH2 = "models/test_block_drafters.py::test_rows_of_dflash2"
 _BLOCK_DRAFTS = "models/test_block_drafters.py::test_drafts_equal_the_authors_code"
 SEAMS = "models/seams.py"
 HEADS = "models/heads.py"
+DERIVED_MTP = "models/derived_mtp.py"
 GRAMMAR = "engine/grammar.py"
 KERNELS = "backends/cpu_kernels"
 RECURRENCE = "ops/recurrence.py"
@@ -1399,6 +1402,56 @@ FAULTS = (
         "row <= anchor &&",
         "row < starts(r + 1) &&",
         _COPIES,
+    ),
+    # MTP layers by derivation.
+    Fault(
+        "a derived MTP layer reads the embedding first, whatever its config says",
+        DERIVED_MTP,
+        'hidden_first=bool(entries.get("mtp_hidden_states_first"))',
+        "hidden_first=False",
+        f"{_DERIVED_MTP}[rules]",
+    ),
+    Fault(
+        "derived MTP layers have no norm where they have one in common",
+        DERIVED_MTP,
+        'norm = _COMMON_NORM if entries["chain_hidden_post_norm"] else None',
+        "norm = None",
+        f"{_DERIVED_MTP}[rules]",
+    ),
+    Fault(
+        "each derived MTP layer is fed the target's features",
+        DERIVED_MTP,
+        "final_norm=norm,",
+        'final_norm=norm, chaining="target",',
+        f"{_DERIVED_DRAFTS}[rules-2]",
+    ),
+    Fault(
+        "a derived MTP layer is fed features after the final norm, which its model feeds before",
+        DERIVED_MTP,
+        '"before" if entries.get("tie_last_hidden_states") is False else "after"',
+        '"after"',
+        f"{_DERIVED_MTP}[rules]",
+    ),
+    Fault(
+        "a derived MTP layer drafts tokens that pad the vocabulary",
+        DERIVED_MTP,
+        "min(size, head.out_features)",
+        "head.out_features",
+        f"{_DERIVED_MTP}[rules]",
+    ),
+    Fault(
+        "a derived MTP layer is of the kind that the decoder's first layer is",
+        DERIVED_MTP,
+        "kind(_mtp_config(config), number - config.num_hidden_layers)",
+        "kind(config, number - config.num_hidden_layers)",
+        f"{_DERIVED_MTP}[mellum]",
+    ),
+    Fault(
+        "a derived MTP layer rotates by the angles of full attention",
+        DERIVED_MTP,
+        "str(kinds[index]) if any",
+        '"full_attention" if any',
+        f"{_DERIVED_MTP}[mellum]",
     ),
     # Kernels in C++.
     Fault(
