@@ -110,7 +110,10 @@ def _without_drafts(source: Any) -> str:
     config = source.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in MTP_COUNT_NAMES):
         return ""
-    return "the model announces no MTP layers; for drafts, give a drafter's checkpoint (draft=DIR)"
+    return (
+        "the model announces no MTP layers; for drafts, copy the text's own words (draft='copy'), "
+        "or give a drafter's checkpoint (draft=DIR)"
+    )
 
 
 _PROVENANCE = ("_name_or_path", "transformers_version")

@@ -186,8 +186,9 @@ class CheckpointFiles(ConfigFile):
             return ""
         if not count:
             return (
-                f"{self.directory} announces no MTP layers; for drafts, give a drafter's "
-                "checkpoint, as an EAGLE-3 head (draft=DIR)"
+                f"{self.directory} announces no MTP layers; for drafts, copy the text's own words "
+                "(draft='copy'), or give a drafter's checkpoint (draft=DIR), which mtpc "
+                "train-draft makes"
             )
         return (
             f"{self.directory} has lost the MTP layers that its config announces; for drafts, put "
