@@ -111,30 +111,26 @@ class Lowering:
 
         Args:
             graph: as traced.
-            copies: adds the layers that were not traced: last or, where these are stored in other
-                forms, before weights are packed.
-            ending: what follows the backend's passes: what ranks agree on.
+            copies: adds layers: last or, if they are stored in other forms, before packing.
+            ending: what follows.
             until: stop after this pass; None runs them all.
             seen: called with each pass's name and the graph after it.
 
         Raises:
             GraphError: a pass left an invalid graph.
         """
-        enables = self.backend.enables
-        passes = select_passes(self.plan, enables, self.buffer_names, self.sharding)
-        rewriting = list[Pass]((*passes, *self.backend.legalise()))
-        last = rewriting[-1].name
-        place, verifies = len(rewriting), False
-        if copies and not copies.pattern.stored_alike:
-            packs = (i for i, each in enumerate(rewriting) if each.name in PACKING)
-            place, verifies = next(packs, place), self.plan.verify_passes
-        rewriting[place:place] = [copies] if copies else []
+        passes = select_passes(self.plan, self.backend.enables, self.buffer_names, self.sharding)
+        rewriting = [*passes, *self.backend.legalise()]
+        last, is_early = rewriting[-1].name, copies is not None and not copies.pattern.stored_alike
+        if copies:
+            packs = (i for i, each in enumerate(rewriting) if is_early and each.name in PACKING)
+            rewriting.insert(next(packs, len(rewriting)), copies)
         verify = Verifier(self.plan.verify_passes)
 
         def check(graph: StepGraph, name: str) -> None:
             nonlocal verify
             if name == CopyLayers.name:  # More layers have other effects, and verified values.
-                verify = Verifier(verifies)
+                verify = Verifier(is_early and self.plan.verify_passes)
             verify(graph, name)
             if name == last:
                 Verifier(propagate=True)(graph, name)
@@ -307,8 +303,7 @@ class StepCompiler:
     ) -> StepGraph:
         """Run the pass pipeline in place; see `Lowering.rewrite`.
 
-        A step whose calls do not repeat as its layers do is traced again with all of them, and
-        returned. So are those after it.
+        A step whose calls do not repeat as its layers do is traced again, whole, as all after it.
         """
         copies = CopyLayers(self.pattern, self.shared) if self.pattern else None
         agrees = (AgreeOnCalls(self._ranks),) if self._ranks else ()

@@ -187,8 +187,8 @@ class CheckpointFiles(ConfigFile):
         if not count:
             return (
                 f"{self.directory} announces no MTP layers; for drafts, copy the text's own words "
-                "(draft='copy'), or give a drafter's checkpoint (draft=DIR), which mtpc "
-                "train-draft makes"
+                "(draft='copy'), or train (mtpc train-draft) or give a drafter's checkpoint "
+                "(draft=DIR)"
             )
         return (
             f"{self.directory} has lost the MTP layers that its config announces; for drafts, put "
