@@ -53,6 +53,19 @@ class Value:
         return f"{self.kind}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
 
 
+class UnknownError(Exception):
+    """Nothing is known of what a line gives.
+
+    Args:
+        results: of the line, of the kind `any`.
+        why: nothing is known.
+    """
+
+    def __init__(self, results: Any, why: str) -> None:
+        super().__init__(why)
+        self.results = results
+
+
 class RefusedError(Exception):
     """The listing proves nothing; the message names the operator, and its line."""
 
@@ -73,9 +86,16 @@ def pool_of(name: Any) -> str:
     return "slots" if name == "S" else rings
 
 
-def lemma(op: str, one: Value, other: Value) -> tuple[Any, ...]:
+def spots(rows: Any, pages: Any) -> Any:
+    """The name of pages that are seen as so many pages each."""
+    return pages if rows == 1 else f"spots {rows} of {pages}"
+
+
+def lemma(
+    op: str, one: Value, other: Value, known: Sequence[Sequence[str]] = LEMMAS
+) -> tuple[Any, ...]:
     """The tag of a sum, a product or a minimum, by the first lemma that fits; () if none does."""
-    for name, left, right, result in LEMMAS:
+    for name, left, right, result in known:
         if name != op:
             continue
         for tag in _tags(one):
