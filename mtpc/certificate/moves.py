@@ -215,11 +215,12 @@ def view(c: Checker) -> Any:
     elif c.base == "unsqueeze":
         dims.insert(axis % (rank + 1), None)
     elif c.base in tables.DIVIDES:
-        is_one = c.base == "select" and value.shape[axis % rank] == 1
-        if dims[axis % rank] is not None and not is_one:
+        axes = [at % rank for at in c.args.get("dims", [axis])]
+        is_one = c.base == "select" and value.shape[axes[0]] == 1
+        if any(dims[at] is not None for at in axes) and not is_one:
             c.unknown("divides rows", value)
         if c.base in ("select", "unbind"):
-            del dims[axis % rank]
+            del dims[axes[0]]
     elif c.base == "expand":
         dims = [None] * (len(c.shapes[0]) - rank) + dims
     else:

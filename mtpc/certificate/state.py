@@ -182,9 +182,9 @@ class Checker:
             return value
         if not met:
             is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            is_plain = value.tag == ("iota", 1)
-            column = ("col", sizes[0]) if is_plain else ()
-            return replace(value, tag=column) if is_column else value
+            if is_column:
+                return replace(value, tag=("col", value.tag[1] * (sizes[0] - 1) + 1))
+            return value
         if "uniform" in value.facts or (value.tag == ("numbers",) and met == [REQUESTS]):
             return replace(value, dims=own)
         if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):

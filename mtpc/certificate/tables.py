@@ -10,7 +10,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 EXACT = _words(
-    "add sub rsub mul div neg abs sqrt square reciprocal relu clamp clamp_min clamp_max minimum "
+    "add sub rsub mul div neg abs sign sqrt square reciprocal relu clamp clamp_min clamp_max minimum "
     "maximum where eq ne lt le gt ge __and__ __or__ __xor__ bitwise_and bitwise_or bitwise_xor "
     "bitwise_not logical_not logical_and logical_or "
     "floor_divide remainder isfinite to _to_copy type_as masked_fill clone contiguous"
@@ -26,8 +26,8 @@ SUMS = ROW_BY_ROW | {"sum", "mean", "cumsum"}
 FOLDS = SUMS | _words("amax amin any all max argmax topk sort")
 KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 """Folds whose results have the dimension that they fold."""
-DIVIDES = _words("select unbind split split_with_sizes chunk repeat_interleave")
-"""Views of parts of one dimension, which must not be rows."""
+DIVIDES = _words("select flip unbind split split_with_sizes chunk repeat_interleave")
+"""Views of parts of a dimension, or of another order, which must not be rows."""
 VIEWS = DIVIDES | _words(
     "view reshape flatten unflatten unsqueeze squeeze transpose permute t slice expand alias "
     "detach _unsafe_view"

@@ -10,9 +10,18 @@ from helpers.listings import Edit
 # ---- Convolutions over the rows of a block -----------------------------------------------------
 
 
+def _is_wide(line: Any) -> bool:
+    return "index_select" in line[2]["self"] and len(line[3][0]) == 4
+
+
+def _guard(edit: Edit) -> Any:
+    """The line that asks, for each row of a block, whether the one before is of its block."""
+    return edit.find("aten::where.ScalarOther", has=_is_wide)
+
+
 def _tap(edit: Edit) -> Any:
-    """The line that takes, for each row of a block, the row before."""
-    return edit.find("aten::index_select.default", has=lambda line: line[2]["dim"] == 1)
+    """The line that takes it."""
+    return edit.line(_guard(edit)[2]["self"])
 
 
 def _number(edit: Edit) -> Any:
@@ -23,9 +32,8 @@ def _number(edit: Edit) -> Any:
 @planted(DFLASH2, "decode")
 def convolution_over_the_block_before(edit: Edit) -> None:
     """The first row of a block is mixed with the last one of another request's."""
-    tap = f"%{_tap(edit)[0]}"
-    line = edit.find("aten::where.ScalarOther", has=lambda one: one[2]["self"] == tap)
-    edit.redirect(f"%{line[0]}", tap, line)
+    line = _guard(edit)
+    edit.redirect(f"%{line[0]}", line[2]["self"], line)
 
 
 @planted(DFLASH2, "decode")

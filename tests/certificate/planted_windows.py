@@ -68,7 +68,10 @@ def windows_of_the_next_request(edit: Edit) -> None:
 @planted(V4)
 def windows_of_another_width(edit: Edit) -> None:
     """Windows are counted by another number of tokens before a step than after it."""
-    edit.find("aten::floor_divide.default", has=lambda line: len(line[3][0]) == 1)[2]["other"] += 1
+    number = edit.line(edit.line(_sum(edit)[2]["other"])[2]["self"])
+    closed = edit.line(edit.line(number[2]["self"])[2]["self"])
+    assert closed[1] == "aten::floor_divide.default"
+    closed[2]["other"] += 1
 
 
 @planted(V4)
