@@ -10,9 +10,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 EXACT = _words(
-    "add sub rsub mul div neg abs sign sqrt square reciprocal relu clamp clamp_min clamp_max minimum "
-    "maximum where eq ne lt le gt ge __and__ __or__ __xor__ bitwise_and bitwise_or bitwise_xor "
-    "bitwise_not logical_not logical_and logical_or "
+    "add sub rsub mul div neg abs sign sqrt square reciprocal relu clamp clamp_min clamp_max "
+    "minimum maximum where eq ne lt le gt ge __and__ __or__ __xor__ bitwise_and bitwise_or "
+    "bitwise_xor bitwise_not logical_not logical_and logical_or "
     "floor_divide remainder isfinite to _to_copy type_as masked_fill clone contiguous"
 )
 """Elementwise operators whose bits are the same wherever an element stands in a tensor."""
