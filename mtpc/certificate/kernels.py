@@ -131,7 +131,8 @@ def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
         return ""
     if name == "query_start_loc":
         layout = c.at("ids").dims[0] if c.op == "accept" else layout
-        return "" if _starts(c, layout) else "not the bounds of its rows"
+        is_own = _is_by_row(c) or c.bounds(value) == layout
+        return "" if is_own else "not the bounds of its rows"
     if name in ("state_slots", "state_indices", "row_slots"):
         owners = layout if name == "row_slots" else REQUESTS
         return "" if (value.tag, first) == (("slot",), owners) else "not slots"
@@ -180,10 +181,6 @@ def _is_by_row(c: Checker) -> bool:
     starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
     is_each = isinstance(starts, Value) and isinstance(query, Value) and starts.tag == ("iota", 1)
     return is_each and starts.shape[0] == query.shape[0] + 1
-
-
-def _starts(c: Checker, layout: Layout) -> bool:
-    return _is_by_row(c) or c.bounds(c.at("query_start_loc")) == layout
 
 
 def _report(c: Checker, name: str) -> None:

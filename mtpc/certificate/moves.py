@@ -142,7 +142,7 @@ def _packs(c: Checker, count: Layout, decodes: str) -> bool:
     return found == ("batch.num_input", "batch.is_decoding", f"%{decodes}", known.get("self"))
 
 
-def slice_(c: Checker) -> Value:
+def slice_(c: Checker) -> Any:
     value, start = c.at("self"), c.args["start"] or 0
     axis = c.args["dim"] % len(value.dims)
     buffer = c.buffers.get(c.args["self"][1:])
@@ -160,21 +160,19 @@ def slice_(c: Checker) -> Value:
     if c.shapes[0] == value.shape:
         return value
     part = {0: "first row", 1: "next rows"}.get(start, "") if value.kind in (OWN, UPTO) else ""
-    unknown: Value = c.nothing("takes rows by number", value)
-    return replace(unknown, facts=frozenset({(part, c.args["self"], value.dims)}))
+    facts = frozenset({(part, c.args["self"], value.dims)})
+    return replace(c.nothing("takes rows by number", value), facts=facts)
 
 
-def cat(c: Checker) -> Value:
+def cat(c: Checker) -> Any:
     """cat, stack."""
     parts = c.at("tensors")
     axis, is_cat = (c.args["dim"] or 0) % len(c.shapes[0]), c.base == "cat"
     facts: list[Any] = [next(iter(part.facts), ("",)) for part in parts]
     if [fact[0] for fact in facts] == ["next rows", "first row"] and axis == 0:
         (_, one, dims), (_, other, _) = facts
-        made: Value = c.nothing("moves rows up")
-        return (
-            replace(made, dims=dims, facts=frozenset({("next", dims[0])})) if one == other else made
-        )
+        made, facts = c.nothing("moves rows up"), [("next", dims[0])]
+        return replace(made, dims=dims, facts=frozenset(facts)) if one == other else made
     if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
         is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
         return c.make([None], PLACE, ("bounds", parts[1].tag[1])) if is_zero else c.unknown("joins")
@@ -182,7 +180,7 @@ def cat(c: Checker) -> Value:
     if is_cat and any(part.dims[axis] is not None for part in parts):
         c.unknown("joins rows", *parts)
     if axis == 1 and _are_tokens(parts[0], is_cat) and any(part.kind == ANY for part in parts):
-        drafts: Value = c.nothing("has drafts that may be any", *parts)
+        drafts = c.nothing("has drafts that may be any", *parts)
         return replace(drafts, facts=frozenset({"token"}))
     dims, kind, _ = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
     if kind == PLACE:
@@ -274,11 +272,7 @@ def gather(c: Checker) -> Value:
     return c.meet(*(replace(v, shape=given[0].shape) for v in given))
 
 
-def getitem(c: Checker) -> Any:
-    return c.at("self")[c.args["index"]]
-
-
-def get(c: Checker) -> Value:
+def get(c: Checker) -> Any:
     """State that the step holds, or a weight."""
     name, shape = str(c.args["name"]), c.shapes[0]
     room, _, own = name.partition(".")
@@ -299,8 +293,7 @@ def get(c: Checker) -> Value:
         return c.make(("prompt",), OWN)
     if own in ("token_mask", "draft_mask"):
         return c.make(((("1", shape[0] // c.num_reqs),), *rest), OWN)
-    unknown: Value = c.nothing("is what another step left")
-    return unknown
+    return c.nothing("is what another step left")
 
 
 def copy(c: Checker) -> Value:

@@ -24,7 +24,7 @@ _RULES: dict[str, Any] = {
     "copy": moves.copy,
     "index_copy": moves.put,
     "get": moves.get,
-    "getitem": moves.getitem,
+    "getitem": lambda c: c.at("self")[c.args["index"]],
 }
 
 

@@ -86,20 +86,20 @@ LEMMAS = _lemmas("""
 add cnt:C row:L = pos+:C:L           sub pos+:C:L start:L = pos*:C:L  sub pos:C:L col:n = pos:C:L
 add start:L pos:C:L = past+:C:L      sub past+:C:L cnt:C = past:C:L   sub len:C:L cnt:L = head:C
 sub end:L start:L = cnt:L            sub end:L cnt:L = start:L        sub end:L cnt:C = tail:L:C
-add tail:L:C row:C = tail+:L:C       sub tail+:L:C start:C = some:L   sub own+:L start:L = own
+add tail:L:C row:C = tail+:L:C       sub tail+:L:C start:C = some:L   sub end:L 1 = last:L
 add wins:C:n row:W = wins+:C:n:W     sub row:L start:L = off:L        add start:P off:L = into:P:L
 sub row:M end:E = fresh:M:E          add anchor:L end:M = anchor:L+M  add start:L col:n = start+:L:n
-sub end:L 1 = last:L                 minimum start+:L:n last:L = some:L
+minimum start+:L:n last:L = some:L   add start:M capped:L:n = into:M:L:n
 sub anchor:L desc:n = back:L         maximum back:L start:L = anchor:L
 add cnt:L cnt:M = len:L:M            add request 1 = next             sub slot 1 = slot-
 mul slot- n = ring-:n                add ring-:n 1 = ring:n           add ring:n mod:n = page:n
 mul page:X n = page*:X:n             add page*:X:n mod:n = place:X:n  mul slot n = page*:S:n
-add start:L taken:n = start+:L:n     add start:M capped:L:n = into:M:L:n
-add start:L anchor:M = shift:L:M     sub shift:L:M start:M = anchor:L add own row:L = own+:L
+add start:L taken:n = start+:L:n     mul window:C:L:n n = opens:C:L:n
+add start:L anchor:M = shift:L:M     sub shift:L:M start:M = anchor:L
 floor_divide cnt:C n = wins:C:n      floor_divide len:C:L n = wine:C:L:n
 sub wine:C:L:n wins:C:n = news:C:L:n sub wins+:C:n:W start:W = window:C:n:W
-mul window:C:L:n n = opens:C:L:n     add opens:C:L:n col:n = pos:C:L
-add opens:C:L:n under:n = pos:C:L    add page*:X:m window:C:L:n = spill:X:m
+add opens:C:L:n col:n = pos:C:L      add opens:C:L:n under:n = pos:C:L
+add page*:X:m window:C:L:n = spill:X:m
 """)
 """What integers name, by operator: operator, left, right = result; the first that fits.
 
@@ -127,7 +127,7 @@ ge page:X 0 = null                   ne page:X 0 = null               eq page:X 
 column below the number of rows, an offset n or more, the rows fit, a window below a number; a
 request is on, a place is the null page or scratch slot, or is not."""
 PLACES = _words(
-    "bounds start end tail tail+ row some own+ into fresh anchor start+ last back request next nth "
+    "bounds start end tail tail+ row some into fresh anchor start+ last back request next nth "
     "slot slot- ring- ring page page* place used pos+ past+ past shift wins+ spill"
 )
 """Tags of integers that depend on company, and may only be used as the rules say."""

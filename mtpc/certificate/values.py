@@ -118,8 +118,7 @@ def _tags(value: Value) -> list[tuple[Any, ...]]:
     """What a lemma may take a value for."""
     if value.tag == ("request",):
         return [value.tag, ("row", REQUESTS), ("start", REQUESTS)]
-    is_plain = value.kind in (OWN, CONST) and value.tag[:1] != ("#",)
-    return [value.tag] * bool(value.tag) + [("own",)] * is_plain
+    return [value.tag] if value.tag else []
 
 
 def _binds(pattern: str, tag: tuple[Any, ...], bound: dict[str, Any]) -> bool:
