@@ -42,8 +42,12 @@ class IndexedKV(PagedKV):
 
     def by_block(self, ratio: int) -> PagedKV:
         """The pools of K and V, in pages of `ratio` tokens."""
-        parts = (self.k, self.v, self.k_scale, self.v_scale)
-        return PagedKV(*(None if p is None else p.view(-1, ratio, *p.shape[2:]) for p in parts))
+
+        def parted(pool: Tensor) -> Tensor:
+            return pool.view(-1, ratio, *pool.shape[2:])
+
+        scales = (s if s is None else parted(s) for s in (self.k_scale, self.v_scale))
+        return PagedKV(parted(self.k), parted(self.v), *scales)
 
 
 @dataclass(frozen=True)
