@@ -208,8 +208,6 @@ def view(c: Checker) -> Any:
     if c.base in ("transpose", "t"):
         i, j = (c.args["dim0"], c.args["dim1"]) if c.base == "transpose" else (0, 1)
         dims[i], dims[j] = dims[j], dims[i]
-    elif c.base == "permute":
-        dims = [dims[at] for at in c.args["dims"]]
     elif c.base == "unsqueeze":
         dims.insert(axis % (rank + 1), None)
     elif c.base in tables.DIVIDES:

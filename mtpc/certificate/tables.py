@@ -29,7 +29,7 @@ KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 DIVIDES = _words("select flip unbind split split_with_sizes chunk repeat_interleave")
 """Views of parts of a dimension, or of another order, which must not be rows."""
 VIEWS = DIVIDES | _words(
-    "view reshape flatten unflatten unsqueeze squeeze transpose permute t slice expand alias "
+    "view reshape flatten unflatten unsqueeze squeeze transpose t slice expand alias "
     "detach _unsafe_view"
 )
 CONSTANTS = _words(
