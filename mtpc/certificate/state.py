@@ -171,7 +171,7 @@ class Checker:
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
         own = tuple(dims[len(dims) - len(value.dims) :])
-        is_number = value.tag[:1] in (("iota",), ("numbers",))
+        is_number = value.tag[:1] in (("iota",), ("numbers",)) and max(value.shape) == 1
         met = [
             new
             for size, old, new in zip(value.shape, value.dims, own, strict=True)
