@@ -243,9 +243,9 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14780,
+    "backends": 14820,
     "capture": 1310,
-    "certificate": 1430,
+    "certificate": 1530,
     "cli": 5070,
     "engine": 5910,
     "evaluation": 610,

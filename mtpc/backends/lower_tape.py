@@ -2,8 +2,8 @@
 
 - A view becomes nothing: it is a tensor of the tape.
 - A kernel of ours is called past torch's dispatcher.
-- Arithmetic on elements, folds along a dimension and rows by index are computed by
-  `cpu_kernels/between.cpp`, with the same bits wherever a value stands in a tensor.
+- Arithmetic on elements, folds along a dimension, products of small matrices and rows by index are
+  computed by `cpu_kernels/between.cpp`, with the same bits wherever a value stands in a tensor.
 - Any other operator is called through torch's dispatcher.
 """
 
@@ -31,7 +31,9 @@ Values = dict[str, Any]
 """A call's arguments by name; tensors are fake."""
 
 _UNARY = {"neg", "bitwise_not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
-          "sigmoid", "silu"}  # fmt: skip
+          "sigmoid", "silu", "softplus"}  # fmt: skip
+_OPTIONS = {"softplus": (1, 20)}
+"""Beyond the operand: beta, and from where on a number is its own softplus."""
 _BINARY = {"add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum",
            "__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or",
            "eq", "ne", "lt", "le", "gt", "ge", "rsub"}  # fmt: skip
@@ -42,6 +44,8 @@ _FOLDS = {"sum": "sum", "amax": "maximum", "amin": "minimum", "any": "any", "all
           "cumsum": "scan", "mean": "sum"}  # fmt: skip
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_INDICES = 4
+_MOST_TERMS = 8
+"""Of a product's sums that are spelled out."""
 
 
 def lower_to_tape(graph: StepGraph) -> tuple[int, list[Entry]]:
@@ -105,7 +109,7 @@ class _Lowering:
         if len(self.results) != 1:
             return False
         for lower in (_unary, _spelled_out, _binary, _select, _clamp, _copy, _join, _fill, _fold,
-                      _take_rows, _put_rows):  # fmt: skip
+                      _product, _take_rows, _put_rows):  # fmt: skip
             call = lower(self)
             if call is not None:
                 if not self.tape.is_known(self.out):
@@ -138,9 +142,9 @@ def _computed(node: fx.Node) -> list[Any]:
 def _unary(at: _Lowering) -> Call | None:
     if at.name == "square" or (at.name == "pow" and at.values.get("exponent") == 2):
         return at.map("mul", at.out.dtype, at.values["self"], at.values["self"])
-    if at.name not in _UNARY or len(at.schema.arguments) != 1:
+    x, *options = at.values.values()
+    if at.name not in _UNARY or tuple(options) != _OPTIONS.get(at.name, ()):
         return None
-    (x,) = at.values.values()
     if at.name == "bitwise_not":
         return at.map("logical_not" if x.dtype == torch.bool else "not", x.dtype, x)
     kind = x.dtype if at.name in ("neg", "isfinite", "logical_not") else at.out.dtype
@@ -299,17 +303,47 @@ def _fold(at: _Lowering) -> Call | None:
     if not isinstance(dims, int) or x.dim() == 0:
         return None
     dim = dims % x.dim()
-    if x.shape[dim] == 0 or (at.out.dtype in _NARROW and at.name in ("sum", "mean", "cumsum")):
+    if x.shape[dim] == 0:
         return None
     kept = at.values.get("keepdim", False) or at.name == "cumsum"
     out = at.out if kept else at.out.unsqueeze(dim)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = torch.empty(out.shape, dtype=wide) if at.name == "mean" else out
 
     def fold() -> None:
-        at.tape.fold(_FOLDS[at.name], out, x, dim)
-        if at.name == "mean":
-            at.tape.map("div", out, out, x.shape[dim], kind=out.dtype)
+        if total is not out:
+            at.tape.new("planned", total)
+        at.tape.fold(_FOLDS[at.name], total, x, dim)
+        if total is not out:
+            at.tape.map("div", out, total, x.shape[dim], kind=wide)
 
     return fold
+
+
+def _product(at: _Lowering) -> Call | None:
+    """matmul and bmm of rows' own small matrices, A B as the sum of A[:, j] B[j, :] over j.
+
+    PyTorch chooses how it adds by the number of matrices.
+    """
+    if at.name not in ("matmul", "bmm"):
+        return None
+    left, right = at.values.values()
+    count, wide = left.shape[-1], torch.promote_types(at.out.dtype, torch.float32)
+    is_small = 1 < count <= _MOST_TERMS and at.out.dtype.is_floating_point
+    if min(left.dim(), right.dim()) < 3 or not is_small:
+        return None
+    total, term = (torch.empty(at.out.shape, dtype=wide) for _ in range(2))
+
+    def call() -> None:
+        at.tape.new("planned", total)
+        at.tape.new("planned", term)
+        for j in range(count):
+            factors = left[..., j : j + 1], right[..., j : j + 1, :]
+            at.tape.map("mul", term if j else total, *factors, kind=wide)
+            if j:
+                at.tape.map("add", at.out if j == count - 1 else total, total, term, kind=wide)
+
+    return call
 
 
 def _take_rows(at: _Lowering) -> Call | None:

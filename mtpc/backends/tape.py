@@ -21,7 +21,7 @@ from mtpc.layout.specs import is_buffer_name
 
 FUNCTIONS = (
     "copy", "neg", "not", "logical_not", "isfinite", "cos", "sin", "exp", "sqrt", "rsqrt",
-    "sigmoid", "silu",
+    "sigmoid", "silu", "softplus",
     "add", "sub", "mul", "div", "floor_divide", "remainder", "minimum", "maximum", "and", "or",
     "eq", "ne", "lt", "le", "gt", "ge",
     "where",

@@ -20,6 +20,7 @@ from mtpc.certificate.values import (
     Layout,
     Value,
     lemma,
+    spots,
     sum_of,
 )
 
@@ -39,12 +40,9 @@ def _is_exact(c: Checker) -> bool:
 def elementwise(c: Checker) -> Value:
     names = ("other", "self") if c.base == "rsub" else ("self", "other")
     extra = [c.at(name) for name in ("min", "max", "mask", "value", "exponent")]
-    joined = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
-    if isinstance(joined, Value):
-        return joined
-    dims, kind, values = joined
+    dims, kind, values = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
     if not _is_exact(c) and kind != PLACE:
-        return c.unknown("gives bits that may depend on the place of an element")
+        c.unknown("gives bits that may depend on the place of an element")
     if c.at("other") is None:
         return _of_one(c, dims, kind, values[0])
     one, other = values[:2]
@@ -55,19 +53,26 @@ def elementwise(c: Checker) -> Value:
         return c.make(dims, DIAGONAL if is_diagonal else PAIR, (), facts if is_diagonal else ())
     tag = _tag(c, one, other)
     if kind == PLACE and not tag and not facts:
-        return c.unknown("computes with numbers of places")
+        c.unknown("computes with numbers of places")
     return c.make(dims, kind, tag, facts)
 
 
 def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
     """What the result of arithmetic names."""
     number = other.tag[1] if other.tag[:1] == ("#",) else None
-    if c.args.get("alpha", 1) != 1:
+    if c.args.get("alpha", 1) != 1 or (one.tag[:1] == ("shift",) and one.tag not in c.shifts):
         return ()
+    if c.base == "mul" and one.tag == ("request",) and number is not None:
+        return ("start", (("1", number),))
     if c.base == "add" and c.bounds(one) and c.bounds(other):
         return ("bounds", sum_of(c.bounds(one), c.bounds(other)))
-    if one.tag[:1] == ("iota",) and number is not None and c.base in ("mul", "add"):
-        return ("iota", one.tag[1] * number) if c.base == "mul" else ()
+    if one.tag[:1] == ("iota",) and number is not None and c.base == "mul":
+        return ("iota", one.tag[1] * number)
+    if one.tag == ("iota", 1) and number is not None and c.base == "sub" and number > 0:
+        return ("before", number)
+    is_whole = one.tag[:1] == ("place",) and number and one.tag[2] % number == 0
+    if c.base == "floor_divide" and is_whole:
+        return ("page", spots(one.tag[2] // number, one.tag[1]))
     if c.base == "remainder" and number is not None and PLACE not in (one.kind, other.kind):
         return ("mod", number)
     if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
@@ -78,18 +83,23 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
         return ()
     if c.base == "minimum" and tag and tag[1] not in c.counts:
         return ()
+    if tag[:1] == ("window",):
+        made = c.windows.get(tag[3], ("", "", "", ""))
+        return ("window", *made[1:]) if (made[1], made[3]) == tag[1:3] else ()
     return tag
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: str, value: Value) -> Value:
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
         return c.make(dims, value.kind, value.tag, value.facts)
-    if kind != PLACE:
+    name, most = value.tag[0] if value.tag else "", c.args.get("max")
+    if c.base == "clamp" and c.args["min"] == 0 and name == "off" and most is not None:
+        return c.make(dims, kind, ("capped", value.tag[1], most + 1))
+    if kind != PLACE and name != "before":
         return c.make(dims, kind)
     if c.base != "clamp" or c.args["min"] not in (None, 0):
-        return c.unknown("computes with numbers of places")
-    most = c.args["max"]
-    tag = ("request",) if value.tag[0] == "nth" else value.tag
+        c.unknown("computes with numbers of places")
+    tag = ("request",) if name == "nth" else value.tag
     return c.make(dims, kind, tag, {("most", most)} if most is not None else ())
 
 
@@ -103,22 +113,12 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
         return set(one.facts | other.facts) - lost
     if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
         return {"numbered"}
-    if c.base == "ge" and name == "pos" and other.tag == ("cnt", one.tag[1]):
-        return {("inside", *one.tag[1:])}
-    if c.base == "lt" and name == "off" and other.tag[:1] == ("cnt",):
-        return {("below", one.tag[1], other.tag[1])}
-    if number is None:
-        return set()
     if c.base == "lt" and name == "nth" and number == c.num_reqs:
-        return {"live"}
-    if c.base == "le" and name == "end":
-        return {("fits", one.tag[1])}
+        return {"live", "active"} if one.dims[0] in c.windows else {"live"}
     if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
         return {"live", "active"} if c.base == "ne" else {"nowhere"}
-    if c.base == "gt" and name == "len" and number == 0:
-        return {"on"}
-    is_null = c.base in ("ne", "eq", "ge") and name in ("slot", "page") and number == 0
-    return {"null"} if is_null else set()
+    found = lemma(c.base, one, other, tables.FACTS)
+    return {found if found[1:] else found[0]} if found else set()
 
 
 def compare(c: Checker) -> Value:
@@ -133,33 +133,58 @@ def compare(c: Checker) -> Value:
     return elementwise(c)
 
 
-_MASKED = {"pos*": ("pos", {"live", "active"}), "head": ("cnt", {"on"})}
-"""What a number names that is 0 where its request is off: tag -> tag, what the condition says."""
+_MASKED = {
+    "pos*": ("pos", 2, 0, {"live", "active"}),
+    "head": ("cnt", 1, 0, {"on"}),
+    "place": ("place", 2, -1, {"live", "active"}),
+    "spill": ("place", 2, -1, {"live", "active", "fewer"}),
+}
+"""What a number names that becomes another one where a condition does not hold: tag -> tag, how
+many of its parameters, the other number, what the condition says."""
 
 
 def where(c: Checker) -> Value:
     condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
-    if isinstance(one, Value) and isinstance(other, Value):
-        return _either(c, condition, one, other)
-    value, number = (one, other) if isinstance(one, Value) else (other, one)
+    one, other = _met(c, condition, one, "where"), _met(c, condition, other, "unless")
+    is_each = isinstance(one, Value) and isinstance(other, Value)
+    found = (_either if is_each else _replaced)(c, condition, one, other)
+    given = [v for v in (condition, one, other) if isinstance(v, Value)]
+    together = {"together"} if any("together" in v.facts for v in given) else set()
+    return replace(found, facts=found.facts | together)
+
+
+def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
+    """Some elements become a number."""
+    is_first = isinstance(one, Value)
+    value, number = (one, other) if is_first else (other, one)
     if not isinstance(value, Value):
         kind = OWN if condition.kind == PLACE else condition.kind
         return c.make(condition.dims, kind, facts=_sizes(one, other))
-    joined = c.join(condition, value)
-    if isinstance(joined, Value):
-        return joined
-    dims, kind, (_, value) = joined
-    tag, needed = _MASKED.get(value.tag[0] if value.tag else "", ("", set()))
-    if tag and needed <= condition.facts and value is one and number == 0:
-        return c.make(dims, kind, (tag, *value.tag[1:]))
-    known = _kept(c, condition, value, number, isinstance(one, Value))
+    dims, kind, (_, value) = c.join(condition, value)
+    name, facts = value.tag[0] if value.tag else "", condition.facts
+    tag, count, wanted, needed = _MASKED.get(name, ("", 0, 0, set()))
+    if tag and is_first and number == wanted and needed <= facts:
+        return c.make(dims, kind, (tag, *value.tag[1 : count + 1]), {"kept"} if number else ())
+    if name == "news" and is_first and number == 0 and "on" in facts:
+        c.windows[((c.name, 1),)] = value.tag
+    known = _kept(c, condition, value, number, is_first)
     if known is not None:
         return c.make(dims, kind, value.tag, known)
     if value.kind == PLACE:
-        return c.unknown("replaces numbers of places")
-    if value.tag[:1] == ("cnt",) and value is not one:
+        c.unknown("replaces numbers of places")
+    if name == "cnt" and not is_first:
         c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
-    return c.make(dims, OWN if kind == PLACE else kind)
+    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and number < 0}
+    return c.make(dims, OWN if kind == PLACE else kind, facts=beyond)
+
+
+def _met(c: Checker, condition: Value, value: Any, word: str) -> Any:
+    """A value without the conditions that hold where it is taken: under `condition`, or unless."""
+    if not isinstance(value, Value):
+        return value
+    known = {(word, fact) for fact in (*condition.facts, c.origin("condition"))}
+    beyond = {("beyond", fact[1]) for _, fact in value.facts & known if fact[0] == "within"}
+    return replace(value, facts=value.facts - known | beyond)
 
 
 def _sizes(one: Any, other: Any) -> set[Any]:
@@ -176,8 +201,7 @@ def _kept(
     if nothing is."""
     name, facts = value.tag[0] if value.tag else "", condition.facts
     if name == "place" and number == -1:
-        is_masked = {"live", "active"} <= facts if is_first else "nowhere" in facts
-        return {"kept"} if is_masked or "kept" in value.facts else None
+        return {"kept"} if ("nowhere" in facts and not is_first) or "kept" in value.facts else None
     is_active = condition.tag == ("cnt", ((c.active[1:], 1),))
     keeps = name in ("slot", "page", "ring") or (name == "len" and is_first and is_active)
     keeps |= name == "cnt" and is_first and ("fits", value.tag[1]) in facts
@@ -185,24 +209,25 @@ def _kept(
 
 
 def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
-    for fact in other.facts:
-        is_met = fact[0] == "unless" and (
-            fact[1] in condition.facts or fact[1] == c.origin("condition")
-        )
-        other = replace(other, facts=other.facts - {fact}) if is_met else other
-    one = replace(one, facts=one.facts - {("where", fact) for fact in condition.facts})
     if one.is_conditional:
-        return c.unknown("has rows that may be another request's", one)
+        c.unknown("has rows that may be another request's", one)
     if "accepted" in condition.facts:
         return c.make(one.dims, one.kind, one.tag)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
-        joined = c.join(condition, one)
-        is_own = not isinstance(joined, Value) and joined[1] in (OWN, UPTO)
+        is_own = c.join(condition, one)[1] in (OWN, UPTO)
         return c.make(condition.dims, UPTO) if is_own else c.unknown("mixes rows", condition, one)
-    joined = c.join(condition, one, other)
-    if isinstance(joined, Value):
-        return joined
-    return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("chooses among places")
+    if one.tag[:1] == ("page",) and one.tag == other.tag:
+        return c.make(c.join(condition, one, other)[0], PLACE, one.tag)
+    return c.meet(condition, one, other)
+
+
+def product(c: Checker) -> Value:
+    """Small matrices of rows, whose products the interpreter adds up in one order."""
+    one, other = c.at("self"), c.at("other") or c.at("mat2")
+    if c.on_gpu or c.op in c.dispatched or one.dims[-1] is not None or other.dims[-2] is not None:
+        c.unknown("adds in an order that may depend on the rows", one, other)
+    one = replace(one, shape=(*one.shape[:-1], 1))
+    return c.meet(one, replace(other, shape=(*other.shape[:-2], 1, other.shape[-1])))
 
 
 def fold(c: Checker) -> Any:
@@ -219,13 +244,13 @@ def fold(c: Checker) -> Any:
     if place is not None:
         return place
     if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
-        return c.unknown("combines rows", value)
+        c.unknown("combines rows", value)
     if value.kind in (PLACE, PAIR, DIAGONAL, ANY):
-        return c.unknown("combines numbers of places", value)
-    is_last = c.base in tables.ROW_BY_ROW and axes == [len(value.dims) - 1]
-    by_torch = c.on_gpu or (c.op in c.dispatched and not is_last)
+        c.unknown("combines numbers of places", value)
+    is_apart = c.base in tables.ROW_BY_ROW and not any(value.dims[min(axes) :])
+    by_torch = c.on_gpu or (c.op in c.dispatched and not is_apart)
     if by_torch and c.base in tables.SUMS and value.kind != CONST and "float" in c.dtypes[0]:
-        return c.unknown("adds in an order that may depend on the rows")
+        c.unknown("adds in an order that may depend on the rows")
     made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
     return made if len(made) > 1 else c.make(dims, value.kind)
 
@@ -239,6 +264,8 @@ def _folded_place(
         return c.make([None] * len(dims), PLACE, ("used", bounds or REQUESTS))
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
         return c.make(dims, PLACE, ("end", value.tag[1]))
+    if c.base == "cumsum" and value.kind == ANY and value.shape == (c.num_reqs,):
+        return c.make([REQUESTS], PLACE, ("end", ((c.args["self"][1:], 1),)))
     if c.base == "sum" and "ended" in value.facts and axes == [1]:
         return c.make(dims, PLACE, ("nth",))
     if value.kind == DIAGONAL and c.base in ("sum", "any") and axes == [1]:

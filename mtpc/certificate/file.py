@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from mtpc.certificate.rules import types_of
@@ -69,13 +70,11 @@ class Certificate:
         proven = prove(self.lines, tape, self.on_gpu)
         if proven.tape != self.tape:
             raise CertificateError("it is about another tape")
-        if proven.refusal != self.refusal:
-            raise CertificateError(f"it says {self.refusal}; proven is: {proven.refusal}")
-        for line, found, claimed in zip(self.lines, proven.types, self.types, strict=False):
-            if found != claimed:
-                raise CertificateError(f"it says that {line[0]} is {claimed}; proven is: {found}")
-        if len(proven.types) != len(self.types):
-            raise CertificateError(f"it has {len(self.types)} types; expected {len(proven.types)}")
+        names = ["the step", *(line[0] for line in self.lines)]
+        found, claimed = ([one.refusal, *one.types] for one in (proven, self))
+        for name, wanted, said in zip_longest(names, found, claimed):
+            if wanted != said:
+                raise CertificateError(f"it says that {name} is {said}; proven is: {wanted}")
 
 
 def prove(

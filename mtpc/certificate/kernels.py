@@ -10,6 +10,7 @@ from mtpc.certificate.state import Checker
 from mtpc.certificate.values import (
     ANY,
     CONST,
+    DIAGONAL,
     KINDS,
     OWN,
     PLACE,
@@ -17,16 +18,13 @@ from mtpc.certificate.values import (
     UPTO,
     Layout,
     RefusedError,
+    UnknownError,
     Value,
     pool_of,
+    spots,
 )
 
 _REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
-_OWNED = (
-    "query_start_loc", "state_slots", "state_indices", "block_table", "seq_lens", "rows",
-)  # fmt: skip
-"""Arguments that say what belongs to a request."""
-_EMITS = ("accept", "count_tokens", "write_logprobs")
 
 
 def kernel(c: Checker) -> Any:
@@ -35,7 +33,21 @@ def kernel(c: Checker) -> Any:
     Raises:
         RefusedError: it emits something else, or keeps it, or writes to places that it may not.
     """
-    names, features = tables.KERNELS[c.op]
+    places = c.at("slot_mapping")
+    if isinstance(places, Value) and (places.tag[:1] != ("place",) or "kept" not in places.facts):
+        raise RefusedError(places.why or f"{c.op} ({c.name}) writes to {places}: not masked places")
+    try:
+        made = _results(c, *tables.KERNELS[c.op])
+    except UnknownError as error:
+        if c.op in tables.WRITES:
+            raise RefusedError(str(error)) from None
+        raise
+    for name in tables.WRITES.get(c.op, ()):
+        _report(c, name)
+    return made if len(made) > 1 else made[0]
+
+
+def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
     if c.num_reqs == 1:
         given = _only_row(c, given)
@@ -43,35 +55,27 @@ def kernel(c: Checker) -> Any:
         given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
-    layouts = [dim for dim in dims if dim is not None]
-    fault = next((v.why for v in given if v.kind == ANY), "")
+    layouts: list[Layout] = [dim for dim in dims if dim is not None] or [None]
+    if any(v.kind == ANY for v in given):
+        c.unknown("", *given)
     if any(v.kind == PLACE and v.tag[0] != "place" for v in given):
-        fault = c.because("computes with numbers of places")
+        c.unknown("computes with numbers of places")
+    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {CONST} and not any(dims)
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
-    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {CONST} and not layouts
-    if (
-        not fault
-        and not is_const
-        and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple))
-    ):
-        fault = c.because("gets " + ", ".join(map(str, given)))
-    layout = layouts[0] if layouts else None
-    for name in c.args.keys() - set(names):
-        value = c.at(name)
+    if not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
+        c.unknown("gets " + ", ".join(map(str, given)))
+    for name, argument in c.args.items():
+        value = c.value(argument)
         for one in value if isinstance(value, list) else [value]:
-            wrong = _wrong(c, name, one, layout) if isinstance(one, Value) else ""
-            if wrong and not fault:
-                fault = c.because(f"gets {name} as {one}: {wrong}", one)
+            if name not in names and isinstance(one, Value):
+                wrong = _wrong(c, name, one, layouts[0])
+                if wrong:
+                    c.unknown(f"gets {name} as {one}: {wrong}", one)
     kind = max((OWN if v.kind == PLACE else v.kind for v in given), key=KINDS.index)
-    if not fault and kind == UPTO and c.op in tables.WHOLE:
-        fault = c.because("reads rows after the last accepted one")
-    _write(c, fault)
-    if fault:
-        made = [Value(shape, (None,) * len(shape), ANY, why=fault) for shape in c.shapes]
-    else:
-        made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
-        made = [_named(c, number, value) for number, value in enumerate(made)]
-    return made if len(made) > 1 else made[0]
+    if kind == UPTO and c.op in tables.WHOLE:
+        c.unknown("reads rows after the last accepted one")
+    made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
+    return [_named(c, number, value) for number, value in enumerate(made)]
 
 
 def _in_use(c: Checker, value: Value) -> Value:
@@ -106,27 +110,39 @@ def _named(c: Checker, number: int, value: Value) -> Value:
     """A result with what it names."""
     if c.op == "choose_slots":
         pages, rows = c.at("index_cache").shape[:2]
-        return replace(value, kind=PLACE, tag=("page", f"spots {rows} of {pages}"))
+        return replace(value, kind=PLACE, tag=("page", spots(rows, pages)))
     if c.op in tables.ANCHORED:
         return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), OWN)
     if c.op != "accept":
         return value
     tag = ("cnt", ((f"{c.name}.{number}", 1),))
     if number == 0:
-        return Value(value.shape, (REQUESTS,), PLACE, ("anchor", c.bounds(c.at("query_start_loc"))))
+        layout = c.bounds(c.at("query_start_loc"))
+        beyond = [fact[1] for fact in c.at("ids").facts if fact[0] == "beyond"]
+        c.shifts |= {("shift", one, layout) for one in beyond}
+        return Value(value.shape, (REQUESTS,), PLACE, ("anchor", layout))
     return Value(value.shape, (REQUESTS,), OWN, tag)
 
 
 def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
     """Why an argument is not the one that a row, or its request, may read; "" if it is."""
     first = value.dims[0] if value.dims else None
-    if name in _REPORTS or (value.kind == CONST and name not in _OWNED):
+    if name in _REPORTS or (value.kind == CONST and name not in tables.OWNED):
         return ""
     if name == "query_start_loc":
         layout = c.at("ids").dims[0] if c.op == "accept" else layout
-        return "" if _starts(c, layout) else "not the bounds of its rows"
-    if name in ("state_slots", "state_indices"):
-        return "" if (value.tag, first) == (("slot",), REQUESTS) else "not slots"
+        is_own = _is_by_row(c) or c.bounds(value) == layout
+        return "" if is_own else "not the bounds of its rows"
+    if name in ("state_slots", "state_indices", "row_slots"):
+        owners = layout if name == "row_slots" else REQUESTS
+        return "" if (value.tag, first) == (("slot",), owners) else "not slots"
+    if name == "sees_fresh":
+        is_own = (value.kind, value.dims) == (DIAGONAL, (layout, layout))
+        return "" if is_own else "not rows of one request"
+    if name == "chosen_entries":
+        slots, entries = c.at("entries").shape[:2]
+        is_own = value.tag == ("page", spots(entries, slots)) and first == layout
+        return "" if is_own else "not of its slot"
     if name == "anchors":
         return "" if value.tag == ("anchor", layout) else "not the last accepted rows"
     if name == "rows":
@@ -134,7 +150,8 @@ def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
         return "" if is_all or value.tag == ("used", layout) else "not the rows in use"
     if name == "block_table":
         owners = layout if _is_by_row(c) else REQUESTS
-        return "" if value.tag[:1] == ("page",) and first == owners else "not the pages"
+        is_page = value.tag[:1] in (("page",), ("slot",)) and first == owners
+        return "" if is_page else "not the pages"
     if name == "seq_lens":
         is_length = value.tag[:1] == ("len",) and layout in value.tag[1:]
         is_length |= _is_by_row(c) and (value.kind, first) == (OWN, layout)
@@ -151,8 +168,8 @@ def _wrong_state(c: Checker, name: str, first: str) -> str:
     """The same for state by slot or page."""
     place = c.at("slot_mapping") or c.at("block_table")
     tag = place.tag if isinstance(place, Value) else ()
-    if first == "slots" and not (place is not None and tag[1:2] == ("S",)):
-        return "" if place is None else "not by its slots"
+    if first == "slots" and (place is None or tag[1:2] != ("S",)):
+        return "" if place is None or tag == ("slot",) else "not by its slots"
     is_found = len(tag) > 1 and pool_of(tag[1]) == first
     if name not in tables.WRITES.get(c.op, ()) or "slot_mapping" not in c.args:
         return "" if is_found or first == "slots" else "not by its own pages"
@@ -166,22 +183,12 @@ def _is_by_row(c: Checker) -> bool:
     return is_each and starts.shape[0] == query.shape[0] + 1
 
 
-def _starts(c: Checker, layout: Layout) -> bool:
-    return _is_by_row(c) or c.bounds(c.at("query_start_loc")) == layout
-
-
-def _write(c: Checker, fault: str) -> None:
-    """What the kernel writes has its values from now on."""
-    places = c.at("slot_mapping")
-    if isinstance(places, Value) and (places.tag[:1] != ("place",) or "kept" not in places.facts):
-        raise RefusedError(places.why or f"{c.op} ({c.name}) writes to {places}: not masked places")
-    if fault and (c.op in _EMITS or c.op in tables.WRITES):
-        raise RefusedError(fault)
-    for name in tables.WRITES.get(c.op, ()):
-        buffer = c.buffers.get(str(c.args[name])[1:], "")
-        if buffer.startswith("batch."):
-            shape = tuple(c.calls[c.args[name][1:]][3][0])
-            width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
-            tag = ("col", width) if name == "num_accepted" else ()
-            dims = (REQUESTS, *[None] * (len(shape) - 1))
-            c.content[buffer] = Value(shape, dims, OWN, tag)
+def _report(c: Checker, name: str) -> None:
+    """What a kernel writes to the batch has its values from now on."""
+    given = str(c.args[name])[1:]
+    buffer = c.buffers.get(given, "")
+    if buffer.startswith("batch."):
+        shape = tuple(c.calls[given][3][0])
+        width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
+        tag = ("taken", width) if name == "num_accepted" else ()
+        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), OWN, tag)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mtpc.certificate import tables
 from mtpc.certificate.state import Checker
 from mtpc.certificate.values import (
     ANY,
@@ -23,6 +24,7 @@ from mtpc.certificate.values import (
     fewer_rows,
     pool_of,
     regroup,
+    spots,
     sum_of,
 )
 
@@ -38,15 +40,14 @@ def index(c: Checker) -> Value:
         axis = c.args["dim"] if c.base == "index_select" else 0
         numbers = [c.at("index") if c.base == "index_select" else c.at("indices")]
     axis %= len(table.dims)
-    joined = c.join(*(_as_own(one) for one in numbers)) if None not in numbers else None
-    if not isinstance(joined, tuple):
-        return joined or c.unknown("takes places of dimensions that are apart")
-    inner, kind, _ = joined
+    if None in numbers:
+        c.unknown("takes places of dimensions that are apart")
+    inner, kind, _ = c.join(*map(_as_own, numbers))
     stop = axis + len(numbers)
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
     is_mixed = any(one.kind == PLACE for one in numbers[1:]) or kind == PAIR
     if is_mixed or others or table.kind in (PAIR, DIAGONAL, ANY):
-        return c.unknown("takes places by numbers of others", table)
+        c.unknown("takes places by numbers of others", table)
     dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
     if "uniform" in numbers[0].facts and table.kind == CONST and axis == 0:
         return c.make(dims, CONST, facts={"alike"})
@@ -65,7 +66,7 @@ def _taken(
     name = number.tag[0] if number.tag else ""
     size = c.num_reqs if name == "request" else table.shape[axis]
     if any(f[0] == "most" and isinstance(size, int) and f[1] < size - 1 for f in number.facts):
-        return c.unknown("takes places that were moved")
+        c.unknown("takes places that were moved")
     if bounds and name in ("used", "request", "next") and target is None:
         named = {"used": "used", "request": "start", "next": "end"}[name]
         return c.make(dims, PLACE, (named, bounds))
@@ -76,15 +77,17 @@ def _taken(
     if isinstance(target, str) and target != "prompt":
         is_own = name == "slot" if target == "slots" else name == "page"
         is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
-        is_own |= name == "place" and target == "pages spots {2} of {1}".format(*number.tag)
+        is_own |= name == "place" and pool_of(spots(number.tag[2], number.tag[1])) == target
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
     unless = _row(c, number, target)
+    if name == "before" and c.shapes[0] == table.shape:
+        dims, unless = [*dims[:axis], target, *dims[axis + 1 :]], ("from", number.tag[1], target)
     if unless is False:
-        return c.unknown("takes rows that may be another request's", number)
+        c.unknown("takes rows that may be another request's", number)
     if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
-        return c.unknown("takes rows after the last accepted one")
+        c.unknown("takes rows after the last accepted one")
     kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
-    only = "where" if name == "past" else "unless"
+    only = "where" if name in ("past", "start+", "before") else "unless"
     facts: set[Any] = {(only, unless)} if unless else set()
     if name == "anchor" and "anchors" in table.facts:
         facts = {"accepted"}  # True where the request is on.
@@ -92,6 +95,8 @@ def _taken(
         return c.make(dims, kind, table.tag, table.facts | facts)
     held = table.tag[0] if table.tag else ""
     some: Any = ("some", *table.tag[1:]) if held in ("row", "some") else ()
+    if name in ("start+", "some") and number.dims[-1] is None and number.shape[-1] != 1:
+        facts.add("together")
     return c.make(dims, kind if some or kind != PLACE else ANY, some, facts)
 
 
@@ -109,9 +114,12 @@ def _row(c: Checker, number: Value, layout: Layout) -> Any:
         return None
     if name == "past" and params[1] == layout:
         return ("inside", *params)
-    is_fixed = len(layout) == 1 and layout[0][0] == "1"
-    if name == "start+" and params[0] == layout and is_fixed and params[1] <= layout[0][1]:
+    fixed = layout[0][1] if len(layout) == 1 and layout[0][0] == "1" else 0
+    if name == "into" and params[0] == layout and len(params) == 3 and params[2] <= fixed:
         return None
+    if name == "start+" and params[0] == layout:
+        is_column = number.dims[-1] is None and number.shape[-1] == params[1]
+        return None if params[1] <= fixed else ("within", layout) if is_column else False
     if name == "fresh" and sum_of(layout, params[1]) == params[0]:
         return ("below", *params)
     return False
@@ -134,7 +142,7 @@ def _packs(c: Checker, count: Layout, decodes: str) -> bool:
     return found == ("batch.num_input", "batch.is_decoding", f"%{decodes}", known.get("self"))
 
 
-def slice_(c: Checker) -> Value:
+def slice_(c: Checker) -> Any:
     value, start = c.at("self"), c.args["start"] or 0
     axis = c.args["dim"] % len(value.dims)
     buffer = c.buffers.get(c.args["self"][1:])
@@ -152,36 +160,38 @@ def slice_(c: Checker) -> Value:
     if c.shapes[0] == value.shape:
         return value
     part = {0: "first row", 1: "next rows"}.get(start, "") if value.kind in (OWN, UPTO) else ""
-    unknown: Value = c.unknown("takes rows by number", value)
-    return replace(unknown, facts=frozenset({(part, c.args["self"], value.dims)}))
+    facts = frozenset({(part, c.args["self"], value.dims)})
+    return replace(c.nothing("takes rows by number", value), facts=facts)
 
 
-def cat(c: Checker) -> Value:
+def cat(c: Checker) -> Any:
     """cat, stack."""
     parts = c.at("tensors")
     axis, is_cat = (c.args["dim"] or 0) % len(c.shapes[0]), c.base == "cat"
     facts: list[Any] = [next(iter(part.facts), ("",)) for part in parts]
     if [fact[0] for fact in facts] == ["next rows", "first row"] and axis == 0:
         (_, one, dims), (_, other, _) = facts
-        made: Value = c.unknown("moves rows up")
-        return (
-            replace(made, dims=dims, facts=frozenset({("next", dims[0])})) if one == other else made
-        )
+        made, facts = c.nothing("moves rows up"), [("next", dims[0])]
+        return replace(made, dims=dims, facts=frozenset(facts)) if one == other else made
     if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
         is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
         return c.make([None], PLACE, ("bounds", parts[1].tag[1])) if is_zero else c.unknown("joins")
     parts = [part for part in parts if 0 not in part.shape] or parts
     if is_cat and any(part.dims[axis] is not None for part in parts):
-        return c.unknown("joins rows", *parts)
-    joined = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
-    if isinstance(joined, Value):
-        is_token = parts[0].kind == OWN and parts[0].dims == (REQUESTS,) and not is_cat
-        is_token |= is_cat and "token" in parts[0].facts
-        return replace(joined, facts=frozenset({"token"})) if is_token and axis == 1 else joined
-    dims, kind, _ = joined
+        c.unknown("joins rows", *parts)
+    if axis == 1 and _are_tokens(parts[0], is_cat) and any(part.kind == ANY for part in parts):
+        drafts = c.nothing("has drafts that may be any", *parts)
+        return replace(drafts, facts=frozenset({"token"}))
+    dims, kind, _ = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
     if kind == PLACE:
-        return c.unknown("joins numbers of places")
+        is_one = is_cat and parts[0].tag[:1] == ("page",) and len({part.tag for part in parts}) == 1
+        return c.make(dims, kind, parts[0].tag) if is_one else c.unknown("joins places")
     return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind)
+
+
+def _are_tokens(first: Value, is_cat: bool) -> bool:
+    """Whether each request's last token is joined to drafts, which may be any."""
+    return "token" in first.facts if is_cat else (first.kind, first.dims) == (OWN, (REQUESTS,))
 
 
 def _thin(value: Value, axis: int) -> Value:
@@ -192,50 +202,49 @@ def _thin(value: Value, axis: int) -> Value:
 
 def view(c: Checker) -> Any:
     value, rank = c.at("self"), len(c.at("self").dims)
-    dims = list(value.dims)
+    dims, facts = list(value.dims), value.facts - {"alike"}
+    keeps_tag = c.base in ("transpose", "unsqueeze", "view", "reshape", "expand")
     axis = (c.args.get("dim") or 0) if isinstance(c.args.get("dim"), int | None) else 0
     if c.base in ("transpose", "t"):
         i, j = (c.args["dim0"], c.args["dim1"]) if c.base == "transpose" else (0, 1)
         dims[i], dims[j] = dims[j], dims[i]
-    elif c.base == "permute":
-        dims = [dims[at] for at in c.args["dims"]]
     elif c.base == "unsqueeze":
         dims.insert(axis % (rank + 1), None)
-    elif c.base == "select":
-        if dims.pop(axis % rank) is not None and value.shape[axis % rank] != 1:
-            return c.unknown("takes one row for all", value)
-    elif c.base in ("split", "split_with_sizes", "chunk", "repeat_interleave"):
-        if dims[axis % rank] is not None:
-            return c.unknown("divides rows", value)
-    elif c.base == "unbind":
-        if dims.pop(axis % rank) is not None:
-            return c.unknown("divides rows", value)
+    elif c.base in tables.DIVIDES:
+        axes = [at % rank for at in c.args.get("dims", [axis])]
+        is_one = c.base == "select" and value.shape[axes[0]] == 1
+        if any(dims[at] is not None for at in axes) and not is_one:
+            c.unknown("divides rows", value)
+        if c.base in ("select", "unbind"):
+            del dims[axes[0]]
     elif c.base == "expand":
         dims = [None] * (len(c.shapes[0]) - rank) + dims
     else:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
         if found is None:
-            return c.unknown("mixes rows with other dimensions", value)
+            c.unknown("mixes rows with other dimensions", value)
         if fewer_rows(dims, found):
-            return c.make(found, value.kind, facts={"together"})
+            facts, keeps_tag = facts | {"together"}, False
+        elif fewer_rows(found, dims):
+            facts -= {"together"}
         dims = found
-    tag = value.tag if c.base in ("transpose", "unsqueeze", "view", "reshape", "expand") else ()
-    facts = value.facts - {"alike"}
+    tag = value.tag if keeps_tag else ()
     if c.base == "expand" and value.shape[:1] == (1,) and value.kind == CONST:
         facts |= {"alike"} if len(c.shapes[0]) == rank else set()
     if value.kind == ANY or (value.kind == PLACE and not tag):
-        return c.unknown("moves numbers of places", value)
+        c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
-        return [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
+        return [Value(shape, tuple(dims), value.kind, (), facts) for shape in c.shapes]
     return c.make(dims, value.kind, tag, facts)
 
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
-    """The dimensions of pages that are seen as pages of one row; None for other views."""
-    is_pages = str(value.dims[0]).startswith(("pages", "slots")) and len(value.shape) > 1
-    if not is_pages or c.shapes[0][0] != f"{value.shape[1]}*{value.shape[0]}":
+    """The dimensions of pages that are seen as several pages each; None for other views."""
+    count, _, pages = str(c.shapes[0][0]).partition("*")
+    is_pages = str(value.dims[0]).startswith(("pages", "slots")) and pages == str(value.shape[0])
+    if not is_pages or not count.isdigit() or value.shape[1] % int(count):
         return None
-    return [f"pages spots {value.shape[1]} of {value.shape[0]}", *[None] * (len(c.shapes[0]) - 1)]
+    return [pool_of(spots(int(count), pages)), *[None] * (len(c.shapes[0]) - 1)]
 
 
 def constant(c: Checker) -> Value:
@@ -244,8 +253,12 @@ def constant(c: Checker) -> Value:
         like = c.at("self") if c.base.endswith("_like") else None
         return c.make(like.dims if like else [None] * len(c.shapes[0]), CONST, (), facts)
     start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
-    known = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
-    return c.make([None], CONST, ("col", start + 1) if (end, step) == (-1, -1) else known)
+    tag = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
+    if (end, step) == (-1, -1):
+        tag = ("desc", start + 1)
+    elif (step, -start) == (1, end):
+        tag = ("under", end)
+    return c.make([None], CONST, tag)
 
 
 def gather(c: Checker) -> Value:
@@ -253,18 +266,11 @@ def gather(c: Checker) -> Value:
     given = [v for v in map(c.at, ("self", "index", "src")) if isinstance(v, Value)]
     axis = c.args["dim"]
     if any(v.dims[axis] is not None and v.shape[axis] != 1 for v in given):
-        return c.unknown("moves rows by number", *given)
-    joined = c.join(*(replace(v, shape=given[0].shape) for v in given))
-    if isinstance(joined, Value):
-        return joined
-    return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("moves numbers of places")
+        c.unknown("moves rows by number", *given)
+    return c.meet(*(replace(v, shape=given[0].shape) for v in given))
 
 
-def getitem(c: Checker) -> Any:
-    return c.at("self")[c.args["index"]]
-
-
-def get(c: Checker) -> Value:
+def get(c: Checker) -> Any:
     """State that the step holds, or a weight."""
     name, shape = str(c.args["name"]), c.shapes[0]
     room, _, own = name.partition(".")
@@ -285,24 +291,20 @@ def get(c: Checker) -> Value:
         return c.make(("prompt",), OWN)
     if own in ("token_mask", "draft_mask"):
         return c.make(((("1", shape[0] // c.num_reqs),), *rest), OWN)
-    unknown: Value = c.unknown("is what another step left")
-    return unknown
+    return c.nothing("is what another step left")
 
 
 def copy(c: Checker) -> Value:
     """copy_: into a buffer of the batch, whose first rows it fills; or into a temporary."""
     buffer, source = c.buffers.get(c.args["self"][1:]), c.at("src")
     if buffer is None:
-        joined = c.join(c.at("self"), source)
-        if isinstance(joined, Value):
-            return joined
-        return c.make(*joined[:2]) if joined[1] != PLACE else c.unknown("copies numbers of places")
+        return c.meet(c.at("self"), source)
     if not buffer.startswith("batch.") or source.shape != c.shapes[0]:
         raise RefusedError(f"{c.op} ({c.name}) writes {buffer}")
     c.content[buffer] = source
     for other, root in c.memory.items():
         if c.buffers.get(root) == buffer and other not in c.buffers:
-            c.values[other] = c.unknown("has overwritten it")
+            c.values[other] = c.nothing("has overwritten it")
     return source
 
 
@@ -312,9 +314,8 @@ def put(c: Checker) -> Value:
     buffer = c.buffers.get(c.args["self"][1:])
     if buffer is None:
         if numbers.kind != CONST or target.dims[c.args["dim"]] is not None:
-            return c.unknown("puts rows by numbers")
-        joined = c.join(target, replace(source, shape=c.shapes[0]))
-        return joined if isinstance(joined, Value) else c.make(*joined[:2])
+            c.unknown("puts rows by numbers")
+        return c.meet(target, replace(source, shape=c.shapes[0]))
     if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
     if buffer == "state.token_ids" and "token" in source.facts:

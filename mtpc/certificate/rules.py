@@ -7,12 +7,13 @@ from typing import Any
 
 from mtpc.certificate import arithmetic, kernels, moves, tables
 from mtpc.certificate.state import Checker
-from mtpc.certificate.values import RefusedError
+from mtpc.certificate.values import RefusedError, UnknownError
 
 _RULES: dict[str, Any] = {
     **dict.fromkeys(tables.EXACT | tables.THREADS | {"pow"}, arithmetic.elementwise),
     **dict.fromkeys(tables.FOLDS, arithmetic.fold),
     **dict.fromkeys(("ge", "eq"), arithmetic.compare),
+    **dict.fromkeys(("matmul", "bmm"), arithmetic.product),
     **dict.fromkeys(tables.VIEWS, moves.view),
     **dict.fromkeys(tables.CONSTANTS, moves.constant),
     **dict.fromkeys(("index", "index_select", "embedding"), moves.index),
@@ -23,7 +24,7 @@ _RULES: dict[str, Any] = {
     "copy": moves.copy,
     "index_copy": moves.put,
     "get": moves.get,
-    "getitem": moves.getitem,
+    "getitem": lambda c: c.at("self")[c.args["index"]],
 }
 
 
@@ -52,12 +53,15 @@ def types_of(
 
 def _typed(c: Checker) -> Any:
     """What the line that has begun gives."""
-    if c.op in tables.KERNELS:
-        return kernels.kernel(c)
-    rule = _RULES.get(c.base)
+    rule = kernels.kernel if c.op in tables.KERNELS else _RULES.get(c.base)
     if rule is None and (c.in_place or not c.op.startswith("aten::")):
         raise RefusedError(f"{c.op} ({c.name}) has no rule")
-    found = rule(c) if rule else c.unknown("has no rule")
+    try:
+        found = rule(c) if rule else c.unknown("has no rule")
+    except UnknownError as error:
+        found = error.results
+    if c.op in tables.KERNELS:
+        return found
     if c.in_place:
         moves.store(c, c.args["self"][1:], found)
     elif c.base in tables.VIEWS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from mtpc.certificate import tables
 from mtpc.certificate.values import (
@@ -18,6 +18,7 @@ from mtpc.certificate.values import (
     REQUESTS,
     Layout,
     RefusedError,
+    UnknownError,
     Value,
 )
 
@@ -25,7 +26,8 @@ Line = Sequence[Any]
 _REPORTS = ("count_tokens", "write_logprobs")
 """What may read the rows of a request as columns: it takes those that were emitted."""
 _CARRIERS = tables.VIEWS | {"where"}
-"""What may take a value that is known under a condition: `where` has the condition."""
+"""What may take a value that is known under a condition, which `where` has; or a request's rows as
+columns, which a view may make rows again."""
 
 
 class Checker:
@@ -43,6 +45,8 @@ class Checker:
         memory: line -> the first line whose memory it shares.
         counts: count -> one that is no smaller, and the condition under which it may be.
         single: counts of which none is over 1.
+        windows: counts of windows that rows close -> their tag.
+        shifts: tags of numbers that are rows of another layout, because acceptance ends there.
 
     Raises:
         RefusedError: it is no listing of a step.
@@ -56,6 +60,8 @@ class Checker:
         self.memory: dict[str, str] = {}
         self.counts: dict[Layout, tuple[Layout, Any]] = {}
         self.single: set[Layout] = set()
+        self.windows: dict[Layout, tuple[Any, ...]] = {}
+        self.shifts: set[tuple[Any, ...]] = set()
         self.calls = {line[0]: line for line in lines}
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
@@ -93,14 +99,20 @@ class Checker:
         held = self.content.get(self.buffers.get(name, ""))
         is_whole = held is not None and held.shape == tuple(self.calls[name][3][0])
         found = held if is_whole else self.values[name]
-        if isinstance(found, Value) and found.is_conditional and self.base not in _CARRIERS:
-            found = replace(found, kind=ANY, why=self.because("has rows of another request"))
-        if isinstance(found, Value) and "together" in found.facts and self.op not in _REPORTS:
-            found = replace(found, kind=ANY, why=self.because("has later rows of its request"))
+        if not isinstance(found, Value) or self.base in _CARRIERS:
+            return found
+        if found.is_conditional:
+            return replace(found, kind=ANY, why=self.because("has rows of another request"))
+        if "together" in found.facts and self.op not in _REPORTS:
+            return replace(found, kind=ANY, why=self.because("has later rows of its request"))
         return found
 
-    def unknown(self, why: str, *sources: Value) -> Any:
-        """Nothing is known of the results, because of this line or of one before."""
+    def unknown(self, why: str, *sources: Value) -> NoReturn:
+        """Stop at the line: nothing is known of what it gives."""
+        raise UnknownError(self.nothing(why, *sources), self.because(why, *sources))
+
+    def nothing(self, why: str, *sources: Value) -> Any:
+        """Results of which nothing is known, because of this line or of one before."""
         why = self.because(why, *sources)
         made = [Value(shape, (None,) * len(shape), ANY, why=why) for shape in self.shapes]
         return made if len(made) > 1 else made[0]
@@ -114,7 +126,7 @@ class Checker:
     ) -> Value:
         """The only result."""
         if kind == ANY:
-            return self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
+            self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
         is_place = bool(tag) and tag[0] in tables.PLACES
         kind = PLACE if is_place else OWN if kind == PLACE else kind
         if kind == OWN and tuple(dims) == (REQUESTS,) and not tag:
@@ -130,7 +142,12 @@ class Checker:
             return (("1", value.tag[1]),)
         return value.tag[1] if value.tag[0] == "bounds" else None
 
-    def join(self, *given: Any) -> tuple[list[Layout], str, list[Value]] | Value:
+    def meet(self, *given: Any) -> Value:
+        """What is computed element by element of values that name no places."""
+        dims, kind, _ = self.join(*given)
+        return self.make(dims, kind) if kind != PLACE else self.unknown("has numbers of places")
+
+    def join(self, *given: Any) -> tuple[list[Layout], str, list[Value]]:
         """What is computed element by element: its dimensions, its kind, and the operands.
 
         Rows of two layouts must not meet, nor rows and numbers that follow from their places.
@@ -141,11 +158,11 @@ class Checker:
         for v in values:
             for axis, dim in enumerate(v.dims, rank - len(v.dims)):
                 if dim is not None and dims[axis] not in (None, dim):
-                    return self.unknown("has rows of two layouts", *values)
+                    self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
         values = [self._resolved(v, dims) for v in values]
         if any(v.kind == ANY or v.is_conditional for v in values):
-            return self.unknown("has rows that may be another request's", *values)
+            self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
         if kinds & {PAIR, DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
             return dims, PAIR, values
@@ -154,7 +171,7 @@ class Checker:
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
         own = tuple(dims[len(dims) - len(value.dims) :])
-        is_number = value.tag[:1] in (("iota",), ("numbers",))
+        is_number = value.tag[:1] in (("iota",), ("numbers",)) and max(value.shape) == 1
         met = [
             new
             for size, old, new in zip(value.shape, value.dims, own, strict=True)
@@ -165,9 +182,9 @@ class Checker:
             return value
         if not met:
             is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            is_plain = value.tag == ("iota", 1)
-            column = ("col", sizes[0]) if is_plain else ()
-            return replace(value, tag=column) if is_column else value
+            if is_column:
+                return replace(value, tag=("col", value.tag[1] * (sizes[0] - 1) + 1))
+            return value
         if "uniform" in value.facts or (value.tag == ("numbers",) and met == [REQUESTS]):
             return replace(value, dims=own)
         if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):
@@ -177,7 +194,7 @@ class Checker:
                 return replace(value, dims=own, kind=PLACE, tag=tag)
             if times == 1:
                 return replace(value, dims=own, kind=PLACE, tag=("row", met[0]))
-        return self.unknown("has rows, and numbers that follow from their places")
+        self.unknown("has rows, and numbers that follow from their places")
 
     def origin(self, argument: str) -> str:
         """The line of a value of requests that an argument has by row."""

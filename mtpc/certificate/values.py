@@ -53,6 +53,19 @@ class Value:
         return f"{self.kind}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
 
 
+class UnknownError(Exception):
+    """Nothing is known of what a line gives.
+
+    Args:
+        results: of the line, of the kind `any`.
+        why: nothing is known.
+    """
+
+    def __init__(self, results: Any, why: str) -> None:
+        super().__init__(why)
+        self.results = results
+
+
 class RefusedError(Exception):
     """The listing proves nothing; the message names the operator, and its line."""
 
@@ -73,9 +86,16 @@ def pool_of(name: Any) -> str:
     return "slots" if name == "S" else rings
 
 
-def lemma(op: str, one: Value, other: Value) -> tuple[Any, ...]:
+def spots(rows: Any, pages: Any) -> Any:
+    """The name of pages that are seen as so many pages each."""
+    return pages if rows == 1 else f"spots {rows} of {pages}"
+
+
+def lemma(
+    op: str, one: Value, other: Value, known: Sequence[Sequence[str]] = LEMMAS
+) -> tuple[Any, ...]:
     """The tag of a sum, a product or a minimum, by the first lemma that fits; () if none does."""
-    for name, left, right, result in LEMMAS:
+    for name, left, right, result in known:
         if name != op:
             continue
         for tag in _tags(one):
@@ -98,8 +118,7 @@ def _tags(value: Value) -> list[tuple[Any, ...]]:
     """What a lemma may take a value for."""
     if value.tag == ("request",):
         return [value.tag, ("row", REQUESTS), ("start", REQUESTS)]
-    is_plain = value.kind in (OWN, CONST) and value.tag[:1] != ("#",)
-    return [value.tag] * bool(value.tag) + [("own",)] * is_plain
+    return [value.tag] if value.tag else []
 
 
 def _binds(pattern: str, tag: tuple[Any, ...], bound: dict[str, Any]) -> bool:

@@ -99,9 +99,10 @@ class BlockConvolution(nn.Module):
         mixed = grouped * (base[0] + own[:, :, 0])
         token = torch.arange(place.shape[0], device=place.device)
         for tap in range(1, self.taps):
-            earlier = grouped.index_select(1, (token - tap).clamp(min=0))
             within = (place >= tap)[:, None, None]
-            mixed = mixed + torch.where(within, earlier * (base[tap] + own[:, :, tap]), 0)
+            earlier = grouped.index_select(1, (token - tap).clamp(min=0))
+            earlier = torch.where(within, earlier, 0)
+            mixed = mixed + earlier * (base[tap] + own[:, :, tap])
         return mixed.flatten(-2)
 
 

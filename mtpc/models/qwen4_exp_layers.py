@@ -40,14 +40,14 @@ class IndexedKV(PagedKV):
 
     index: Tensor
 
-    def by_token(self) -> PagedKV:
-        """The pools of K and V, in pages of one token."""
-        scales = (s if s is None else _by_token(s) for s in (self.k_scale, self.v_scale))
-        return PagedKV(_by_token(self.k), _by_token(self.v), *scales)
+    def by_block(self, ratio: int) -> PagedKV:
+        """The pools of K and V, in pages of `ratio` tokens."""
 
+        def parted(pool: Tensor) -> Tensor:
+            return pool.view(-1, ratio, *pool.shape[2:])
 
-def _by_token(pool: Tensor) -> Tensor:
-    return pool.view(-1, 1, *pool.shape[2:])
+        scales = (s if s is None else parted(s) for s in (self.k_scale, self.v_scale))
+        return PagedKV(parted(self.k), parted(self.v), *scales)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BlockAttention(nn.Module):
     A block is `ratio` tokens of a text. A row sees those that end at its position or before; its
     open block is the tokens after them. The indexer scores the blocks with a few query heads of its
     own, by the mean of their tokens' keys. Attention is that of a row whose context is what it
-    attends to, in pages of one token.
+    attends to, in pages of a block.
 
     Args:
         source: transformers' `Qwen4ExpTextAttention`; its parameters are shared.
@@ -128,7 +128,8 @@ class BlockAttention(nn.Module):
         asked = self._index(hidden, firsts, state.index, context)
         asked = rotate_halves(asked, cos, sin)
         chosen = self._attended(asked, state.index, context)
-        out = state.by_token().attend(self, query.transpose(0, 1)[None], self.scaling, chosen)[0]
+        pools = state.by_block(self.ratio)
+        out = pools.attend(self, query.transpose(0, 1)[None], self.scaling, chosen)[0]
         return self.o_proj(out.flatten(1) * torch.sigmoid(gate.flatten(1)))[None], None
 
     def _heads(self, rows: Tensor, width: int) -> Tensor:
@@ -160,20 +161,23 @@ class BlockAttention(nn.Module):
         rows = self._heads(indexer.index_qk_proj(hidden), indexer.index_head_dim)
         asked, key = rows.split([indexer.index_n_heads, 1], 1)
         ops.write_cache(keys, key[:, 0], context.slot_mapping, None)
-        # Of a row that closes a block, the block's tokens are the slots up to its own.
-        offset = torch.arange(1 - self.ratio, 1, device=hidden.device)
-        slots = (context.slot_mapping[:, None] + offset).clamp(min=0)
-        mean = keys.view(-1, keys.shape[2])[slots].float().mean(1).to(key.dtype)
+        # Complete where the row closes its block, and not used elsewhere.
+        tokens = keys.view(-1, self.ratio, keys.shape[2])[self._block_of(context).clamp(min=0)]
+        mean = tokens.float().mean(1).to(key.dtype)
         block = rotate_halves(indexer.k_layernorm(mean)[:, None], *firsts)[:, 0]
         closes = context.positions % self.ratio == self.ratio - 1
         ops.write_cache(keys, block, torch.where(closes, context.slot_mapping, NO_SLOT), None)
         return indexer.q_layernorm(asked)
 
-    def _attended(self, asked: Tensor, keys: Tensor, context: StepContext) -> StepContext:
-        """What rows attend to, as the context of an attention in pages of one token.
+    def _block_of(self, context: StepContext) -> Tensor:
+        """The block of each row in all pages, int64 [T]; -1 where a row has no slot."""
+        return context.slot_mapping // self.ratio
 
-        Each row is a request of one row there: its block table has the slots of the tokens of its
-        blocks, positions ascending, then those of its open block.
+    def _attended(self, asked: Tensor, keys: Tensor, context: StepContext) -> StepContext:
+        """What rows attend to, as the context of an attention in pages of a block.
+
+        Each row is a request of one row there: its block table has its chosen blocks, positions
+        ascending, then its open block.
 
         Args:
             asked: the indexer's queries, [T, heads, I].
@@ -196,16 +200,11 @@ class BlockAttention(nn.Module):
             row,
             self.indexer.block_topk,
         )
-        offset = torch.arange(self.ratio, device=asked.device)
-        slots = (blocks.long()[..., None] * self.ratio + offset).flatten(1)
-        taken = closed.clamp(max=blocks.shape[1]) * self.ratio
-        place = torch.arange(slots.shape[1] + self.ratio - 1, device=asked.device)
-        place = place[None] - taken[:, None]
-        first = context.slot_mapping - context.positions % self.ratio
-        own = torch.where(place < left[:, None], first[:, None] + place, NO_SLOT)
-        slots = torch.where(place < 0, F.pad(slots, (0, self.ratio - 1)), own)
-        lens = taken + left.int()
-        return replace(context, block_table=slots.int(), seq_lens=lens, query_start_loc=row)
+        taken, own = closed.clamp(max=blocks.shape[1]), self._block_of(context).int()[:, None]
+        column = torch.arange(blocks.shape[1] + 1, device=asked.device)
+        table = torch.where(column == taken[:, None], own, torch.cat([blocks, own], 1))
+        lens = taken * self.ratio + left.int()
+        return replace(context, block_table=table, seq_lens=lens, query_start_loc=row)
 
 
 class NGramLayer(nn.Module):

@@ -11,6 +11,8 @@ from typing import Any
 
 from helpers.listings import Edit
 
+DFLASH2 = "dflash2"
+"""In place of a family: llama with DFlash2, whose rows are mixed, and a budget of rows."""
 Plant = Callable[[Edit], None]
 PLANTED: dict[str, tuple[str, str, Plant]] = {}
 """Name -> family, phase, edit."""
@@ -58,7 +60,7 @@ def _along(name: str, **args: Any) -> Callable[..., str]:
     return make
 
 
-def _first_row(edit: Edit, at: Any, ref: str, axis: int, shape: list[Any], dtype: str) -> str:
+def first_row(edit: Edit, at: Any, ref: str, axis: int, shape: list[Any], dtype: str) -> str:
     """The first row for all."""
     one = [size for n, size in enumerate(shape) if n != axis]
     row = edit.add(at, "aten::select.int", {"self": ref, "dim": axis, "index": 0}, one, dtype)
@@ -67,7 +69,7 @@ def _first_row(edit: Edit, at: Any, ref: str, axis: int, shape: list[Any], dtype
     return edit.add(at, "aten::expand.default", {"self": row, "size": shape}, shape, dtype)
 
 
-def _rolled(edit: Edit, at: Any, ref: str, axis: int, shape: list[Any], dtype: str) -> str:
+def rolled(edit: Edit, at: Any, ref: str, axis: int, shape: list[Any], dtype: str) -> str:
     """Each row is the next one."""
     parts = []
     for start, end, size in ((1, 2**63 - 1, shape[axis] - 1), (0, 1, 1)):
@@ -136,8 +138,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "largest_of_the_batch": _fold("amax.default"),
     "running_sum_over_rows": _along("cumsum.default"),
     "softmax_over_rows": _along("softmax.int", dtype=None),
-    "first_row_for_all": _first_row,
-    "next_row": _rolled,
+    "first_row_for_all": first_row,
+    "next_row": rolled,
     "row_by_number": _by_number,
     "place_of_the_row": _by_place,
     "mask_over_all_rows": _masked,
@@ -230,7 +232,7 @@ def experts_of_the_next_row(edit: Edit) -> None:
     line = edit.find("packed_experts")
     ids = line[2]["expert_ids"]
     shape, dtype = edit.line(ids)[3][0], edit.line(ids)[4][0]
-    line[2]["expert_ids"] = _rolled(edit, line, ids, 0, shape, dtype)
+    line[2]["expert_ids"] = rolled(edit, line, ids, 0, shape, dtype)
 
 
 # ---- Where rows, requests, slots and pages are -------------------------------------------------
@@ -289,7 +291,7 @@ def prompts_of_requests_that_decode(edit: Edit) -> None:
 def every_block_table_is_the_first(edit: Edit) -> None:
     line = edit.find("paged_attention")
     ref = line[2]["block_table"]
-    line[2]["block_table"] = _first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["block_table"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 @planted()
@@ -398,14 +400,14 @@ def logits_from_the_batch(edit: Edit) -> None:
 def choices_of_the_next_row(edit: Edit) -> None:
     line = edit.find("accept")
     ref = line[2]["chosen"]
-    line[2]["chosen"] = _rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["chosen"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 @planted()
 def parameters_of_the_first_slot(edit: Edit) -> None:
     line = edit.find("sample")
     ref = line[2]["state_slots"]
-    line[2]["state_slots"] = _first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["state_slots"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 @planted()
@@ -421,7 +423,7 @@ def masks_of_the_first_row(edit: Edit) -> None:
     """The tokens that the first row may be are those that every row may be."""
     line = edit.find("sample")
     ref = line[2]["token_mask"]
-    line[2]["token_mask"] = _first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["token_mask"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 @planted()
@@ -456,7 +458,7 @@ def state_of_slots_by_number(edit: Edit) -> None:
 def state_of_the_next_request(edit: Edit) -> None:
     line = edit.find("aten::index_copy_.default", 1)
     ref = line[2]["source"]
-    line[2]["source"] = _rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["source"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 @planted()
@@ -464,7 +466,7 @@ def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""
     line = edit.find("count_tokens")
     ref = line[2]["ids"]
-    line[2]["ids"] = _first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    line[2]["ids"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
 # ---- Rows before a row, as n-grams take them ----------------------------------------------------
@@ -552,3 +554,27 @@ def rows_after_a_row(edit: Edit) -> None:
     new = edit.add(at, "aten::expand.default", {"self": new, "size": apart}, apart, dtype)
     new = edit.add(at, "aten::reshape.default", {"self": new, "shape": shape}, shape, dtype)
     edit.redirect(ref, new, at)
+
+
+@planted(phase="decode")
+def rows_after_a_row_by_number(edit: Edit) -> None:
+    """The same, where a request's rows are found by their numbers."""
+    embedded = edit.find("aten::embedding.default")
+    ref, shape, dtype = f"%{embedded[0]}", embedded[3][0], embedded[4][0]
+    at = edit.lines[edit.lines.index(embedded) + 1]
+    starts = edit.find("aten::slice.Tensor", has=lambda line: line[2]["end"] == -1)
+    requests = starts[3][0][0]
+    width, wide = shape[1] // requests, [requests, shape[1] // requests, shape[2]]
+
+    def add(op: str, args: dict[str, Any], shape: list[Any], dtype: str = dtype) -> str:
+        return edit.add(at, f"aten::{op}", args, shape, dtype)
+
+    rows = add("unsqueeze.default", {"self": f"%{starts[0]}", "dim": 1}, [requests, 1], "int64")
+    columns = add("arange.default", {"end": width}, [width], "int64")
+    args = {"self": rows, "other": columns, "alpha": 1}
+    rows = add("add.Tensor", args, [requests, width], "int64")
+    new = add("select.int", {"self": ref, "dim": 0, "index": 0}, shape[1:])
+    new = add("index.Tensor", {"self": new, "indices": [rows]}, wide)
+    new = add("amax.default", {"self": new, "dim": [1], "keepdim": True}, [requests, 1, shape[2]])
+    new = add("expand.default", {"self": new, "size": wide}, wide)
+    edit.redirect(ref, add("reshape.default", {"self": new, "shape": shape}, shape), at)

@@ -166,6 +166,33 @@ def test_a_value_does_not_depend_on_its_place(length: int, start: int, threads: 
     assert torch.equal(result(part[3:4].clone())[0], together[3])
 
 
+def _streams(out: Tensor, mix: Tensor, streams: Tensor) -> None:
+    """What a model does with the few streams of a row: products, sums, a mean, a function."""
+    mixed = mix.transpose(1, 2) @ torch.nn.functional.softplus(streams)
+    total = mixed.sum(1) + (mixed * streams).mean(-2) - streams.cumsum(1)[:, 3]
+    out.copy_(total * (streams * streams).sum(-1).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
+def test_sums_over_streams_have_one_order(dtype: torch.dtype) -> None:
+    """They are near torch's, and the same bits for a row alone and in company."""
+    given = {"mix": numbers(9, 4, 4, dtype=dtype), "streams": numbers(9, 4, 300, dtype=dtype)}
+
+    def results(rows: slice) -> tuple[Tensor, Tensor]:
+        named = {name: each[rows].clone() for name, each in given.items()}
+        out = torch.zeros_like(named["streams"][:, 0])
+        graph = small_graph(_streams, batch_out=out, **named)
+        wanted, text = run(graph), tape_of(graph)
+        assert not calls(text)["aten"]
+        return wanted, play(graph, text)
+
+    wanted, found = results(slice(None))
+    bound = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
+    for row in range(9):
+        assert torch.equal(results(slice(row, row + 1))[1][0], found[row])
+
+
 def test_kernels_take_every_kind_of_argument_and_result() -> None:
     x, bias, weight = numbers(5, 64, dtype=BF16), numbers(48, dtype=BF16), numbers(64, dtype=BF16)
 

@@ -669,15 +669,15 @@ FAULTS = (
     Fault(
         "qwen4: rows do not attend to their open block",
         QWEN4,
-        "lens = taken + left.int()",
-        "lens = taken",
+        "lens = taken * self.ratio + left.int()",
+        "lens = taken * self.ratio",
         _QWEN4,
     ),
     Fault(
-        "qwen4: a block's key is the mean of tokens one earlier",
+        "qwen4: a block's key is the mean of the block before",
         QWEN4,
-        "offset = torch.arange(1 - self.ratio, 1,",
-        "offset = torch.arange(-self.ratio, 0,",
+        "[self._block_of(context).clamp(min=0)]",
+        "[(self._block_of(context) - 1).clamp(min=0)]",
         _QWEN4,
     ),
     Fault(

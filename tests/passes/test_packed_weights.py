@@ -14,6 +14,7 @@ import torch
 from helpers.batches import WITHIN, Mixture, bf16, make_mixture
 from helpers.compiled import run_on
 from helpers.families import TINY
+from helpers.small_graphs import operations, run, small_graph
 from helpers.whole_steps import compiler_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -413,6 +414,23 @@ def test_experts_are_packed(family: str, compiler: Callable[..., StepCompiler]) 
     assert ("mtpc.packed_head_linear" in used) == family.startswith("deepseek")
     left = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum"}
     assert used.isdisjoint({"mtpc.experts", *(f"aten.{name}" for name in left)})
+
+
+def test_a_product_over_groups_is_packed() -> None:
+    """DeepSeek-V4's: a batched product by a view of one weight."""
+
+    def body(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        stack = weight.view(3, -1, 32).transpose(1, 2)
+        out.copy_(torch.bmm(x.transpose(0, 1), stack).transpose(0, 1))
+
+    out = torch.zeros(5, 3, 40, dtype=torch.bfloat16)
+    graph = small_graph(body, batch_x=bf16(5, 3, 32), weight=bf16(120, 32), batch_out=out)
+    wanted = run(graph)
+    assert PackWeights().apply(graph) == 1
+    graph.module.recompile()
+    assert operations(graph) == ["packed_head_linear[5,3,40]", "copy_[5,3,40]"]
+    bound = 2**-7 * float(wanted.abs().max())
+    torch.testing.assert_close(run(graph), wanted, rtol=2**-7, atol=bound)
 
 
 def test_float32_is_left_alone(compiler: Callable[..., StepCompiler]) -> None:

@@ -169,6 +169,8 @@ void apply(Function function, Block<A>& block, int64_t n) {
       return each_register(block, n, [](V a) { return 1 / (exp(-a) + 1); });
     case Function::kSilu:
       return each_register(block, n, [](V a) { return a / (exp(-a) + 1); });
+    case Function::kSoftplus:  // As PyTorch: of large numbers, they themselves.
+      return each(block, n, [](A a, A, A) { return a > 20 ? a : std::log1p(std::exp(a)); });
     default:
       return apply_any(function, block, n);
   }
@@ -250,12 +252,47 @@ A fold_two(Folding folding, A a, A b) {
   }
 }
 
-/// Sums of floats are added as doubles.
+/// totals = totals folded with a term each; the first term of a sum or of a maximum is the total.
+template <class A>
+void fold_in(Folding folding, bool is_first, const A* terms, A* totals, int64_t count) {
+  if (is_first && folding < Folding::kAny) {
+    std::copy_n(terms, count, totals);
+    return;
+  }
+  if (is_first) std::fill_n(totals, count, static_cast<A>(folding == Folding::kAll));
+  for (int64_t i = 0; i < count; ++i) totals[i] = fold_two(folding, totals[i], terms[i]);
+}
+
+/// A fold whose results lie beside each other, and whose terms do not: many results at once.
+template <class A>
+void fold_beside(const Fold& fold, int64_t rows) {
+  const int64_t last = fold.dims - 1, length = fold.sizes[last];
+  const int64_t from = fold.operands[1].strides[last], to = fold.operands[0].strides[last];
+  const int64_t step = fold.operands[0].strides[last - 1];
+  for_ranges(rows, length, [&](int64_t first, int64_t end) {
+    for_runs<2>(fold.sizes, last, fold.operands, first, end, kBlock, [&](const auto& at, int64_t n) {
+      A block[kBlock], totals[kBlock];
+      for (int64_t term = 0; term < length; ++term) {
+        fetch(block, fold.operands[1], at[1] + term * from, 1, n);
+        fold_in(fold.folding, term == 0, block, totals, n);
+        if (fold.folding == Folding::kScan) {
+          put(fold.operands[0], at[0] + term * to, step, totals, n);
+        }
+      }
+      if (fold.folding != Folding::kScan) put(fold.operands[0], at[0], step, totals, n);
+    });
+  });
+}
+
+/// Sums of floats are added as doubles, one term after the other.
 template <class A>
 void run_fold(const Fold& fold) {
   const int64_t last = fold.dims - 1, length = fold.sizes[last];
   const int64_t from = fold.operands[1].strides[last], to = fold.operands[0].strides[last];
   const int64_t rows = count_places(fold.sizes, last);
+  if (last > 0 && from != 1 && fold.operands[1].strides[last - 1] == 1) {
+    return fold_beside<A>(fold, rows);
+  }
   int64_t sizes[kMostDims];
   Operand operands[2] = {fold.operands[0], fold.operands[1]};
   std::copy(fold.sizes, fold.sizes + last, sizes);

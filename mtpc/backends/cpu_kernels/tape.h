@@ -49,6 +49,7 @@ enum class Arithmetic : int64_t { kIntegers, kFloats, kDoubles };
 enum class Function : int64_t {
   // Of one operand.
   kCopy, kNeg, kNot, kLogicalNot, kIsFinite, kCos, kSin, kExp, kSqrt, kRsqrt, kSigmoid, kSilu,
+  kSoftplus,
   // Of two.
   kAdd, kSub, kMul, kDiv, kFloorDivide, kRemainder, kMinimum, kMaximum, kAnd, kOr,
   kEq, kNe, kLt, kLe, kGt, kGe,

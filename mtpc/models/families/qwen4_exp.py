@@ -82,7 +82,7 @@ class StreamTarget(nn.Module):
             "ple_input_ids": ids[None],
             CACHE: context,
         }
-        hidden = embedding.repeat(1, self.streams)[None]
+        hidden = torch.cat([embedding] * self.streams, -1)[None]
         for layer in self.layers:
             hidden = layer(hidden, **given)
         return hidden[0]

@@ -37,6 +37,7 @@ aten = torch.ops.aten
 
 _GROUPED = (torch.ops.mtpc.grouped_linear.default, torch.ops.mtpc.grouped_experts.default)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,11 @@ def _pack_head_products(graph: StepGraph) -> int:
     """Replace batched products over heads by `mtpc::packed_head_linear`; returns how many.
 
     absorb-latent leaves two of them beside each attention: the rows of each head times a block of
-    rows of W. A batched matrix product reads W across its rows, and its order of addition depends
-    on the number of rows of x. The packed op does neither.
+    rows of W. DeepSeek-V4 has one behind it, of groups and whole blocks. A batched matrix product
+    reads W across its rows, and its order of addition depends on the number of rows of x. The
+    packed op does neither.
     """
-    found = [
-        (n, _head_blocks(graph, n)) for n in graph.graph.nodes if is_call(n, aten.matmul.default)
-    ]
+    found = [(n, _head_blocks(graph, n)) for n in graph.graph.nodes if is_call(n, *_PRODUCTS)]
     products = [(node, *blocks) for node, blocks in found if blocks is not None]
     for node, weight, blocks in products:
         _exchange_head(graph, node, weight, blocks)
@@ -123,21 +123,25 @@ def _pack_head_products(graph: StepGraph) -> int:
 def _head_blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | None:
     """The weight of a product over heads, and the block of it, [N, K], that each head reads; None
     for any other product."""
-    x, factor = operands(node, aten.matmul.default, 2)
+    x, factor = arguments(node).values()
     whole = _transposed(factor, 1, 2)
-    view, dim, start, stop = operands(factor if whole is None else whole, aten.slice.Tensor, 4)
+    taken = factor if whole is None else whole
+    view, dim, start, stop = operands(taken, aten.slice.Tensor, 4)
+    if view is None:
+        view, dim, start, stop = taken, 1, 0, None
     source, _ = operands(view, aten.view.default, 2)
     weight = weight_of(graph, source)
     if _transposed(x, 0, 1) is None or weight is None or dim != 1:
         return None
-    if weight.dim() != 2 or not can_pack(weight) or x.meta["val"].shape[-1] % 2:
+    stack = view.meta["val"].shape
+    if (weight.dim(), len(stack)) != (2, 3) or not can_pack(weight) or x.meta["val"].shape[-1] % 2:
         return None
-    heads = view.meta["val"].shape[0]
-    return source, Blocks(heads, start, stop, whole is None, str(source.target))
+    stop = stack[1] if stop is None else stop
+    return source, Blocks(stack[0], start, stop, whole is None, str(source.target))
 
 
 def _exchange_head(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) -> None:
-    x, _ = operands(node, aten.matmul.default, 2)
+    x, _ = arguments(node).values()
     turned = "t" if blocks.transposed else "n"
     source = str(weight.target).replace(".", "_")
     name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"

@@ -87,7 +87,7 @@ class _Counts:
         published: buffer of `_PUBLISHED` -> the value last written to it.
         requests: count of requests.
         tokens: count of flat tokens.
-        logits: count of a prefill step's rows of logits.
+        logits: count of a ragged step's rows of logits, until these are accepted.
         selected: node of features of selected rows -> True if these are the rows of logits, False
             if they are one row per request.
     """
@@ -113,6 +113,8 @@ class _Counts:
                 self._count(node)
             if name == _LOGITS and isinstance(value, fx.Node):
                 self._count_logits(node, value)
+        elif is_call(node, torch.ops.mtpc.accept.default):
+            self.logits = None  # From here on rows are selected for each request alone.
         elif _has_features(node):
             self._follow_selection(node)
 
