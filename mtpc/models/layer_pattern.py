@@ -33,15 +33,12 @@ def find_pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
     some of them is handed out."""
     if loaded.captures_layers:
         return None
-    found = _pattern(loaded, spec_of)
-    if found is None and (found := _pattern(loaded, lambda name: None)):
-        found = replace(found, stored_alike=False)
-    return found
+    count = len(decoder_layers(loaded.target.get_decoder()))
+    kinds = [_kind(loaded, index, spec_of) for index in range(count)]
+    return _pattern(loaded, kinds, True) or _pattern(loaded, [made for made, _ in kinds], False)
 
 
-def _pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
-    layers = decoder_layers(loaded.target.get_decoder())
-    kinds = [_kind(loaded, index, spec_of) for index in range(len(layers))]
+def _pattern(loaded: LoadedModel, kinds: list[Any], stored_alike: bool) -> LayerPattern | None:
     total, best = len(kinds), None
     for period in range(1, total // 3):
         first = next(
@@ -50,8 +47,8 @@ def _pattern(loaded: LoadedModel, spec_of: SpecOf) -> LayerPattern | None:
         rest = (total - first) % period or period
         traced = first + 3 * period + rest
         if traced < total and (best is None or traced < best.traced):
-            caches = loaded.family.caches_per_layer
-            best = LayerPattern(layers_prefix(loaded), first, period, traced, total, caches)
+            prefix, caches = layers_prefix(loaded), loaded.family.caches_per_layer
+            best = LayerPattern(prefix, first, period, traced, total, caches, stored_alike)
     return best
 
 
@@ -76,8 +73,8 @@ def layers_prefix(loaded: LoadedModel) -> str:
     return f"{name}."
 
 
-def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
-    """Everything that determines a layer's trace, except its number."""
+def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> tuple[Any, Any]:
+    """Everything that determines a layer's trace, except its number; and how it is stored."""
     config, layer = loaded.config, decoder_layers(loaded.target.get_decoder())[index]
     lists = {
         name: value[index]
@@ -92,7 +89,7 @@ def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> Any:
     ]
     names = [name for name, _ in layer.named_parameters()]
     groups = {name: spec_of(f"{layers_prefix(loaded)}{index}.{name}") for name in names}
-    return repr(lists), specs, groups, _content(layer)
+    return (repr(lists), specs, _content(layer)), groups
 
 
 def _content(module: nn.Module) -> Any:
