@@ -32,19 +32,14 @@ class SampleChoice(nn.Module):
     """The target's choice, by each request's parameters."""
 
     def forward(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        positions: Tensor,
-        state_slots: Tensor,
-        *rows: Tensor | None,
+        self, logits: Tensor, ids: Tensor, positions: Tensor, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The arguments of `mtpc::sample` -> `Chosen` [N].
 
         A chosen token stands at the position after its row's. A row without a choice counts as not
         finite.
         """
-        tokens = torch.ops.mtpc.sample(logits, ids, positions + 1, state_slots, *rows)
+        tokens = torch.ops.mtpc.sample(logits, ids, positions + 1, *given)
         return tuple(Chosen(tokens.clamp(min=0), tokens >= 0))
 
 

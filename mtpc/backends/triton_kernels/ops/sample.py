@@ -231,13 +231,11 @@ def sample(
         logits_ptr=logits, ids_ptr=ids, bias_ids_ptr=bias_ids, bias_values_ptr=bias_values,
         allowed_ptr=allowed, prompt_ptr=prompt, counts_ptr=counts, stops_ptr=stops, mask_ptr=mask,
         words=allowed.shape[1], logits_row=logits.stride(0),
-        places_ptr=positions if places is None else places.contiguous(),  # Without, none is read.
+        places_ptr=positions if places is None else places.contiguous(),
     )  # fmt: skip
-    sizes = dict(
-        ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
-        STOPS=stops.shape[1], HAS_MASK=token_mask is not None, HAS_PLACES=places is not None,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
+    sizes = dict(ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
+                 STOPS=stops.shape[1], BLOCK=_BLOCK)  # fmt: skip
+    sizes |= dict(HAS_MASK=token_mask is not None, HAS_PLACES=places is not None)
     known = dict(ROWS=rows, BLOCKS=blocks, BLOCK=_BLOCK)
     padded = known | dict(BLOCKS_PAD=power_of_two(blocks))
     cuts = scores.new_empty(count)
