@@ -257,7 +257,7 @@ LINES = {
     "passes": 2530,
     "program": 4960,
     "server": 4420,
-    "step": 2000,
+    "step": 2010,
     "store": 1000,
     "tuning": 1820,
     "weights": 8730,

@@ -48,6 +48,11 @@ def chances(counts: Tensor) -> Tensor:
     return ((accepted + EXPECTED * WEIGHT) / (judged + WEIGHT)).cumprod(1)
 
 
+def leading(flags: Tensor) -> Tensor:
+    """How many flags of each row are true before one is not: bool [R, K] -> int64 [R]."""
+    return ((~flags).long().cumsum(1) == 0).sum(1)
+
+
 def choose_drafts(worth: Tensor, is_useful: Tensor, room: Tensor) -> Tensor:
     """How many drafts of each request are verified: those of the greatest worth, as many as fit.
 
@@ -67,7 +72,7 @@ def choose_drafts(worth: Tensor, is_useful: Tensor, room: Tensor) -> Tensor:
         (flat[None, :] == flat[:, None]) & (order[None, :] < order[:, None])
     )
     is_chosen = (is_before.sum(1) < room).view(count, num_reqs).t() & is_useful
-    return is_chosen.long().cumprod(1).sum(1)
+    return leading(is_chosen)
 
 
 class BeginPacked(nn.Module):
@@ -97,7 +102,7 @@ class BeginPacked(nn.Module):
         is_draft = token_ids[state_indices][:, 1 : drafts + 1] != NO_TOKEN
         # The last token that a request may emit is the target's own.
         is_useful = is_draft & active[:, None] & (column + 1 < remaining[:, None])
-        count = is_useful.long().cumprod(1).sum(1)
+        count = leading(is_useful)
         for table in draft_counts:
             worth = chances(table[state_indices][:, :drafts])
             count = choose_drafts(worth, is_useful, num_tokens - active.long().sum())
