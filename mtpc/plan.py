@@ -147,6 +147,13 @@ class Plan(CompileOptions):
         return self.spec_tokens if drafters_of(self.draft)[1] else 0
 
     @property
+    def packs_drafts(self) -> bool:
+        """Whether a decode step has rows for those drafts alone that exist: many requests have no
+        copy, and kernels leave out the rows that this saves."""
+        skips = self.facts.skips_idle_rows and SKIP_IDLE_ROWS not in self.disabled_passes
+        return skips and self.copies and not self.layer_drafts
+
+    @property
     def prefill_shape(self) -> tuple[int, int]:
         """(rows, tokens per row) of the prefill step; one prompt may take all tokens."""
         return self.prefill_rows, self.prefill_chunk // self.prefill_rows

@@ -24,7 +24,7 @@ from mtpc.layout.buffers import K_MAX, P
 from mtpc.layout.specs import DRAFT_COUNTS, SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
-from mtpc.step.budget import AcceptBudget, BeginBudget, CountDrafts
+from mtpc.step.budget import AcceptPacked, BeginPacked, CountDrafts
 from mtpc.step.choose import Choice, Choose, Pick
 from mtpc.step.copying import Copying
 from mtpc.step.metadata import BeginDecode, BeginPrefill, LogitsRows
@@ -198,7 +198,8 @@ def trace_step(
     drafts = key.spec_tokens > 0
     has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout and drafts)
     pieces = _pieces(key, traces, layout)
-    step = Step(key, pieces, buffers, _choice(layout), traces.drafting, *has)
+    choice = _choice(layout)
+    step = Step(key, pieces, buffers, choice, traces.drafting, *has, layout.is_ragged)
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
 
@@ -228,7 +229,7 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     is_decode = key.phase == "decode"
     ends: tuple[type[nn.Module], type[nn.Module]] = (BeginPrefill, AcceptPrefill)
     if is_decode:
-        ends = (BeginBudget, AcceptBudget) if key.is_ragged else (BeginDecode, Accept)
+        ends = (BeginPacked, AcceptPacked) if layout.is_ragged else (BeginDecode, Accept)
     pieces = StepPieces()
     for name, piece in traces.named_children():
         pieces.add_module(name, piece)

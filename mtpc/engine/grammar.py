@@ -16,7 +16,7 @@ from torch import Tensor
 from mtpc.engine.request import Request
 from mtpc.engine.scheduler import Turn
 from mtpc.errors import GrammarError, RequestError
-from mtpc.layout import StepKey
+from mtpc.layout import NO_TOKEN, StepKey
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 
@@ -163,7 +163,7 @@ class GrammarMasks:
                     break
                 only = self._tokens(rows[row], 1)
                 drafts[row] = only[0] if only else drafts[row]
-                if not walk.take(drafts[row]):
+                if drafts[row] == NO_TOKEN or not walk.take(drafts[row]):
                     break
         except Exception as error:  # The rows before this one are right.
             self._failed[request] = (row, error)

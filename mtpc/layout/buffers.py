@@ -19,7 +19,6 @@ from mtpc.layout import (
     STEP,
     VERIFY,
     BufferSpec,
-    Phase,
     StepKey,
     Writer,
 )
@@ -123,10 +122,14 @@ def chain_specs(
     )
 
 
-def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
+def batch_specs(key: StepKey, packs_drafts: bool = False) -> tuple[BufferSpec, ...]:
     """Per-bucket buffers, with metadata sized as PLAIN DECODING has it: one token a request.
 
     The pass `resize-metadata` grows what a multi-token step needs to num_reqs * query_len.
+
+    Args:
+        key: of the step.
+        packs_drafts: whether decode steps have rows for those drafts alone that exist.
     """
     common = (
         _batch("state_indices", (R,), torch.int64, SCRATCH_SLOT, HOST,
@@ -151,8 +154,9 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
         _result("stop_reason", (R,), torch.int32,
                "result: 0 the request goes on, 1 length, 2 stop token, 3 non-finite logits"),
     )  # fmt: skip
-    if phase == "decode":
-        return common
+    if key.phase == "decode":
+        is_ragged = key.spec_tokens and (packs_drafts or key.bucket.query_len < key.max_emitted)
+        return (*common, *_logits_starts()) if is_ragged else common
     return (
         *common,
         _batch("prompt_ids", (T,), torch.int64, 0, HOST,
@@ -169,7 +173,7 @@ def batch_specs(phase: Phase) -> tuple[BufferSpec, ...]:
 
 
 def _logits_starts() -> tuple[BufferSpec, ...]:
-    meaning = "prefill: where each request's rows of logits begin, and their total"
+    meaning = "ragged steps: where each request's rows of logits begin, and their total"
     return (_batch("logits_start_loc", (R + 1,), torch.int32, 0, VERIFY, meaning),)
 
 
@@ -249,13 +253,9 @@ def copy_specs(beside: bool) -> tuple[BufferSpec, ...]:
     )  # fmt: skip
 
 
-def budget_specs(key: StepKey) -> tuple[BufferSpec, ...]:
-    """What a budget of rows adds.
-
-    Args:
-        key: of the step.
-    """
-    specs = (
+def budget_specs() -> tuple[BufferSpec, ...]:
+    """What a budget of rows adds."""
+    return (
         _state("draft_counts", (S, K_MAX, 2), torch.float32, 0,
                "with a budget of rows: how many drafts were judged at each position, and how many "
                "of them were accepted; old ones count less. Written at join: 0", HOST + PROPOSE),
@@ -265,7 +265,6 @@ def budget_specs(key: StepKey) -> tuple[BufferSpec, ...]:
                "result, with a budget of rows: the chance that a draft to verify next and all "
                "before it are accepted; 0 in an inactive row"), writers=PROPOSE),
     )  # fmt: skip
-    return (*specs, *_logits_starts()) if key.is_ragged and key.phase == "decode" else specs
 
 
 SYNTHETIC_PERIOD = 4096

@@ -69,11 +69,6 @@ class StepKey:
         return self.spec_tokens + 1
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether requests may have different numbers of rows."""
-        return self.phase == "prefill" or self.bucket.query_len < self.max_emitted
-
-    @property
     def num_logits(self) -> int:
         """Rows of logits: the last one of a prompt, and all rows of a decoding request."""
         if self.phase == "decode":

@@ -34,6 +34,8 @@ NULL_PAGE = 0
 """KV page that unused block-table entries point at. It is never written."""
 NO_SLOT = -1
 """slot_mapping value that means: write nowhere."""
+NO_TOKEN = -1
+"""The id of a draft that does not exist, or has no row; no choice equals it."""
 PROMPT_EMBEDS, ROPE_OFFSETS = "state.prompt_embeds", "state.rope_offsets"
 CHAIN_EMBEDS = "state.chain_embeds"
 SAMPLING_INTS, SYNTHETIC_DRAWS = "state.sampling_ints", "state.synthetic_draws"
@@ -41,6 +43,8 @@ TEXT_IDS, NUM_DRAFTS = "state.text_ids", "batch.num_drafts"
 """Buffers that copies add."""
 COPY_COUNTS, DRAFT_SOURCE = "state.copy_counts", "state.draft_source"
 """Buffers that copies beside another drafter add."""
+LOGITS_STARTS = "batch.logits_start_loc"
+"""The buffer that ragged steps add: where each request's rows of logits begin, and their total."""
 DRAFT_COUNTS = "state.draft_counts"
 NUM_VERIFIED, DRAFT_CHANCES = "batch.num_verified", "batch.draft_chances"
 """Buffers that a budget of rows adds."""
@@ -147,6 +151,11 @@ class Layout(Mapping[str, BufferSpec]):
 
     def nbytes(self, name: str) -> int:
         return prod(self.shape(name)) * self[name].dtype.itemsize
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests may have different numbers of rows."""
+        return LOGITS_STARTS in self
 
     @cached_property
     def results(self) -> tuple[str, ...]:

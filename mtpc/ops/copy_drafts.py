@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpc.layout import NO_TOKEN
 from mtpc.ops.ragged import request_of
 from mtpc.ops.traits import Traits, operator
 
@@ -55,7 +56,7 @@ def copy_drafts(
         num_drafts: N_d, at least 1.
 
     Returns:
-        drafts int64 [R, N_d], 0 where nothing matches;
+        drafts int64 [R, N_d], NO_TOKEN where nothing matches;
         matched int32 [R], how many tokens before the copy are equal; 0 where nothing matches.
     """
     width, requests = text_ids.shape[1], context_lens.shape[0]
@@ -91,7 +92,7 @@ def _continue(text: Tensor, lens: Tensor, num_drafts: int) -> tuple[Tensor, Tens
     source = begin + columns % (lens - begin).clamp(min=1)
     drafts = text.gather(1, source.clamp(max=width - 1)).long()
     found = length >= SHORTEST
-    return torch.where(found, drafts, 0), torch.where(found, length, 0).int().flatten()
+    return torch.where(found, drafts, NO_TOKEN), torch.where(found, length, 0).int().flatten()
 
 
 @copy_drafts.register_fake

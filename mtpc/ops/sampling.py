@@ -33,6 +33,7 @@ from mtpc.sampling_params import FLOATS, INTS
         requests="state_slots",
         slots="floats ints bias_ids bias_values allowed_tokens prompt_tokens output_counts "
         "stop_ids",
+        skips_idle=True,
         chooses=True,
     )
 )
@@ -50,6 +51,7 @@ def sample(
     output_counts: Tensor,
     stop_ids: Tensor,
     token_mask: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """One token for each row: the argmax of the logits that the filters keep, plus Gumbel noise if
     the request samples.
@@ -58,13 +60,13 @@ def sample(
     penalties, temperature, min-p, top-k, top-p, noise. Ties at the edge of a filter stay.
 
     Args:
-        logits: [N, V], N = R * Q: Q rows a request.
+        logits: [N, V], N = R * Q: Q rows a request. With `places` [M, V].
         ids: int64 [N], the input token of each row. Row j of a request has seen the tokens of its
             rows 1..j in addition to those that output_counts counts: they are drafts.
         positions: int64 [N], the position of the chosen token in its sequence; below 0 in a row
             that chooses no token.
         state_slots: int64 [R]; SCRATCH_SLOT where a request is off.
-        floats: one row a slot, like all arguments that follow except the last; see above.
+        floats: one row a slot, like all arguments that follow except the last two; see above.
         ints: see above.
         bias_ids: see above.
         bias_values: see above.
@@ -73,15 +75,16 @@ def sample(
         output_counts: see above.
         stop_ids: see above.
         token_mask: int32 [N, W], one more mask; None allows all.
+        places: int64 [N], the row of `logits` that each row chooses from; None: its own.
 
     Returns:
         int64 [N]; -1 where the request is off, the row chooses no token, a logit is NaN, the
         greatest logit is not finite, or no token is allowed.
     """
-    rows_each = logits.shape[0] // state_slots.shape[0]
+    rows_each = ids.shape[0] // state_slots.shape[0]
     slots = state_slots.repeat_interleave(rows_each)
     number, flag = _columns(floats[slots], FLOATS), _columns(ints[slots], INTS)
-    x = logits.double()
+    x = (logits if places is None else logits[places]).double()
     usable = torch.isfinite(x.amax(-1)) & (slots != SCRATCH_SLOT) & (positions >= 0)
 
     if not _is_plain(number, flag, bias_ids[slots], positions, token_mask, usable):
@@ -111,7 +114,7 @@ def sample(
 
 @sample.register_fake
 def _(logits: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-    return ids.new_empty(logits.shape[0])
+    return ids.new_empty(ids.shape[0])
 
 
 def _is_plain(
@@ -212,6 +215,7 @@ def count_tokens(
         rows="logits",
         requests="logprobs top_ids top_logprobs ids num_emitted state_slots",
         slots="ints",
+        skips_idle=True,
     ),
     mutates_args=("logprobs", "top_ids", "top_logprobs"),
 )
@@ -224,6 +228,7 @@ def write_logprobs(
     num_emitted: Tensor,
     state_slots: Tensor,
     ints: Tensor,
+    places: Tensor | None = None,
 ) -> None:
     """Log-probabilities of emitted tokens and of the most probable tokens, by unadjusted logits.
 
@@ -233,17 +238,19 @@ def write_logprobs(
         logprobs: float64 [R, W'], W' >= W.
         top_ids: int64 [R, W', n].
         top_logprobs: float64 [R, W', n], falling.
-        logits: [R * W, V].
+        logits: [R * W, V]. With `places` [M, V].
         ids: int64 [R, W]; the first num_emitted are recorded.
         num_emitted: int32 [R].
         state_slots: int64 [R].
         ints: int64 [S, len(INTS)].
+        places: int64 [R * W], the row of `logits` of each token; None: its own.
     """
     requests, width = ids.shape
     asked = ints[state_slots][:, INTS.index("logprobs")]
     live = (state_slots != SCRATCH_SLOT) & (asked >= 0)
     rows = live[:, None] & (torch.arange(width, device=ids.device) < num_emitted[:, None])
-    all_logprobs = logits.double().log_softmax(-1).view(requests, width, -1)
+    chosen_from = logits if places is None else logits[places]
+    all_logprobs = chosen_from.double().log_softmax(-1).view(requests, width, -1)
     chosen = all_logprobs.gather(2, ids[:, :, None])[:, :, 0]
     top = all_logprobs.sort(stable=True, dim=-1, descending=True)
     count = top_ids.shape[2]

@@ -238,13 +238,13 @@ class StepCompiler:
         of_layers = self.loaded.state_specs
         if self.share is not None and not whole:
             of_layers = self.share.specs(of_layers)
-        specs = (*state_specs(), *batch_specs(key.phase), *of_layers)
+        specs = (*state_specs(), *batch_specs(key, plan.packs_drafts), *of_layers)
         if plan.images:
             specs += image_buffers(self.loaded)
         if plan.copies:
             specs += copy_specs(plan.layer_drafts > 0)
         if plan.row_budgets:
-            specs += budget_specs(key)
+            specs += budget_specs()
         if plan.synthetic_acceptance_rates:
             specs += synthetic_specs()
         if plan.sampling:

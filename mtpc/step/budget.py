@@ -1,10 +1,11 @@
-"""A budget of rows: a decode step verifies the drafts that are likeliest to be accepted.
+"""Decode steps with packed rows: a request has as many as it needs, or its part of a budget.
 
-R requests with K drafts each would be R (K + 1) rows. A step with a budget of T rows gives each
-request the row of its last token, and the other rows to the drafts with the greatest chance: that
-a draft and all before it are accepted. So a request gets a prefix of its drafts, and one whose text
-is hard to predict leaves its rows to others. Only which drafts are verified depends on the other
-requests. The text does not, because acceptance emits the target's own choices.
+R requests with K drafts each would be R (K + 1) rows. Where drafts are copies, many do not exist,
+and get no row. A step with a budget of T rows gives each request the row of its last token, and the
+other rows to the drafts with the greatest chance: that a draft and all before it are accepted. So a
+request gets a prefix of its drafts, and one whose text is hard to predict leaves its rows to
+others. Only which drafts are verified depends on the other requests. The text does not, because
+acceptance emits the target's own choices.
 
 The chances are counted on the device: for each request and position, how many drafts were judged,
 and how many of them were accepted. Old counts fade, so that drafts are tried again.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mtpc.layout import SCRATCH_SLOT, StepKey
+from mtpc.layout import NO_TOKEN, SCRATCH_SLOT, StepKey
 from mtpc.step.accept import AcceptInputs
 from mtpc.step.metadata import flat_metadata, rows_within, starts_of
 from mtpc.step.records import Accepted, Begun
@@ -32,8 +33,6 @@ FADE = 0.95
 """What is left of a count after a step."""
 EXPECTED, WEIGHT = 0.7, 2.0
 """The chance of a draft of which nothing is known, and how many judged drafts that is worth."""
-NO_TOKEN = -1
-"""The id of a draft that is not verified; no choice equals it."""
 
 
 def chances(counts: Tensor) -> Tensor:
@@ -47,6 +46,11 @@ def chances(counts: Tensor) -> Tensor:
     """
     judged, accepted = counts.unbind(-1)
     return ((accepted + EXPECTED * WEIGHT) / (judged + WEIGHT)).cumprod(1)
+
+
+def leading(flags: Tensor) -> Tensor:
+    """How many flags of each row are true before one is not: bool [R, K] -> int64 [R]."""
+    return ((~flags).long().cumsum(1) == 0).sum(1)
 
 
 def choose_drafts(worth: Tensor, is_useful: Tensor, room: Tensor) -> Tensor:
@@ -68,11 +72,14 @@ def choose_drafts(worth: Tensor, is_useful: Tensor, room: Tensor) -> Tensor:
         (flat[None, :] == flat[:, None]) & (order[None, :] < order[:, None])
     )
     is_chosen = (is_before.sum(1) < room).view(count, num_reqs).t() & is_useful
-    return is_chosen.long().cumprod(1).sum(1)
+    return leading(is_chosen)
 
 
-class BeginBudget(nn.Module):
-    """Gather the requests of a decode step with a budget: each has 1 to K + 1 rows, packed."""
+class BeginPacked(nn.Module):
+    """Gather the requests of a decode step in which each has 1 to K + 1 rows, packed.
+
+    A request has a row for each draft that exists, or with a budget for those that fit.
+    """
 
     def __init__(self, key: StepKey, page_size: int, vocab_size: int):
         super().__init__()
@@ -84,18 +91,21 @@ class BeginBudget(nn.Module):
         committed_lens: Tensor,
         remaining_tokens: Tensor,
         token_ids: Tensor,
-        draft_counts: Tensor,
-        block_table: Tensor,
+        *tables: Tensor,
     ) -> tuple[Tensor, ...]:
-        """As `BeginDecode`, with draft_counts [S, K_max, 2] -> `Begun`."""
+        """As `BeginDecode`; with a budget draft_counts [S, K_max, 2] are before the block table."""
+        *draft_counts, block_table = tables
         num_tokens, drafts = self.key.bucket.num_tokens, self.key.spec_tokens
         remaining = remaining_tokens[state_indices]
         active = (state_indices != SCRATCH_SLOT) & (remaining > 0)
         column = torch.arange(drafts, device=active.device)
+        is_draft = token_ids[state_indices][:, 1 : drafts + 1] != NO_TOKEN
         # The last token that a request may emit is the target's own.
-        is_useful = active[:, None] & (column + 1 < remaining[:, None])
-        worth = chances(draft_counts[state_indices][:, :drafts])
-        count = choose_drafts(worth, is_useful, num_tokens - active.long().sum())
+        is_useful = is_draft & active[:, None] & (column + 1 < remaining[:, None])
+        count = leading(is_useful)
+        for table in draft_counts:
+            worth = chances(table[state_indices][:, :drafts])
+            count = choose_drafts(worth, is_useful, num_tokens - active.long().sum())
         counts = torch.where(active, count + 1, 0)
         starts = starts_of(counts)
         context_lens = torch.where(active, committed_lens[state_indices], 0)
@@ -108,8 +118,8 @@ class BeginBudget(nn.Module):
         return tuple(Begun(*fresh, starts, blocks, slots, active.int(), ids, context_lens, active))
 
 
-class AcceptBudget(nn.Module):
-    """Acceptance in a decode step with a budget; a draft that was not verified is not accepted."""
+class AcceptPacked(nn.Module):
+    """Acceptance in a decode step with packed rows; a draft that has no row is not accepted."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`AcceptInputs` -> `Accepted`; `chosen` and `finite` hold W = K + 1 entries a request, of

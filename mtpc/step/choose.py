@@ -24,12 +24,14 @@ class Verdict:
     Attributes:
         chosen: the target's token for W rows of each request, [R * W].
         ids: int64 [T], the rows' tokens, which acceptance compares with the choices.
-        logits: what the tokens were chosen from, as the variant's `record` takes it.
+        logits: what the tokens were chosen from, [T, V].
+        places: in a ragged step the row of logits of each choice, int64 [R * W].
     """
 
     chosen: Chosen
     ids: Tensor
     logits: Tensor
+    places: Tensor | None = None
 
 
 class Choose(nn.Module):
@@ -59,7 +61,7 @@ class Choice:
         A ragged step packs the rows that get logits, so that kernels can leave out the rows after
         the last one. It then spreads the chosen tokens to K + 1 for each request.
         """
-        if not step.key.is_ragged:
+        if not step.is_ragged:
             return Verdict(unpack(Chosen, step.pieces.choose(logits)), begun.ids, logits)
         found = step.logits_rows(begun)
         packed = step.pieces.choose(aten.index_select.default(logits, 0, found.indices))

@@ -55,8 +55,9 @@ def flat_metadata(
 
 
 def starts_of(counts: Tensor) -> Tensor:
-    """The first row of each request, and the end of the last one: int32 [R] -> int32 [R+1]."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0).int()])
+    """The first row of each request, and the end of the last one: int [R] -> int32 [R+1]."""
+    ends = counts.cumsum(0).int()
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def rows_within(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,14 @@ class SampleChoice(nn.Module):
     """The target's choice, by each request's parameters."""
 
     def forward(
-        self, logits: Tensor, ids: Tensor, positions: Tensor, state_slots: Tensor, *rows: Tensor
+        self, logits: Tensor, ids: Tensor, positions: Tensor, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Logits [N, V], ids and positions [N], and the rows of `sampling_rows` -> `Chosen` [N].
+        """The arguments of `mtpc::sample` -> `Chosen` [N].
 
         A chosen token stands at the position after its row's. A row without a choice counts as not
         finite.
         """
-        tokens = torch.ops.mtpc.sample(logits, ids, positions + 1, state_slots, *rows)
+        tokens = torch.ops.mtpc.sample(logits, ids, positions + 1, *given)
         return tuple(Chosen(tokens.clamp(min=0), tokens >= 0))
 
 
@@ -61,6 +61,7 @@ class Record(nn.Module):
     def forward(
         self,
         logits: Tensor,
+        places: Tensor | None,
         emitted_ids: Tensor,
         num_emitted: Tensor,
         state_slots: Tensor,
@@ -70,7 +71,8 @@ class Record(nn.Module):
     ) -> None:
         """Arguments as `mtpc::count_tokens` and `mtpc::write_logprobs` have them."""
         torch.ops.mtpc.count_tokens(output_counts, emitted_ids, num_emitted, state_slots)
-        torch.ops.mtpc.write_logprobs(*reports, logits, emitted_ids, num_emitted, state_slots, ints)
+        emitted = (emitted_ids, num_emitted, state_slots)
+        torch.ops.mtpc.write_logprobs(*reports, logits, *emitted, ints, places)
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,19 @@ class SampledChoice(Choice):
         In a ragged step a prompt has one row that chooses, the first of its K + 1, and a request
         may have fewer; no token is sampled for the others.
         """
-        ids, positions = begun.ids, metadata.positions
-        if step.key.is_ragged:
+        ids, positions, places = begun.ids, metadata.positions, None
+        if step.is_ragged:
             found = step.logits_rows(begun)
-            for index in (found.indices, found.places):
-                logits = aten.index_select.default(logits, 0, index)
-            rows = aten.index_select.default(found.indices, 0, found.places)
+            places = found.places
+            logits = aten.index_select.default(logits, 0, found.indices)
+            rows = aten.index_select.default(found.indices, 0, places)
             ids = aten.index_select.default(ids, 0, rows)
             positions = aten.index_select.default(positions, 0, rows)
             positions = aten.where.ScalarOther(found.is_first, positions, NO_POSITION)
-        given = sampling_rows(step)
-        if self.masks_tokens:
-            given = (*given, step.batch.token_mask)
-        results = step.pieces.choose(logits, ids, positions, begun.state_slots, *given)
-        return Verdict(unpack(Chosen, results), begun.ids, logits)
+        mask = step.batch.token_mask if self.masks_tokens else None
+        rows_given = (ids, positions, begun.state_slots, *sampling_rows(step), mask, places)
+        results = step.pieces.choose(logits, *rows_given)
+        return Verdict(unpack(Chosen, results), begun.ids, logits, places)
 
     def record(self, step: Step, verdict: Verdict, begun: Begun) -> None:
         """Call the piece `record` on what the step emits."""
@@ -114,7 +115,7 @@ class SampledChoice(Choice):
         reports = (batch.out_logprobs, batch.out_top_ids, batch.out_top_logprobs)
         rows = (state.sampling_ints, state.output_counts, *reports)
         emitted = (emitted_ids, batch.num_emitted, begun.state_slots)
-        step.pieces.record(verdict.logits, *emitted, *rows)
+        step.pieces.record(verdict.logits, verdict.places, *emitted, *rows)
 
     def draft_masks(self, step: Step, accepted: Accepted) -> Tensor | None:
         """The masks of each request's drafts: those of its last accepted row."""

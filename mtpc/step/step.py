@@ -72,6 +72,7 @@ class Step(nn.Module):
         drafting: how drafts come about.
         dictates: whether a table says how many drafts are accepted.
         has_budget: whether requests share a budget of rows.
+        is_ragged: whether they may have different numbers of rows.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Step(nn.Module):
         drafting: Drafting,
         dictates: bool = False,
         has_budget: bool = False,
+        is_ragged: bool = False,
     ):
         super().__init__()
         self.key, self.pieces = key, pieces
         self.choice, self.drafting = choice, drafting
-        self.dictates, self.has_budget = dictates, has_budget
+        self.dictates, self.has_budget, self.is_ragged = dictates, has_budget, is_ragged
         self.state: Any = buffers.state
         self.batch: Any = buffers.batch
 
@@ -110,7 +112,7 @@ class Step(nn.Module):
         held = [state.committed_lens, state.remaining_tokens, state.token_ids]
         if self.key.phase == "prefill":
             held += [batch.prompt_ids, batch.num_input, batch.is_decoding]
-        elif self.key.is_ragged:
+        elif self.is_ragged and self.has_budget:
             held.append(state.draft_counts)
         return unpack(Begun, self.pieces.begin(batch.state_indices, *held, state.block_table))
 

@@ -316,7 +316,7 @@ def test_moments_are_of_the_buffers_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
 
-    key, layout = StepKey.decode(1, 0), Layout(batch_specs("decode"), {})
+    key, layout = StepKey.decode(1, 0), Layout(batch_specs(StepKey.decode(1, 0)), {})
     assert len(layout.results) == 4
     buffers = dict.fromkeys(layout.results, SimpleNamespace(device=torch.device("cuda:1")))
     copies = SimpleNamespace(take=lambda: dict.fromkeys(buffers))

@@ -152,6 +152,29 @@ def test_a_step_without_copies_verifies_none(
     assert {k for has_copies, k in kinds if has_copies} >= {3}
 
 
+def test_a_draft_that_does_not_exist_has_no_row(compiled: Callable[..., Any]) -> None:
+    """Each of four requests has a row for its last token, and one for each copied draft."""
+    spec, prompts = compiled("mimo", 3, **ASKED), [*REPEATING[2:4], *PROMPTS[8:10]]
+    poison(spec)
+    texts = {spec.engine.add(prompt, 24, stop_ids=()): list(prompt) for prompt in prompts}
+    seen = set()
+    while spec.engine.has_work:
+        expected = [
+            1 + min(3 * (copied(texts[r.request_id], 3) is not None), r.remaining_tokens - 1)
+            for r in spec.engine.running
+            if r.is_prefilled
+        ]
+        before = spec.program.replays.copy()
+        for output in spec.engine.step():
+            texts[output.request_id] += output.token_ids
+        (key,) = (spec.program.replays - before).keys()
+        if key.phase == "decode":
+            starts = spec.program.steps[key].buffers["batch.query_start_loc"]
+            assert starts.diff().tolist()[: len(expected)] == expected
+            seen |= set(expected)
+    assert seen >= {1, 4}
+
+
 BESIDE: dict[str, Any] = {**ASKED, "draft": "copy+own"}
 
 

@@ -10,7 +10,14 @@ import itertools
 
 import pytest
 import torch
-from helpers.sampling_cases import CASES, call, compare_records, make_logits, make_rows
+from helpers.sampling_cases import (
+    CASES,
+    call,
+    check_places,
+    compare_records,
+    make_logits,
+    make_rows,
+)
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 
 if not INTERPRETS:
@@ -147,6 +154,11 @@ def test_counts_and_reports_equal_the_reference(width: int, dtype: torch.dtype) 
     compare_records(OURS, width, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_read_by_place(dtype: torch.dtype) -> None:
+    check_places(OURS, dtype)
+
+
 def test_the_most_probable_of_many_equals() -> None:
     """Over chunks of the vocabulary; of equals the first, and minus infinity where all else is
     taken."""
@@ -183,7 +195,7 @@ def test_misfits_are_refused() -> None:
             call(OURS, logits, dataclasses.replace(rows, **change), 0)
     with pytest.raises(BackendError, match="token_mask"):
         call(OURS, logits, rows, 0, torch.zeros(6, 1, dtype=torch.int32))
-    with pytest.raises(BackendError, match="4 rows of logits for 3 requests"):
+    with pytest.raises(BackendError, match="4 rows for 3 requests"):
         call(OURS, logits[:4], rows, 0)
 
 

@@ -28,7 +28,7 @@ def copied(text: list[int], count: int) -> list[int] | None:
 
 
 class CopyOracle:
-    """The drafts after a text, as the state rows have them: 0 where nothing is copied."""
+    """The drafts after a text, as the state rows have them: -1 where nothing is copied."""
 
     def __init__(self) -> None:
         self.found = 0
@@ -36,7 +36,7 @@ class CopyOracle:
     def drafts(self, text: list[int], count: int) -> list[int]:
         drafts = copied(text, count)
         self.found += drafts is not None
-        return [0] * count if drafts is None else drafts
+        return [-1] * count if drafts is None else drafts
 
 
 class BesideOracle:

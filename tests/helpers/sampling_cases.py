@@ -108,6 +108,31 @@ def call(ops: Any, logits: Tensor, rows: Rows, seed: int, mask: Tensor | None = 
     return ops.sample(logits, ids, positions, torch.tensor([4, 0, 6]), *rows.tuple(), mask)
 
 
+def check_places(ours: Any, dtype: torch.dtype) -> None:
+    """Logits that lie elsewhere, with NaN in between: the choices and reports are the same."""
+    vocab, gen = 1030, torch.Generator().manual_seed(3)
+    logits, places = make_logits(12, vocab, dtype, 5), torch.randperm(17, generator=gen)[:12]
+    apart = torch.full((17, vocab), float("nan"), dtype=dtype)
+    apart[places] = logits
+    ids, positions = torch.arange(12), torch.arange(12) + 40
+    positions[2], slots = -1, torch.tensor([4, 0, 6])
+    used = torch.where((positions >= 0) & (slots.repeat_interleave(4) != 0), places, 2**40)
+    for case in CASES.values():
+        given = (ids, positions, slots, *make_rows(case, vocab, True, 3).tuple(), None)
+        found = ours.sample(apart, *given, used)
+        assert torch.equal(found, torch.ops.mtpc.sample(logits, *given))
+    ints, emitted = make_rows({"logprobs": 2}, vocab, False, 0).ints, torch.tensor([4, 4, 2]).int()
+    results = []
+    for ops, rows in ((ours, (apart, places)), (torch.ops.mtpc, (logits, None))):
+        reports = (torch.zeros(3, 4).double(), torch.zeros(3, 4, 2).long())
+        reports = (*reports, torch.zeros(3, 4, 2).double())
+        ops.write_logprobs(*reports, rows[0], ids.view(3, 4), emitted, slots, ints, rows[1])
+        results.append(reports)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert wanted[0].any()
+
+
 def make_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
     gen = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, vocab, generator=gen, dtype=torch.float64) * 3).to(dtype)

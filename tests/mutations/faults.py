@@ -1376,6 +1376,13 @@ FAULTS = (
         f"{_COPIED_TEXTS}::test_a_resumed_request_has_its_whole_text",
     ),
     Fault(
+        "a draft that does not exist has a row",
+        "step/budget.py",
+        "is_useful = is_draft & active",
+        "is_useful = active",
+        f"{_COPIED_TEXTS}::test_a_draft_that_does_not_exist_has_no_row",
+    ),
+    Fault(
         "a step without copies counts K drafts",
         "step/copying.py",
         "torch.where(matched > 0, self.num_drafts, 0)",
@@ -1495,6 +1502,13 @@ FAULTS = (
         ">> (token % 32) & 1",
         ">> (31 - token % 32) & 1",
         f"{_SAMPLE}::test_sample_with_a_mask_of_its_own_for_each_row",
+    ),
+    Fault(
+        "kernel: the logits of another place are read",
+        f"{KERNELS}/sampling.cpp",
+        "const int64_t place = (*places_)(row);",
+        "const int64_t place = (*places_)(row) * 0;",
+        f"{_SAMPLE}::test_logits_are_read_by_place",
     ),
     Fault(
         "kernel: a token that is not emitted is reported",

@@ -11,6 +11,7 @@ from helpers.copies import copied, repeating
 
 import mtpc.step.copying  # noqa: F401  (registers the op)
 from mtpc.backends.cpu_kernels import load_kernels
+from mtpc.layout import NO_TOKEN
 
 WIDTH, SLOTS, WILD = 90, 7, 2**30
 
@@ -66,7 +67,7 @@ def test_drafts_equal_the_rule(kind: str, num_drafts: int) -> None:
             assert torch.equal(arguments[0][slot], before[slot])
         for row, (slot, text) in enumerate(zip(slots, after, strict=True)):
             wanted = None if text is None else copied(text, num_drafts)
-            assert drafts[row].tolist() == (wanted or [0] * num_drafts)
+            assert drafts[row].tolist() == (wanted or [NO_TOKEN] * num_drafts)
             assert bool(matched[row]) == (wanted is not None)
             if text is not None:
                 end = len(text)
@@ -88,5 +89,5 @@ def test_how_many_tokens_match(kind: str, length: int) -> None:
     numbers = [torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [len(text) - 2])]
     rest = (torch.tensor([0]), torch.tensor([True]), torch.tensor([1]), 1)
     drafts, matched = getattr(torch.ops, kind).copy_drafts(row, *given, *numbers, *rest)
-    expected = (0, 0) if length < 3 else (2, min(length, 32))
+    expected = (NO_TOKEN, 0) if length < 3 else (2, min(length, 32))
     assert (int(drafts), int(matched)) == expected

@@ -8,7 +8,15 @@ import itertools
 import pytest
 import torch
 from helpers.compiled import run_on
-from helpers.sampling_cases import CASES, Rows, call, compare_records, make_logits, make_rows
+from helpers.sampling_cases import (
+    CASES,
+    Rows,
+    call,
+    check_places,
+    compare_records,
+    make_logits,
+    make_rows,
+)
 
 from mtpc.backends.cpu_kernels import load_kernels
 from mtpc.engine.sampling_rows import pack_bits
@@ -82,6 +90,11 @@ def test_counts_and_reports_equal_the_reference() -> None:
     compare_records(OURS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logits_are_read_by_place(dtype: torch.dtype) -> None:
+    check_places(OURS, dtype)
+
+
 def test_schemas_hold() -> None:
     rows, logits = make_rows(CASES["all"], 40, True, 0), make_logits(6, 40, torch.float32, 0)
     rows = Rows(*(t[1:].clone() for t in rows.tuple()))
@@ -110,3 +123,8 @@ def test_misfits_are_refused() -> None:
         call(OURS, logits, dataclasses.replace(rows, floats=rows.floats.float()), 0)
     with pytest.raises(RuntimeError, match="a multiple of the 3"):
         call(OURS, logits[:4], rows, 0)
+    given = (torch.arange(6), torch.arange(6), torch.tensor([4, 0, 6]), *rows.tuple(), None)
+    with pytest.raises(RuntimeError, match="5 rows of logits; expected one for each of 6"):
+        OURS.sample(logits[:5], *given)
+    with pytest.raises(RuntimeError, match="place 6 of 6 rows of logits"):
+        OURS.sample(logits, *given, torch.arange(6) + 1)

@@ -109,7 +109,7 @@ def build(spec_tokens: int, rule: type[Accept]) -> tuple[Program, CapturedStep, 
     key, model = StepKey.decode(REQUESTS, spec_tokens), TableModel()
     sizes = {R: REQUESTS, Q: spec_tokens + 1, K: spec_tokens, K_MAX: spec_tokens, M: 2, P: 8, N: 2,
              S: REQUESTS + 1, E: 8, V: TOKENS, B: 2, L: 1}  # fmt: skip
-    specs = (*state_specs(), *batch_specs("decode"), *sampling_specs(key, False))
+    specs = (*state_specs(), *batch_specs(key), *sampling_specs(key, False))
     layout, module = Layout(specs, sizes), nn.Module()
     shared = {name: layout.allocate(name) for name, spec in layout.items() if spec.shared}
     for name, tensor in shared.items():

@@ -215,7 +215,7 @@ def _bind(kernel: Kernel) -> Binding:
     traced: dict[str, Traced] = {}
 
     def put(node: fx.Node, graph: StepGraph) -> fx.Node:
-        phase = "prefill" if graph.key.is_ragged else graph.key.phase
+        phase = "prefill" if graph.layout.is_ragged else graph.key.phase
         function = partial(kernel.around, target, phase)
         return expand(node, graph, function, traced.setdefault(phase, {}))
 
@@ -311,7 +311,7 @@ def _mla_limits(node: fx.Node, graph: StepGraph) -> str | None:
         return "a cache with gaps; it takes rows that follow each other"
     if heads not in _MLA_HEADS:
         return f"{heads} heads; it takes {' or '.join(map(str, _MLA_HEADS))}"
-    if graph.key.is_ragged or tokens % table.shape[0]:
+    if graph.layout.is_ragged or tokens % table.shape[0]:
         return "a ragged batch; it takes as many rows of each request"
     rows = tokens // table.shape[0]
     if rows > MAX_MLA_ROWS:

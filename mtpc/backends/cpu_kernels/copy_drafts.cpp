@@ -5,7 +5,7 @@
 namespace mtpc {
 namespace {
 
-constexpr int64_t kShortest = 3, kLongest = 32;
+constexpr int64_t kShortest = 3, kLongest = 32, kNoToken = -1;
 
 /// Where a copy begins, and how many tokens before it equal the end of the text.
 struct Match {
@@ -47,7 +47,7 @@ MTPC_OPERATOR std::tuple<Tensor, Tensor> copy_drafts(
   for (int64_t r = 0; r < requests; ++r) {
     int64_t* out = static_cast<int64_t*>(drafts.mutable_data_ptr()) + r * num_drafts;
     Match match;
-    std::fill_n(out, num_drafts, 0);
+    std::fill_n(out, num_drafts, kNoToken);
     if (is_active[r * active.stride(0)]) {
       const int64_t slot = slots(r), start = starts(r), anchor = last(r), context = lens(r);
       STD_TORCH_CHECK(

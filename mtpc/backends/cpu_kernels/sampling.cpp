@@ -303,6 +303,33 @@ void check_dtype(const Tensor& t, ScalarType dtype, int64_t dim, const char* nam
       " dimensions, the last adjacent in memory");
 }
 
+/// The row of the logits that each of N rows reads.
+class LogitsRows {
+ public:
+  LogitsRows(
+      const Tensor& logits, int64_t rows, const std::optional<Tensor>& places, const char* name)
+      : count_(logits.size(0)), name_(name) {
+    if (places) places_.emplace(*places, "places", 1);
+    const int64_t given = places ? places->size(0) : count_;
+    STD_TORCH_CHECK(
+        given == rows, name, ": ", given, places ? " places" : " rows of logits",
+        "; expected one for each of ", rows, " rows");
+  }
+
+  int64_t operator()(int64_t row) const {
+    if (!places_) return row;
+    const int64_t place = (*places_)(row);
+    STD_TORCH_CHECK(
+        place >= 0 && place < count_, name_, ": place ", place, " of ", count_, " rows of logits");
+    return place;
+  }
+
+ private:
+  int64_t count_;
+  const char* name_;
+  std::optional<Indices> places_;
+};
+
 /// A row's mask, or null where it forbids nothing: the row of a request without a grammar is plain.
 const int32_t* narrowing(const int32_t* mask, int64_t words) {
   const bool forbids = std::any_of(mask, mask + words, [](int32_t word) { return word != -1; });
@@ -315,15 +342,17 @@ MTPC_OPERATOR Tensor sample(
     const Tensor& logits, const Tensor& ids, const Tensor& positions, const Tensor& state_slots,
     const Tensor& floats, const Tensor& ints, const Tensor& bias_ids, const Tensor& bias_values,
     const Tensor& allowed_tokens, const Tensor& prompt_tokens, const Tensor& output_counts,
-    const Tensor& stop_ids, const std::optional<Tensor>& token_mask) {
+    const Tensor& stop_ids, const std::optional<Tensor>& token_mask,
+    const std::optional<Tensor>& places) {
   const Tensor values = adjacent_last(logits);
   const Tensor fed = torch::stable::contiguous(ids);
   const Indices at(positions, "positions", 1), slots(state_slots, "state_slots", 1);
-  const int64_t rows = values.size(0), vocabulary = values.size(1);
+  const int64_t rows = ids.size(0), vocabulary = values.size(1);
+  const LogitsRows row_at(values, rows, places, "mtpc_cpu::sample");
   const int64_t requests = state_slots.size(0);
   STD_TORCH_CHECK(
-      requests > 0 && rows % requests == 0 && ids.size(0) == rows && positions.size(0) == rows,
-      "mtpc_cpu::sample: expected logits [N, V], ids [N], positions [N], N a multiple of the ",
+      requests > 0 && rows % requests == 0 && positions.size(0) == rows,
+      "mtpc_cpu::sample: expected ids [N] and positions [N], N a multiple of the ",
       requests, " state_slots");
   check_dtype(fed, ScalarType::Long, 1, "ids");
   check_dtype(floats, ScalarType::Double, 2, "floats");
@@ -362,7 +391,7 @@ MTPC_OPERATOR Tensor sample(
       const Row row{
           params, at(i), row_of<int64_t>(fed, 0) + first + 1, i - first,
           token_mask ? narrowing(row_of<int32_t>(*token_mask, i), token_mask->size(1)) : nullptr};
-      const T* x = row_of<T>(values, i);
+      const T* x = row_of<T>(values, row_at(i));
       chosen[i] = row.is_plain() ? finite_argmax(x, vocabulary)
                                  : Chooser(row, vocabulary).choose(x);
     });
@@ -423,7 +452,7 @@ void report_token(const T* x, int64_t vocabulary, int64_t chosen, const Report& 
 MTPC_OPERATOR void write_logprobs(
     const Tensor& logprobs, const Tensor& top_ids, const Tensor& top_logprobs,
     const Tensor& logits, const Tensor& ids, const Tensor& num_emitted,
-    const Tensor& state_slots, const Tensor& ints) {
+    const Tensor& state_slots, const Tensor& ints, const std::optional<Tensor>& places) {
   check_dtype(logprobs, ScalarType::Double, 2, "logprobs");
   check_dtype(top_ids, ScalarType::Long, 3, "top_ids");
   check_dtype(top_logprobs, ScalarType::Double, 3, "top_logprobs");
@@ -435,15 +464,16 @@ MTPC_OPERATOR void write_logprobs(
   const Indices tokens(ids, "ids", 2), emitted(num_emitted, "num_emitted", 1);
   const Indices slots(state_slots, "state_slots", 1);
   const int64_t width = ids.size(1), held = logprobs.size(1), count = top_ids.size(2);
+  const int64_t rows = ids.size(0) * width;
+  const LogitsRows row_at(values, rows, places, "mtpc_cpu::write_logprobs");
   with_type(values.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t rows = values.size(0);
     run_tasks(rows, worker_count(rows * values.size(1)), [&](int64_t i) {
       const int64_t r = i / width, j = i % width, slot = slots(r);
       if (slot == 0 || j >= emitted(r) || row_of<int64_t>(ints, slot)[kLogprobs] < 0) return;
       const int64_t at = r * held + j;
       report_token(
-          row_of<T>(values, i), values.size(1), tokens(r, j),
+          row_of<T>(values, row_at(i)), values.size(1), tokens(r, j),
           {static_cast<double*>(logprobs.mutable_data_ptr()) + at,
            static_cast<int64_t*>(top_ids.mutable_data_ptr()) + at * count,
            static_cast<double*>(top_logprobs.mutable_data_ptr()) + at * count, count});

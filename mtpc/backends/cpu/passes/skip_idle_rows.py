@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments, first_argument
-from mtpc.layout import StepKey
+from mtpc.layout import LOGITS_STARTS, StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
 from mtpc.passes.base import GETITEM, Policy, emit, is_call
 from mtpc.plan import SKIP_IDLE_ROWS
@@ -18,8 +18,6 @@ aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Metadata buffers of a forward, in the order in which the step writes them."""
-_LOGITS = "batch.logits_start_loc"
-"""Buffer of a prefill step, [R+1]: where each request's rows of logits begin, and the total."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class _Counts:
                 self.published[name] = value
             if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
                 self._count(node)
-            if name == _LOGITS and isinstance(value, fx.Node):
+            if name == LOGITS_STARTS and isinstance(value, fx.Node):
                 self._count_logits(node, value)
         elif is_call(node, torch.ops.mtpc.accept.default):
             self.logits = None  # From here on rows are selected for each request alone.

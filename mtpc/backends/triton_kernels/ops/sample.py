@@ -73,9 +73,9 @@ def _penalise(x, counts, seen, floats_ptr):  # type: ignore[no-untyped-def]
 def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, ids_ptr, positions_ptr, slots_ptr, floats_ptr, ints_ptr, bias_ids_ptr,
     bias_values_ptr, allowed_ptr, prompt_ptr, counts_ptr, stops_ptr, mask_ptr,
-    scores_ptr, raw_peaks_ptr, peaks_ptr, vocab, words, logits_row,
+    places_ptr, scores_ptr, raw_peaks_ptr, peaks_ptr, vocab, words, logits_row,
     ROWS: tl.constexpr, BIASES: tl.constexpr, B_PAD: tl.constexpr, STOPS: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """scores float64 [N, V]; raw_peaks, of logits as they are (inf where one is NaN), and peaks,
     of scores: float64 [N, blocks]."""
@@ -87,7 +87,8 @@ def adjust_logits_kernel(  # type: ignore[no-untyped-def]
     first = block * BLOCK
     token = first + tl.arange(0, BLOCK)
     inside = token < vocab
-    x = tl.load(logits_ptr + row * logits_row + token, mask=inside, other=float("-inf"))
+    place = tl.load(places_ptr + row) if HAS_PLACES else row
+    x = tl.load(logits_ptr + place * logits_row + token, mask=inside, other=float("-inf"))
     x = x.to(tl.float64)
     raw = tl.max(tl.where(x == x, x, float("inf")), 0)
     floats_ptr += slot * NUM_FLOATS
@@ -197,24 +198,25 @@ def sample(
     logits: Tensor, ids: Tensor, positions: Tensor, state_slots: Tensor, floats: Tensor,
     ints: Tensor, bias_ids: Tensor, bias_values: Tensor, allowed_tokens: Tensor,
     prompt_tokens: Tensor, output_counts: Tensor, stop_ids: Tensor, token_mask: Tensor | None,
+    places: Tensor | None = None,
 ) -> Plan:  # fmt: skip
     """Logits adjusted, then the choice.
 
     Raises:
         BackendError: a shape or dtype is not the reference's.
     """
-    out = ids.new_full((logits.shape[0],), -1)
+    out = ids.new_full((len(ids),), -1)
     if len(ids) == 0:
         return [], out
     state = (floats, ints, bias_ids, bias_values, allowed_tokens, prompt_tokens, output_counts,
              stop_ids)  # fmt: skip
-    _check(logits, state_slots, state, token_mask)
+    _check(logits, ids, state_slots, state, token_mask, places)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids, positions, slots = (t.contiguous() for t in (ids, positions, state_slots))
     floats, ints, bias_ids, bias_values, allowed, prompt, counts, stops = (
         t.contiguous() for t in state
     )
-    count, vocab = logits.shape
+    count, vocab = len(ids), logits.shape[1]
     rows, blocks = count // slots.shape[0], -(-vocab // _BLOCK)
     scores, raw_peaks, peaks = (
         torch.empty((count, width), dtype=torch.float64, device=logits.device)
@@ -229,11 +231,11 @@ def sample(
         logits_ptr=logits, ids_ptr=ids, bias_ids_ptr=bias_ids, bias_values_ptr=bias_values,
         allowed_ptr=allowed, prompt_ptr=prompt, counts_ptr=counts, stops_ptr=stops, mask_ptr=mask,
         words=allowed.shape[1], logits_row=logits.stride(0),
+        places_ptr=positions if places is None else places.contiguous(),
     )  # fmt: skip
-    sizes = dict(
-        ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
-        STOPS=stops.shape[1], HAS_MASK=token_mask is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+    sizes = dict(ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
+                 STOPS=stops.shape[1], BLOCK=_BLOCK)  # fmt: skip
+    sizes |= dict(HAS_MASK=token_mask is not None, HAS_PLACES=places is not None)
     known = dict(ROWS=rows, BLOCKS=blocks, BLOCK=_BLOCK)
     padded = known | dict(BLOCKS_PAD=power_of_two(blocks))
     cuts = scores.new_empty(count)
@@ -259,15 +261,16 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 def _check(
-    logits: Tensor, state_slots: Tensor, state: tuple[Tensor, ...], token_mask: Tensor | None
-) -> None:
+    logits: Tensor, ids: Tensor, state_slots: Tensor, state: tuple[Tensor, ...],
+    token_mask: Tensor | None, places: Tensor | None,
+) -> None:  # fmt: skip
     """Check what keeps the kernels within the tensors.
 
     Raises:
         BackendError: shapes or dtypes are not those of `mtpc::sample`.
     """
     floats, ints, bias_ids, bias_values, allowed, prompt, counts, stops = state
-    count, vocab = logits.shape
+    count, vocab = len(ids), logits.shape[1]
     slots, words = floats.shape[0], -(-vocab // 32)
     expected = {
         "floats": (floats, (slots, len(FLOATS)), torch.float64),
@@ -281,6 +284,10 @@ def _check(
     }
     if token_mask is not None:
         expected["token_mask"] = (token_mask, (count, words), torch.int32)
+    if places is not None:
+        expected["places"] = (places, (count,), torch.int64)
+    elif len(logits) != count:
+        raise BackendError(f"mtpc::sample: {len(logits)} rows of logits; expected {count}")
     for name, (tensor, shape, dtype) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise BackendError(
@@ -289,6 +296,5 @@ def _check(
             )
     if count % len(state_slots):
         raise BackendError(
-            f"mtpc::sample: {count} rows of logits for {len(state_slots)} requests; expected as "
-            "many for each"
+            f"mtpc::sample: {count} rows for {len(state_slots)} requests; expected as many for each"
         )

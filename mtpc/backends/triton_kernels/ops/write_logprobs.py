@@ -21,8 +21,8 @@ _LOGPROBS: tl.constexpr = tl.constexpr(INTS.index("logprobs"))
 @triton.jit
 def write_logprobs_kernel(  # type: ignore[no-untyped-def]
     logprobs_ptr, top_ids_ptr, top_ptr, logits_ptr, ids_ptr, emitted_ptr, slots_ptr, ints_ptr,
-    vocab, logits_row, width,
-    W: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    places_ptr, vocab, logits_row, width,
+    HAS_PLACES: tl.constexpr, W: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """logprobs float64 [R, width]; top_ids int64 and top float64 [R, width, COUNT]. A program has
     one row; the most probable tokens are found one by one, the first of equals first."""
@@ -32,7 +32,7 @@ def write_logprobs_kernel(  # type: ignore[no-untyped-def]
     asked = tl.load(ints_ptr + slot * _NUM_INTS + _LOGPROBS)
     if (slot == _SCRATCH) | (asked < 0) | (column >= tl.load(emitted_ptr + request)):
         return
-    logits_ptr += row * logits_row
+    logits_ptr += (tl.load(places_ptr + row) if HAS_PLACES else row) * logits_row
     # Lane by lane, and across lanes at the end: each reduction waits for the whole program.
     peaks = tl.full([CHUNK], float("-inf"), tl.float64)
     for first in range(0, vocab, CHUNK):
@@ -71,7 +71,7 @@ def write_logprobs_kernel(  # type: ignore[no-untyped-def]
 @operator(any_element=True)
 def write_logprobs(
     logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor,
-    num_emitted: Tensor, state_slots: Tensor, ints: Tensor,
+    num_emitted: Tensor, state_slots: Tensor, ints: Tensor, places: Tensor | None = None,
 ) -> Plan:  # fmt: skip
     """One launch; what is written is contiguous."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -79,7 +79,10 @@ def write_logprobs(
         logprobs_ptr=logprobs, top_ids_ptr=top_ids, top_ptr=top_logprobs, logits_ptr=logits,
         ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
         slots_ptr=state_slots.contiguous(), ints_ptr=ints.contiguous(),
+        places_ptr=ids if places is None else places.contiguous(),  # Without, none is read.
         vocab=logits.shape[1], logits_row=logits.stride(0), width=logprobs.shape[1],
     )  # fmt: skip
-    constants = dict(W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK)
+    constants = dict(
+        HAS_PLACES=places is not None, W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK
+    )
     return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), arguments, constants, 512)], None
