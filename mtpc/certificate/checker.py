@@ -1,33 +1,105 @@
-"""The values of a listing, as far as it is read, and what all rules need of them."""
+"""The checker: what is known of a value, how values meet, and the walk over a listing.
+
+What each operator gives is for rules.py, which has them by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, NoReturn
 
 from mtpc.certificate import tables
-from mtpc.certificate.values import (
-    ANY,
-    CONST,
-    DIAGONAL,
-    KINDS,
-    OWN,
-    PAIR,
-    PLACE,
-    REQUESTS,
-    Layout,
-    RefusedError,
-    UnknownError,
-    Value,
-)
+
+
+class Kind(IntEnum):
+    """How much is known of a value: the less, the higher."""
+
+    CONST = 0  # The same in any company.
+    OWN = 1  # A request's alone, the one that the row belongs to.
+    UPTO = 2  # So in its rows up to the last accepted one.
+    PLACE = 3  # A number that names a place.
+    DIAGONAL = 4  # Of two requests, and 0 where they are not one.
+    PAIR = 5  # Of two requests.
+    ANY = 6  # Nothing is known.
+
 
 Line = Sequence[Any]
-_REPORTS = ("count_tokens", "write_logprobs")
-"""What may read the rows of a request as columns: it takes those that were emitted."""
-_CARRIERS = tables.VIEWS | {"where"}
-"""What may take a value that is known under a condition, which `where` has; or a request's rows as
-columns, which a view may make rows again."""
+Layout = Any
+"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state. A
+tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),) as
+many as the value x says."""
+REQUESTS: Layout = (("1", 1),)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a tensor.
+
+    Attributes:
+        shape: sizes; text where they are open.
+        dims: a `Layout` for each dimension.
+        kind: how much is known.
+        tag: what an integer names, and of what: see `lemmas.LEMMAS`.
+        facts: what is known where a boolean is true; conditions under which a value is known.
+        why: the operator that made it `any`.
+    """
+
+    shape: tuple[Any, ...]
+    dims: tuple[Layout, ...]
+    kind: Kind = Kind.CONST
+    tag: tuple[Any, ...] = ()
+    facts: frozenset[Any] = frozenset()
+    why: str = ""
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether rows may be another request's where a condition does not hold."""
+        return any(fact[0] in ("unless", "where") for fact in self.facts)
+
+    def __str__(self) -> str:
+        dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
+        return f"{self.kind.name.lower()}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
+
+
+class UnknownError(Exception):
+    """Nothing is known of what a line gives.
+
+    Args:
+        results: of the line, of the kind `any`.
+        why: nothing is known.
+    """
+
+    def __init__(self, results: Any, why: str) -> None:
+        super().__init__(why)
+        self.results = results
+
+
+class RefusedError(Exception):
+    """The listing proves nothing; the message names the operator, and its line."""
+
+
+def text_of(layout: Any) -> str:
+    if not isinstance(layout, tuple):
+        return str(layout)
+    return "+".join(str(n) if name == "1" else f"{n}*{name}" for name, n in layout)
+
+
+def sum_of(one: Layout, other: Layout) -> Layout:
+    return tuple(sorted((Counter(dict(one)) + Counter(dict(other))).items()))
+
+
+def pool_of(name: Any) -> str:
+    """The first dimension of the state whose places a tag names."""
+    rings = f"pages {name}*S - {name - 1}" if isinstance(name, int) else f"pages {name}"
+    return "slots" if name == "S" else rings
+
+
+def spots(rows: Any, pages: Any) -> Any:
+    """The name of pages that are seen as so many pages each."""
+    return pages if rows == 1 else f"spots {rows} of {pages}"
 
 
 class Checker:
@@ -52,8 +124,8 @@ class Checker:
         RefusedError: it is no listing of a step.
     """
 
-    def __init__(self, lines: Sequence[Line], dispatched: frozenset[str], on_gpu: bool) -> None:
-        self.dispatched, self.on_gpu = dispatched, on_gpu
+    def __init__(self, lines: Sequence[Line], dispatched: Iterable[str], on_gpu: bool) -> None:
+        self.dispatched, self.on_gpu = frozenset(dispatched), on_gpu
         self.values: dict[str, Any] = {}
         self.buffers: dict[str, str] = {}
         self.content: dict[str, Value] = {}
@@ -71,18 +143,39 @@ class Checker:
             )
         self.active = accepts[0]["active"]
         self.num_reqs = held["batch.state_indices"][0]
-        self.name, self.op, self.base = "", "", ""
-        self.args: Mapping[str, Any] = {}
-        self.shapes: list[tuple[Any, ...]] = [()]
-        self.dtypes, self.in_place = [""], False
 
-    def begin(self, line: Line) -> None:
-        """The next line is read."""
+    def read(self, line: Line, rules: Mapping[str, Callable[[Checker], Any]]) -> Any:
+        """What the next line gives: a value, or several."""
         self.name, self.op, self.args, shapes, self.dtypes = line[:5]
         self.shapes = [tuple(shape) for shape in shapes] or [()]
         base = self.op.removeprefix("aten::").partition(".")[0]
-        self.in_place = base.endswith("_") and not base.startswith("__")
-        self.base = base.removesuffix("_") if self.in_place else base
+        in_place = base.endswith("_") and not base.startswith("__")
+        self.base = base.removesuffix("_") if in_place else base
+        rule = rules.get(f"aten::{self.base}" if self.op.startswith("aten::") else self.op)
+        if rule is None and (in_place or not self.op.startswith("aten::")):
+            raise RefusedError(f"{self.op} ({self.name}) has no rule")
+        try:
+            found = rule(self) if rule else self.unknown("has no rule")
+        except UnknownError as error:
+            found = error.results
+        source = str(self.args.get("self"))[1:]
+        if in_place and source not in self.buffers:
+            self._spoil(source, found)
+        elif self.op.startswith("aten::") and self.base in tables.VIEWS:
+            if self.base == "slice" and source in self.buffers:
+                self.buffers[self.name] = self.buffers[source]
+            else:
+                self.memory[self.name] = self.memory.get(source, source)
+        self.values[self.name] = found
+        return found
+
+    def _spoil(self, name: str, value: Value) -> None:
+        """A temporary takes a value: nothing that shares its memory is better from now on."""
+        root = self.memory[self.name] = self.memory.get(name, name)
+        for other, held in self.values.items():
+            if self.memory.get(other, other) == root and isinstance(held, Value):
+                kind = max(held.kind, value.kind)
+                self.values[other] = Value(held.shape, held.dims, kind, why=value.why or held.why)
 
     def at(self, name: str) -> Any:
         """An argument of the line: a value, a list of them, or what is given."""
@@ -99,12 +192,12 @@ class Checker:
         held = self.content.get(self.buffers.get(name, ""))
         is_whole = held is not None and held.shape == tuple(self.calls[name][3][0])
         found = held if is_whole else self.values[name]
-        if not isinstance(found, Value) or self.base in _CARRIERS:
+        if not isinstance(found, Value) or self.base in tables.CARRIERS:
             return found
         if found.is_conditional:
-            return replace(found, kind=ANY, why=self.because("has rows of another request"))
-        if "together" in found.facts and self.op not in _REPORTS:
-            return replace(found, kind=ANY, why=self.because("has later rows of its request"))
+            return replace(found, kind=Kind.ANY, why=self.because("has rows of another request"))
+        if "together" in found.facts and self.op not in tables.REPORTS:
+            return replace(found, kind=Kind.ANY, why=self.because("has later rows of its request"))
         return found
 
     def unknown(self, why: str, *sources: Value) -> NoReturn:
@@ -114,22 +207,24 @@ class Checker:
     def nothing(self, why: str, *sources: Value) -> Any:
         """Results of which nothing is known, because of this line or of one before."""
         why = self.because(why, *sources)
-        made = [Value(shape, (None,) * len(shape), ANY, why=why) for shape in self.shapes]
+        made = [Value(shape, (None,) * len(shape), Kind.ANY, why=why) for shape in self.shapes]
         return made if len(made) > 1 else made[0]
 
     def because(self, why: str, *sources: Value) -> str:
         """Why nothing is known: this line, or one before."""
-        return next((v.why for v in sources if v.kind == ANY), f"{self.op} ({self.name}) {why}")
+        return next(
+            (v.why for v in sources if v.kind == Kind.ANY), f"{self.op} ({self.name}) {why}"
+        )
 
     def make(
-        self, dims: Sequence[Layout], kind: str, tag: tuple[Any, ...] = (), facts: Any = ()
+        self, dims: Sequence[Layout], kind: Kind, tag: tuple[Any, ...] = (), facts: Any = ()
     ) -> Value:
         """The only result."""
-        if kind == ANY:
+        if kind == Kind.ANY:
             self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
         is_place = bool(tag) and tag[0] in tables.PLACES
-        kind = PLACE if is_place else OWN if kind == PLACE else kind
-        if kind == OWN and tuple(dims) == (REQUESTS,) and not tag:
+        kind = Kind.PLACE if is_place else Kind.OWN if kind == Kind.PLACE else kind
+        if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and not tag:
             tag = ("cnt", ((self.name, 1),))
         is_active = {"active"} if f"%{self.name}" == self.active else set()
         return Value(self.shapes[0], tuple(dims), kind, tag, frozenset(facts) | is_active)
@@ -145,14 +240,16 @@ class Checker:
     def meet(self, *given: Any) -> Value:
         """What is computed element by element of values that name no places."""
         dims, kind, _ = self.join(*given)
-        return self.make(dims, kind) if kind != PLACE else self.unknown("has numbers of places")
+        return (
+            self.make(dims, kind) if kind != Kind.PLACE else self.unknown("has numbers of places")
+        )
 
-    def join(self, *given: Any) -> tuple[list[Layout], str, list[Value]]:
+    def join(self, *given: Any) -> tuple[list[Layout], Kind, list[Value]]:
         """What is computed element by element: its dimensions, its kind, and the operands.
 
         Rows of two layouts must not meet, nor rows and numbers that follow from their places.
         """
-        values = [v if isinstance(v, Value) else Value((), (), CONST, ("#", v)) for v in given]
+        values = [v if isinstance(v, Value) else Value((), (), Kind.CONST, ("#", v)) for v in given]
         rank = max(len(v.dims) for v in values)
         dims: list[Layout] = [None] * rank
         for v in values:
@@ -161,12 +258,12 @@ class Checker:
                     self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
         values = [self._resolved(v, dims) for v in values]
-        if any(v.kind == ANY or v.is_conditional for v in values):
+        if any(v.kind == Kind.ANY or v.is_conditional for v in values):
             self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
-        if kinds & {PAIR, DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
-            return dims, PAIR, values
-        return dims, max(kinds, key=KINDS.index), values
+        if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
+            return dims, Kind.PAIR, values
+        return dims, max(kinds), values
 
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
@@ -178,7 +275,7 @@ class Checker:
             if old is None and new is not None and (size != 1 or (is_number and self.num_reqs == 1))
         ]
         sizes = [size for size in value.shape if size != 1] or [1]
-        if value.kind == ANY:
+        if value.kind == Kind.ANY:
             return value
         if not met:
             is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
@@ -191,9 +288,9 @@ class Checker:
             times = value.tag[1]
             if met[0] == REQUESTS:
                 tag = ("request",) if times == 1 else ("start", (("1", times),))
-                return replace(value, dims=own, kind=PLACE, tag=tag)
+                return replace(value, dims=own, kind=Kind.PLACE, tag=tag)
             if times == 1:
-                return replace(value, dims=own, kind=PLACE, tag=("row", met[0]))
+                return replace(value, dims=own, kind=Kind.PLACE, tag=("row", met[0]))
         self.unknown("has rows, and numbers that follow from their places")
 
     def origin(self, argument: str) -> str:
