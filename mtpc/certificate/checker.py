@@ -254,7 +254,8 @@ class Checker:
         dims: list[Layout] = [None] * rank
         for v in values:
             for axis, dim in enumerate(v.dims, rank - len(v.dims)):
-                if dim is not None and dims[axis] not in (None, dim):
+                is_only = self.num_reqs == v.shape[axis - rank] == 1
+                if dim is not None and dims[axis] not in (None, dim) and not is_only:
                     self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
         values = [self._resolved(v, dims) for v in values]

@@ -71,7 +71,8 @@ def _taken(
         is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
         is_own |= name == "place" and pool_of(spots(number.tag[2], number.tag[1])) == target
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
-    unless = _row(c, number, target)
+    is_only = c.num_reqs == table.shape[axis] == 1
+    unless = None if is_only else _row(c, number, target)
     if name == "before" and c.shapes[0] == table.shape:
         dims, unless = [*dims[:axis], target, *dims[axis + 1 :]], ("from", number.tag[1], target)
     if unless is False:
