@@ -50,6 +50,8 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
     number = other.tag[1] if other.tag[:1] == ("#",) else None
     if c.args.get("alpha", 1) != 1 or (one.tag[:1] == ("shift",) and one.tag not in c.shifts):
         return ()
+    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
+        return ("numbered",)
     if c.base == "mul" and one.tag == ("request",) and number is not None:
         return ("start", (("1", number),))
     if c.base == "add" and c.bounds(one) and c.bounds(other):
@@ -99,8 +101,6 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
         is_active = other.tag == ("cnt", ((c.active[1:], 1),))
         lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
         return set(one.facts | other.facts) - lost
-    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
-        return {"numbered"}
     if c.base == "lt" and name == "nth" and number == c.num_reqs:
         return {"live", "active"} if one.dims[0] in c.windows else {"live"}
     if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
@@ -250,7 +250,7 @@ def _folded_place(
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
     bounds = c.bounds(value)
-    if c.base == "amax" and ("numbered" in value.facts or bounds):
+    if c.base == "amax" and (value.tag == ("numbered",) or bounds):
         return c.make([None] * len(dims), Kind.PLACE, ("used", bounds or REQUESTS))
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
         return c.make(dims, Kind.PLACE, ("end", value.tag[1]))

@@ -283,8 +283,10 @@ class Checker:
             if is_column:
                 return replace(value, tag=("col", value.tag[1] * (sizes[0] - 1) + 1))
             return value
-        if "uniform" in value.facts or (value.tag == ("numbers",) and met == [REQUESTS]):
+        if "uniform" in value.facts:
             return replace(value, dims=own)
+        if value.tag == ("numbers",) and met == [REQUESTS]:
+            return replace(value, dims=own, kind=Kind.PLACE)
         if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):
             times = value.tag[1]
             if met[0] == REQUESTS:

@@ -82,6 +82,6 @@ ANCHORED = frozenset({"copy_drafts"})
 """Kernels in which a request reads its rows up to the one that `anchors` names."""
 PLACES = _words(
     "bounds start end tail tail+ row some into fresh anchor start+ last back request next nth "
-    "slot slot- ring- ring page page* place used pos+ past+ past shift wins+ spill"
+    "slot slot- ring- ring page page* place used pos+ past+ past shift wins+ spill numbered"
 )
 """Tags of integers that depend on company, and may only be used as the rules say."""

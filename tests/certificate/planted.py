@@ -461,6 +461,28 @@ def state_of_the_next_request(edit: Edit) -> None:
     line[2]["source"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
+def _add_to_state(edit: Edit, number: str) -> None:
+    """What is kept for a request has a number added."""
+    line = edit.find("aten::index_copy_.default")
+    args = {"self": line[2]["source"], "other": number, "alpha": 1}
+    line[2]["source"] = edit.add(line, "aten::add.Tensor", args, *_form(edit.line(args["self"])))
+
+
+@planted()
+def state_by_the_number_of_a_request(edit: Edit) -> None:
+    line = edit.find("aten::index_copy_.default")
+    args = {"start": 1, "end": 5}
+    _add_to_state(edit, edit.add(line, "aten::arange.start", args, [4], "int64"))
+
+
+@planted()
+def state_by_the_number_of_a_request_that_is_on(edit: Edit) -> None:
+    """A number that only counts the rows in use."""
+    numbers = edit.find("aten::arange.start", has=lambda one: one[2]["start"] == 1)
+    used = edit.find("aten::mul.Tensor", has=lambda one: one[2]["self"] == f"%{numbers[0]}")
+    _add_to_state(edit, f"%{used[0]}")
+
+
 @planted()
 def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""
