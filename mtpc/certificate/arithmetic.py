@@ -40,7 +40,7 @@ def elementwise(c: Checker) -> Value:
             dims, Kind.DIAGONAL if is_diagonal else Kind.PAIR, (), facts if is_diagonal else ()
         )
     tag = _tag(c, one, other)
-    if kind == Kind.PLACE and not tag and not facts:
+    if kind == Kind.PLACE and not tag and (not facts or c.base == "__and__"):
         c.unknown("computes with numbers of places")
     return c.make(dims, kind, tag, facts)
 
@@ -106,6 +106,8 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
         return {"live", "active"} if c.base == "ne" else {"nowhere"}
     found = lemma(c.base, one, other, FACTS)
+    if found[:1] == ("fits",) and number != c.most_rows:
+        return set()
     return {found if found[1:] else found[0]} if found else set()
 
 
@@ -146,8 +148,7 @@ def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
     is_first = isinstance(one, Value)
     value, number = (one, other) if is_first else (other, one)
     if not isinstance(value, Value):
-        kind = Kind.OWN if condition.kind == Kind.PLACE else condition.kind
-        return c.make(condition.dims, kind, facts=_sizes(one, other))
+        return c.meet(condition, facts=_sizes(one, other))
     dims, kind, (_, value) = c.join(condition, value)
     name, facts = value.tag[0] if value.tag else "", condition.facts
     tag, count, wanted, needed = _MASKED.get(name, ("", 0, 0, set()))
@@ -163,7 +164,7 @@ def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
     if name == "cnt" and not is_first:
         c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
     beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and number < 0}
-    return c.make(dims, Kind.OWN if kind == Kind.PLACE else kind, facts=beyond)
+    return c.meet(condition, value, facts=beyond)
 
 
 def _met(c: Checker, condition: Value, value: Any, word: str) -> Any:

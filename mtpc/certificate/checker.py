@@ -143,6 +143,7 @@ class Checker:
             )
         self.active = accepts[0]["active"]
         self.num_reqs = held["batch.state_indices"][0]
+        self.most_rows = held.get("batch.prompt_ids", [None])[0]
 
     def read(self, line: Line, rules: Mapping[str, Callable[[Checker], Any]]) -> Any:
         """What the next line gives: a value, or several."""
@@ -237,12 +238,12 @@ class Checker:
             return (("1", value.tag[1]),)
         return value.tag[1] if value.tag[0] == "bounds" else None
 
-    def meet(self, *given: Any) -> Value:
+    def meet(self, *given: Any, facts: Iterable[Any] = ()) -> Value:
         """What is computed element by element of values that name no places."""
         dims, kind, _ = self.join(*given)
-        return (
-            self.make(dims, kind) if kind != Kind.PLACE else self.unknown("has numbers of places")
-        )
+        if kind == Kind.PLACE:
+            self.unknown("has numbers of places")
+        return self.make(dims, kind, (), facts)
 
     def join(self, *given: Any) -> tuple[list[Layout], Kind, list[Value]]:
         """What is computed element by element: its dimensions, its kind, and the operands.

@@ -484,6 +484,33 @@ def state_by_the_number_of_a_request_that_is_on(edit: Edit) -> None:
 
 
 @planted()
+def state_by_the_number_of_a_slot(edit: Edit) -> None:
+    """As an integer and a flag are ANDed."""
+    line = edit.find("aten::index_copy_.default")
+    flag = edit.find("aten::__and__.Tensor")
+    args = {"self": line[2]["index"], "other": f"%{flag[0]}"}
+    _add_to_state(edit, edit.add(line, "aten::__and__.Tensor", args, [4], "int64"))
+
+
+@planted()
+def state_by_the_rows_of_requests_before(edit: Edit) -> None:
+    """Whether few rows stand before."""
+    line, ends = edit.find("aten::index_copy_.default"), edit.find("aten::cumsum.default")
+    args = {"self": f"%{ends[0]}", "other": 8}
+    _add_to_state(edit, edit.add(line, "aten::le.Scalar", args, [4], "bool"))
+
+
+@planted()
+def state_by_where_a_request_begins(edit: Edit) -> None:
+    """Whether a place is 0, as a condition."""
+    line, ends = edit.find("aten::index_copy_.default"), edit.find("aten::cumsum.default")
+    args = {"self": f"%{ends[0]}", "dtype": "torch.bool"}
+    flag = edit.add(line, "aten::to.dtype", args, [4], "bool")
+    args = {"condition": flag, "self": 1, "other": 0}
+    _add_to_state(edit, edit.add(line, "aten::where.Scalar", args, [4], "int64"))
+
+
+@planted()
 def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""
     line = edit.find("count_tokens")
