@@ -34,15 +34,23 @@ def elementwise(c: Checker) -> Value:
     one, other = values[:2]
     facts = _facts(c, one, other)
     if kind == Kind.PAIR:
-        is_diagonal = c.base in ("mul", "__and__") and Kind.DIAGONAL in (one.kind, other.kind)
-        is_diagonal |= c.base == "eq" and one.tag == other.tag == ("request",)
-        return c.make(
-            dims, Kind.DIAGONAL if is_diagonal else Kind.PAIR, (), facts if is_diagonal else ()
-        )
+        return _of_two(c, dims, one, other, facts)
     tag = _tag(c, one, other)
     if kind == Kind.PLACE and not tag and (not facts or c.base == "__and__"):
         c.unknown("computes with numbers of places")
     return c.make(dims, kind, tag, facts)
+
+
+def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value, facts: set[Any]) -> Value:
+    """Rows against requests, or against rows."""
+    kinds = {one.kind, other.kind}
+    are_rows = one.tag == other.tag and one.tag[:1] in (("row",), ("request",))
+    if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
+        c.unknown("computes with numbers of places", one, other)
+    if c.base == "eq" and one.tag == other.tag == ("request",):
+        return c.make(dims, Kind.DIAGONAL)
+    is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
+    return c.make(dims, Kind.DIAGONAL, (), facts) if is_masked else c.make(dims, Kind.PAIR)
 
 
 def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
@@ -259,6 +267,7 @@ def _folded_place(
         return c.make([REQUESTS], Kind.PLACE, ("end", ((c.args["self"][1:], 1),)))
     if c.base == "sum" and "ended" in value.facts and axes == [1]:
         return c.make(dims, Kind.PLACE, ("nth",))
-    if value.kind == Kind.DIAGONAL and c.base in ("sum", "any") and axes == [1]:
+    is_by_request = value.kind == Kind.DIAGONAL and value.dims[1] == REQUESTS
+    if is_by_request and c.base in ("sum", "any") and axes == [1]:
         return c.make(dims, Kind.OWN, facts=value.facts & {"anchors"})
     return None

@@ -22,6 +22,7 @@ THREADS = INTERPRETED | _words("log log1p pow erf")
 """So on GPUs, where every element has a thread of its own."""
 ROW_BY_ROW = frozenset({"softmax", "layer_norm"})
 """PyTorch's CPU kernels take one row after the other, along dimensions behind those of rows."""
+COMPARISONS = _words("eq ne lt le gt ge")
 SUMS = ROW_BY_ROW | {"sum", "mean", "cumsum"}
 FOLDS = SUMS | _words("amax amin any all max argmax topk sort")
 KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}

@@ -511,6 +511,16 @@ def state_by_where_a_request_begins(edit: Edit) -> None:
 
 
 @planted()
+def state_by_slots_where_tokens_are_due(edit: Edit) -> None:
+    """What each request adds at its last accepted row is the number of its slot."""
+    folded = edit.find("aten::any.dim", has=lambda one: len(one[3][0]) == 1)
+    line = edit.find("aten::mul.Tensor", has=lambda one: one[2]["self"] == folded[2]["self"])
+    slots, at = edit.find("aten::index_copy_.default")[2]["index"], [1, *_form(line)[0][1:]]
+    args = {"self": slots, "dim": 0}
+    line[2]["other"] = edit.add(line, "aten::unsqueeze.default", args, at, "int64")
+
+
+@planted()
 def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""
     line = edit.find("count_tokens")
