@@ -506,8 +506,8 @@ def state_by_where_a_request_begins(edit: Edit) -> None:
     line, ends = edit.find("aten::index_copy_.default"), edit.find("aten::cumsum.default")
     args = {"self": f"%{ends[0]}", "dtype": "torch.bool"}
     flag = edit.add(line, "aten::to.dtype", args, [4], "bool")
-    args = {"condition": flag, "self": 1, "other": 0}
-    _add_to_state(edit, edit.add(line, "aten::where.Scalar", args, [4], "int64"))
+    given: dict[str, Any] = {"condition": flag, "self": 1, "other": 0}
+    _add_to_state(edit, edit.add(line, "aten::where.Scalar", given, [4], "int64"))
 
 
 @planted()
