@@ -245,7 +245,7 @@ LINES = {
     ".": 2430,
     "backends": 14820,
     "capture": 1310,
-    "certificate": 1530,
+    "certificate": 1520,
     "cli": 5070,
     "engine": 5910,
     "evaluation": 610,

@@ -6,8 +6,8 @@ imports nothing of mtpc and believes no type that it reads: its rules are its ow
 rule proves nothing. docs/certificate.md has the theorem, and what it rests on.
 """
 
+from mtpc.certificate.checker import RefusedError
 from mtpc.certificate.file import Certificate, CertificateError, prove
 from mtpc.certificate.rules import types_of
-from mtpc.certificate.values import RefusedError
 
 __all__ = ["Certificate", "CertificateError", "RefusedError", "prove", "types_of"]

@@ -7,22 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.state import Checker
-from mtpc.certificate.values import (
-    ANY,
-    CONST,
-    DIAGONAL,
-    OWN,
-    PAIR,
-    PLACE,
-    REQUESTS,
-    UPTO,
-    Layout,
-    Value,
-    lemma,
-    spots,
-    sum_of,
-)
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value, spots, sum_of
+from mtpc.certificate.lemmas import FACTS, lemma
 
 
 def _is_exact(c: Checker) -> bool:
@@ -41,20 +27,30 @@ def elementwise(c: Checker) -> Value:
     names = ("other", "self") if c.base == "rsub" else ("self", "other")
     extra = [c.at(name) for name in ("min", "max", "mask", "value", "exponent")]
     dims, kind, values = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
-    if not _is_exact(c) and kind != PLACE:
+    if not _is_exact(c) and kind != Kind.PLACE:
         c.unknown("gives bits that may depend on the place of an element")
     if c.at("other") is None:
         return _of_one(c, dims, kind, values[0])
     one, other = values[:2]
     facts = _facts(c, one, other)
-    if kind == PAIR:
-        is_diagonal = c.base in ("mul", "__and__") and DIAGONAL in (one.kind, other.kind)
-        is_diagonal |= c.base == "eq" and one.tag == other.tag == ("request",)
-        return c.make(dims, DIAGONAL if is_diagonal else PAIR, (), facts if is_diagonal else ())
+    if kind == Kind.PAIR:
+        return _of_two(c, dims, one, other, facts)
     tag = _tag(c, one, other)
-    if kind == PLACE and not tag and not facts:
+    if kind == Kind.PLACE and not tag and (not facts or c.base == "__and__"):
         c.unknown("computes with numbers of places")
     return c.make(dims, kind, tag, facts)
+
+
+def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value, facts: set[Any]) -> Value:
+    """Rows against requests, or against rows."""
+    kinds = {one.kind, other.kind}
+    are_rows = one.tag == other.tag and one.tag[:1] in (("row",), ("request",))
+    if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
+        c.unknown("computes with numbers of places", one, other)
+    if c.base == "eq" and one.tag == other.tag == ("request",):
+        return c.make(dims, Kind.DIAGONAL)
+    is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
+    return c.make(dims, Kind.DIAGONAL, (), facts) if is_masked else c.make(dims, Kind.PAIR)
 
 
 def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
@@ -62,6 +58,8 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
     number = other.tag[1] if other.tag[:1] == ("#",) else None
     if c.args.get("alpha", 1) != 1 or (one.tag[:1] == ("shift",) and one.tag not in c.shifts):
         return ()
+    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
+        return ("numbered",)
     if c.base == "mul" and one.tag == ("request",) and number is not None:
         return ("start", (("1", number),))
     if c.base == "add" and c.bounds(one) and c.bounds(other):
@@ -73,7 +71,7 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
     is_whole = one.tag[:1] == ("place",) and number and one.tag[2] % number == 0
     if c.base == "floor_divide" and is_whole:
         return ("page", spots(one.tag[2] // number, one.tag[1]))
-    if c.base == "remainder" and number is not None and PLACE not in (one.kind, other.kind):
+    if c.base == "remainder" and number is not None and Kind.PLACE not in (one.kind, other.kind):
         return ("mod", number)
     if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
         c.counts[((c.name, 1),)] = (one.tag[1], None)
@@ -89,13 +87,13 @@ def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
     return tag
 
 
-def _of_one(c: Checker, dims: Sequence[Layout], kind: str, value: Value) -> Value:
+def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
         return c.make(dims, value.kind, value.tag, value.facts)
     name, most = value.tag[0] if value.tag else "", c.args.get("max")
     if c.base == "clamp" and c.args["min"] == 0 and name == "off" and most is not None:
         return c.make(dims, kind, ("capped", value.tag[1], most + 1))
-    if kind != PLACE and name != "before":
+    if kind != Kind.PLACE and name != "before":
         return c.make(dims, kind)
     if c.base != "clamp" or c.args["min"] not in (None, 0):
         c.unknown("computes with numbers of places")
@@ -109,15 +107,15 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     name = one.tag[0] if one.tag else ""
     if c.base == "__and__":
         is_active = other.tag == ("cnt", ((c.active[1:], 1),))
-        lost = set() if is_active or other.kind == PAIR else {"anchors"}
+        lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
         return set(one.facts | other.facts) - lost
-    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
-        return {"numbered"}
     if c.base == "lt" and name == "nth" and number == c.num_reqs:
         return {"live", "active"} if one.dims[0] in c.windows else {"live"}
     if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
         return {"live", "active"} if c.base == "ne" else {"nowhere"}
-    found = lemma(c.base, one, other, tables.FACTS)
+    found = lemma(c.base, one, other, FACTS)
+    if found[:1] == ("fits",) and number != c.most_rows:
+        return set()
     return {found if found[1:] else found[0]} if found else set()
 
 
@@ -127,9 +125,9 @@ def compare(c: Checker) -> Value:
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
         is_iota = one.tag == ("iota", 1) or (one.tag == ("request",) and one.dims[0] == REQUESTS)
         if is_iota and c.base == "ge" and other.tag[:1] == ("end",):
-            return c.make((other.tag[1], REQUESTS), PAIR, facts={"ended"})
+            return c.make((other.tag[1], REQUESTS), Kind.PAIR, facts={"ended"})
         if is_iota and c.base == "eq" and other.tag[:1] == ("anchor",):
-            return c.make((other.tag[1], REQUESTS), DIAGONAL, facts={"anchors"})
+            return c.make((other.tag[1], REQUESTS), Kind.DIAGONAL, facts={"anchors"})
     return elementwise(c)
 
 
@@ -158,8 +156,7 @@ def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
     is_first = isinstance(one, Value)
     value, number = (one, other) if is_first else (other, one)
     if not isinstance(value, Value):
-        kind = OWN if condition.kind == PLACE else condition.kind
-        return c.make(condition.dims, kind, facts=_sizes(one, other))
+        return c.meet(condition, facts=_sizes(one, other))
     dims, kind, (_, value) = c.join(condition, value)
     name, facts = value.tag[0] if value.tag else "", condition.facts
     tag, count, wanted, needed = _MASKED.get(name, ("", 0, 0, set()))
@@ -170,12 +167,12 @@ def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
     known = _kept(c, condition, value, number, is_first)
     if known is not None:
         return c.make(dims, kind, value.tag, known)
-    if value.kind == PLACE:
+    if value.kind == Kind.PLACE:
         c.unknown("replaces numbers of places")
     if name == "cnt" and not is_first:
         c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
     beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and number < 0}
-    return c.make(dims, OWN if kind == PLACE else kind, facts=beyond)
+    return c.meet(condition, value, facts=beyond)
 
 
 def _met(c: Checker, condition: Value, value: Any, word: str) -> Any:
@@ -214,10 +211,12 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
     if "accepted" in condition.facts:
         return c.make(one.dims, one.kind, one.tag)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
-        is_own = c.join(condition, one)[1] in (OWN, UPTO)
-        return c.make(condition.dims, UPTO) if is_own else c.unknown("mixes rows", condition, one)
+        is_own = c.join(condition, one)[1] in (Kind.OWN, Kind.UPTO)
+        return (
+            c.make(condition.dims, Kind.UPTO) if is_own else c.unknown("mixes rows", condition, one)
+        )
     if one.tag[:1] == ("page",) and one.tag == other.tag:
-        return c.make(c.join(condition, one, other)[0], PLACE, one.tag)
+        return c.make(c.join(condition, one, other)[0], Kind.PLACE, one.tag)
     return c.meet(condition, one, other)
 
 
@@ -245,11 +244,11 @@ def fold(c: Checker) -> Any:
         return place
     if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
         c.unknown("combines rows", value)
-    if value.kind in (PLACE, PAIR, DIAGONAL, ANY):
+    if value.kind in (Kind.PLACE, Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
         c.unknown("combines numbers of places", value)
     is_apart = c.base in tables.ROW_BY_ROW and not any(value.dims[min(axes) :])
     by_torch = c.on_gpu or (c.op in c.dispatched and not is_apart)
-    if by_torch and c.base in tables.SUMS and value.kind != CONST and "float" in c.dtypes[0]:
+    if by_torch and c.base in tables.SUMS and value.kind != Kind.CONST and "float" in c.dtypes[0]:
         c.unknown("adds in an order that may depend on the rows")
     made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
     return made if len(made) > 1 else c.make(dims, value.kind)
@@ -260,14 +259,15 @@ def _folded_place(
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
     bounds = c.bounds(value)
-    if c.base == "amax" and ("numbered" in value.facts or bounds):
-        return c.make([None] * len(dims), PLACE, ("used", bounds or REQUESTS))
+    if c.base == "amax" and (value.tag == ("numbered",) or bounds):
+        return c.make([None] * len(dims), Kind.PLACE, ("used", bounds or REQUESTS))
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
-        return c.make(dims, PLACE, ("end", value.tag[1]))
-    if c.base == "cumsum" and value.kind == ANY and value.shape == (c.num_reqs,):
-        return c.make([REQUESTS], PLACE, ("end", ((c.args["self"][1:], 1),)))
+        return c.make(dims, Kind.PLACE, ("end", value.tag[1]))
+    if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
+        return c.make([REQUESTS], Kind.PLACE, ("end", ((c.args["self"][1:], 1),)))
     if c.base == "sum" and "ended" in value.facts and axes == [1]:
-        return c.make(dims, PLACE, ("nth",))
-    if value.kind == DIAGONAL and c.base in ("sum", "any") and axes == [1]:
-        return c.make(dims, OWN, facts=value.facts & {"anchors"})
+        return c.make(dims, Kind.PLACE, ("nth",))
+    is_by_request = value.kind == Kind.DIAGONAL and value.dims[1] == REQUESTS
+    if is_by_request and c.base in ("sum", "any") and axes == [1]:
+        return c.make(dims, Kind.OWN, facts=value.facts & {"anchors"})
     return None

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from mtpc.certificate.checker import RefusedError
 from mtpc.certificate.rules import types_of
 from mtpc.certificate.tables import KERNELS
-from mtpc.certificate.values import RefusedError
 
 
 class CertificateError(Exception):

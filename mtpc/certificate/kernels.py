@@ -6,16 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.state import Checker
-from mtpc.certificate.values import (
-    ANY,
-    CONST,
-    DIAGONAL,
-    KINDS,
-    OWN,
-    PLACE,
+from mtpc.certificate.checker import (
     REQUESTS,
-    UPTO,
+    Checker,
+    Kind,
     Layout,
     RefusedError,
     UnknownError,
@@ -56,11 +50,13 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
     layouts: list[Layout] = [dim for dim in dims if dim is not None] or [None]
-    if any(v.kind == ANY for v in given):
+    if any(v.kind == Kind.ANY for v in given):
         c.unknown("", *given)
-    if any(v.kind == PLACE and v.tag[0] != "place" for v in given):
+    if any(v.kind == Kind.PLACE and v.tag[0] != "place" for v in given):
         c.unknown("computes with numbers of places")
-    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {CONST} and not any(dims)
+    is_const = (
+        c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST} and not any(dims)
+    )
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
     if not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
         c.unknown("gets " + ", ".join(map(str, given)))
@@ -71,8 +67,8 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
                 wrong = _wrong(c, name, one, layouts[0])
                 if wrong:
                     c.unknown(f"gets {name} as {one}: {wrong}", one)
-    kind = max((OWN if v.kind == PLACE else v.kind for v in given), key=KINDS.index)
-    if kind == UPTO and c.op in tables.WHOLE:
+    kind = max(Kind.OWN if v.kind == Kind.PLACE else v.kind for v in given)
+    if kind == Kind.UPTO and c.op in tables.WHOLE:
         c.unknown("reads rows after the last accepted one")
     made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
     return [_named(c, number, value) for number, value in enumerate(made)]
@@ -86,7 +82,7 @@ def _in_use(c: Checker, value: Value) -> Value:
         return value
     if value.shape[0] != c.num_reqs * layout[0][1]:
         return value
-    return replace(value, dims=(layout, *value.dims[1:]), kind=OWN)
+    return replace(value, dims=(layout, *value.dims[1:]), kind=Kind.OWN)
 
 
 def _only_row(c: Checker, given: list[Value]) -> list[Value]:
@@ -100,7 +96,9 @@ def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     at = next((n for n, dim in enumerate(given[0].dims) if dim), given[0].shape.index(1))
     return [
         replace(v, dims=(*[None] * at, REQUESTS, *[None] * (len(v.dims) - at - 1)))
-        if is_single and v.kind in (OWN, UPTO, PLACE) and v.shape[at : at + 1] == (1,)
+        if is_single
+        and v.kind in (Kind.OWN, Kind.UPTO, Kind.PLACE)
+        and v.shape[at : at + 1] == (1,)
         else v
         for v, is_single in zip(given, single, strict=True)
     ]
@@ -110,9 +108,9 @@ def _named(c: Checker, number: int, value: Value) -> Value:
     """A result with what it names."""
     if c.op == "choose_slots":
         pages, rows = c.at("index_cache").shape[:2]
-        return replace(value, kind=PLACE, tag=("page", spots(rows, pages)))
+        return replace(value, kind=Kind.PLACE, tag=("page", spots(rows, pages)))
     if c.op in tables.ANCHORED:
-        return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), OWN)
+        return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), Kind.OWN)
     if c.op != "accept":
         return value
     tag = ("cnt", ((f"{c.name}.{number}", 1),))
@@ -120,14 +118,14 @@ def _named(c: Checker, number: int, value: Value) -> Value:
         layout = c.bounds(c.at("query_start_loc"))
         beyond = [fact[1] for fact in c.at("ids").facts if fact[0] == "beyond"]
         c.shifts |= {("shift", one, layout) for one in beyond}
-        return Value(value.shape, (REQUESTS,), PLACE, ("anchor", layout))
-    return Value(value.shape, (REQUESTS,), OWN, tag)
+        return Value(value.shape, (REQUESTS,), Kind.PLACE, ("anchor", layout))
+    return Value(value.shape, (REQUESTS,), Kind.OWN, tag)
 
 
 def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
     """Why an argument is not the one that a row, or its request, may read; "" if it is."""
     first = value.dims[0] if value.dims else None
-    if name in _REPORTS or (value.kind == CONST and name not in tables.OWNED):
+    if name in _REPORTS or (value.kind == Kind.CONST and name not in tables.OWNED):
         return ""
     if name == "query_start_loc":
         layout = c.at("ids").dims[0] if c.op == "accept" else layout
@@ -137,7 +135,7 @@ def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
         owners = layout if name == "row_slots" else REQUESTS
         return "" if (value.tag, first) == (("slot",), owners) else "not slots"
     if name == "sees_fresh":
-        is_own = (value.kind, value.dims) == (DIAGONAL, (layout, layout))
+        is_own = (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout))
         return "" if is_own else "not rows of one request"
     if name == "chosen_entries":
         slots, entries = c.at("entries").shape[:2]
@@ -154,13 +152,13 @@ def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
         return "" if is_page else "not the pages"
     if name == "seq_lens":
         is_length = value.tag[:1] == ("len",) and layout in value.tag[1:]
-        is_length |= _is_by_row(c) and (value.kind, first) == (OWN, layout)
+        is_length |= _is_by_row(c) and (value.kind, first) == (Kind.OWN, layout)
         return "" if is_length else "not lengths"
     if isinstance(first, str):
         return _wrong_state(c, name, first)
     if name == "ids" and c.op == "accept":
-        return "" if value.kind == OWN and isinstance(first, tuple) else "not its rows"
-    is_own = value.kind == OWN and isinstance(first, tuple) and first[0][0] == "1"
+        return "" if value.kind == Kind.OWN and isinstance(first, tuple) else "not its rows"
+    is_own = value.kind == Kind.OWN and isinstance(first, tuple) and first[0][0] == "1"
     return "" if is_own else "not its request's"
 
 
@@ -191,4 +189,4 @@ def _report(c: Checker, name: str) -> None:
         shape = tuple(c.calls[given][3][0])
         width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
         tag = ("taken", width) if name == "num_accepted" else ()
-        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), OWN, tag)
+        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), Kind.OWN, tag)

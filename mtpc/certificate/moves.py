@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.state import Checker
-from mtpc.certificate.values import (
-    ANY,
-    CONST,
-    DIAGONAL,
-    KINDS,
-    OWN,
-    PAIR,
-    PLACE,
+from mtpc.certificate.checker import (
     REQUESTS,
-    UPTO,
+    Checker,
+    Kind,
     Layout,
     RefusedError,
     Value,
-    fewer_rows,
     pool_of,
-    regroup,
     spots,
     sum_of,
 )
@@ -45,21 +37,21 @@ def index(c: Checker) -> Value:
     inner, kind, _ = c.join(*map(_as_own, numbers))
     stop = axis + len(numbers)
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
-    is_mixed = any(one.kind == PLACE for one in numbers[1:]) or kind == PAIR
-    if is_mixed or others or table.kind in (PAIR, DIAGONAL, ANY):
+    is_mixed = any(one.kind == Kind.PLACE for one in numbers[1:]) or kind == Kind.PAIR
+    if is_mixed or others or table.kind in (Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
         c.unknown("takes places by numbers of others", table)
     dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
-    if "uniform" in numbers[0].facts and table.kind == CONST and axis == 0:
-        return c.make(dims, CONST, facts={"alike"})
+    if "uniform" in numbers[0].facts and table.kind == Kind.CONST and axis == 0:
+        return c.make(dims, Kind.CONST, facts={"alike"})
     return _taken(c, table, axis, numbers[0], dims, kind)
 
 
 def _as_own(number: Value) -> Value:
-    return replace(number, kind=OWN if number.kind == PLACE else number.kind, tag=())
+    return replace(number, kind=Kind.OWN if number.kind == Kind.PLACE else number.kind, tag=())
 
 
 def _taken(
-    c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: str
+    c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: Kind
 ) -> Value:
     """What a number takes of a dimension of a table."""
     target, bounds = table.dims[axis], c.bounds(table)
@@ -69,24 +61,25 @@ def _taken(
         c.unknown("takes places that were moved")
     if bounds and name in ("used", "request", "next") and target is None:
         named = {"used": "used", "request": "start", "next": "end"}[name]
-        return c.make(dims, PLACE, (named, bounds))
+        return c.make(dims, Kind.PLACE, (named, bounds))
     if target is None:
-        is_known = number.kind in (CONST, OWN, UPTO)
-        kind = max(kind, table.kind, key=KINDS.index)
+        is_known = number.kind in (Kind.CONST, Kind.OWN, Kind.UPTO)
+        kind = max(kind, table.kind)
         return c.make(dims, kind) if is_known else c.unknown("takes by numbers of places")
     if isinstance(target, str) and target != "prompt":
         is_own = name == "slot" if target == "slots" else name == "page"
         is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
         is_own |= name == "place" and pool_of(spots(number.tag[2], number.tag[1])) == target
         return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
-    unless = _row(c, number, target)
+    is_only = c.num_reqs == table.shape[axis] == 1
+    unless = None if is_only else _row(c, number, target)
     if name == "before" and c.shapes[0] == table.shape:
         dims, unless = [*dims[:axis], target, *dims[axis + 1 :]], ("from", number.tag[1], target)
     if unless is False:
         c.unknown("takes rows that may be another request's", number)
-    if table.kind == UPTO and name not in ("anchor", "fresh", "request"):
+    if table.kind == Kind.UPTO and name not in ("anchor", "fresh", "request"):
         c.unknown("takes rows after the last accepted one")
-    kind = OWN if table.kind == UPTO and name == "anchor" else table.kind
+    kind = Kind.OWN if table.kind == Kind.UPTO and name == "anchor" else table.kind
     only = "where" if name in ("past", "start+", "before") else "unless"
     facts: set[Any] = {(only, unless)} if unless else set()
     if name == "anchor" and "anchors" in table.facts:
@@ -97,7 +90,7 @@ def _taken(
     some: Any = ("some", *table.tag[1:]) if held in ("row", "some") else ()
     if name in ("start+", "some") and number.dims[-1] is None and number.shape[-1] != 1:
         facts.add("together")
-    return c.make(dims, kind if some or kind != PLACE else ANY, some, facts)
+    return c.make(dims, kind if some or kind != Kind.PLACE else Kind.ANY, some, facts)
 
 
 def _row(c: Checker, number: Value, layout: Layout) -> Any:
@@ -154,12 +147,16 @@ def slice_(c: Checker) -> Any:
         if bounds and value.shape[axis] == c.num_reqs + 1 and c.shapes[0][axis] == c.num_reqs:
             dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
             tag = ("request",) if (start, bounds) == (0, REQUESTS) else ("start", bounds)
-            return c.make(dims, PLACE, ("end", bounds) if start == 1 else tag)
+            return c.make(dims, Kind.PLACE, ("end", bounds) if start == 1 else tag)
         lost = bounds or (value.tag[:1] == ("iota",) and start != 0)
         return c.make(value.dims, value.kind, () if lost else value.tag, value.facts)
     if c.shapes[0] == value.shape:
         return value
-    part = {0: "first row", 1: "next rows"}.get(start, "") if value.kind in (OWN, UPTO) else ""
+    part = (
+        {0: "first row", 1: "next rows"}.get(start, "")
+        if value.kind in (Kind.OWN, Kind.UPTO)
+        else ""
+    )
     facts = frozenset({(part, c.args["self"], value.dims)})
     return replace(c.nothing("takes rows by number", value), facts=facts)
 
@@ -175,15 +172,19 @@ def cat(c: Checker) -> Any:
         return replace(made, dims=dims, facts=frozenset(facts)) if one == other else made
     if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
         is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
-        return c.make([None], PLACE, ("bounds", parts[1].tag[1])) if is_zero else c.unknown("joins")
+        return (
+            c.make([None], Kind.PLACE, ("bounds", parts[1].tag[1]))
+            if is_zero
+            else c.unknown("joins")
+        )
     parts = [part for part in parts if 0 not in part.shape] or parts
     if is_cat and any(part.dims[axis] is not None for part in parts):
         c.unknown("joins rows", *parts)
-    if axis == 1 and _are_tokens(parts[0], is_cat) and any(part.kind == ANY for part in parts):
+    if axis == 1 and _are_tokens(parts[0], is_cat) and any(part.kind == Kind.ANY for part in parts):
         drafts = c.nothing("has drafts that may be any", *parts)
         return replace(drafts, facts=frozenset({"token"}))
     dims, kind, _ = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
-    if kind == PLACE:
+    if kind == Kind.PLACE:
         is_one = is_cat and parts[0].tag[:1] == ("page",) and len({part.tag for part in parts}) == 1
         return c.make(dims, kind, parts[0].tag) if is_one else c.unknown("joins places")
     return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind)
@@ -191,7 +192,7 @@ def cat(c: Checker) -> Any:
 
 def _are_tokens(first: Value, is_cat: bool) -> bool:
     """Whether each request's last token is joined to drafts, which may be any."""
-    return "token" in first.facts if is_cat else (first.kind, first.dims) == (OWN, (REQUESTS,))
+    return "token" in first.facts if is_cat else (first.kind, first.dims) == (Kind.OWN, (REQUESTS,))
 
 
 def _thin(value: Value, axis: int) -> Value:
@@ -229,9 +230,9 @@ def view(c: Checker) -> Any:
             facts -= {"together"}
         dims = found
     tag = value.tag if keeps_tag else ()
-    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == CONST:
+    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == Kind.CONST:
         facts |= {"alike"} if len(c.shapes[0]) == rank else set()
-    if value.kind == ANY or (value.kind == PLACE and not tag):
+    if value.kind == Kind.ANY or (value.kind == Kind.PLACE and not tag):
         c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
         return [Value(shape, tuple(dims), value.kind, (), facts) for shape in c.shapes]
@@ -251,14 +252,14 @@ def constant(c: Checker) -> Value:
     if c.base != "arange":
         facts = {"uniform", "zeros"} if "zeros" in c.base else {"uniform"}
         like = c.at("self") if c.base.endswith("_like") else None
-        return c.make(like.dims if like else [None] * len(c.shapes[0]), CONST, (), facts)
+        return c.make(like.dims if like else [None] * len(c.shapes[0]), Kind.CONST, (), facts)
     start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
     tag = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
     if (end, step) == (-1, -1):
         tag = ("desc", start + 1)
     elif (step, -start) == (1, end):
         tag = ("under", end)
-    return c.make([None], CONST, tag)
+    return c.make([None], Kind.CONST, tag)
 
 
 def gather(c: Checker) -> Value:
@@ -280,17 +281,17 @@ def get(c: Checker) -> Any:
     if room in ("state", "kv"):
         first = "slots" if str(shape[0]) == "S" else f"pages {shape[0]}"
         tag = ("page", "N") if own == "block_table" else ()
-        return Value(shape, (first, *rest), PLACE if tag else OWN, tag)
+        return Value(shape, (first, *rest), Kind.PLACE if tag else Kind.OWN, tag)
     if room not in ("batch", "cross"):
         return Value(shape, (None,) * len(shape))
     if own == "state_indices":
-        return c.make((REQUESTS,), PLACE, ("slot",))
+        return c.make((REQUESTS,), Kind.PLACE, ("slot",))
     if own in ("num_input", "is_decoding", "next_prompt_id"):
-        return c.make((REQUESTS,), OWN)
+        return c.make((REQUESTS,), Kind.OWN)
     if own == "prompt_ids":
-        return c.make(("prompt",), OWN)
+        return c.make(("prompt",), Kind.OWN)
     if own in ("token_mask", "draft_mask"):
-        return c.make(((("1", shape[0] // c.num_reqs),), *rest), OWN)
+        return c.make(((("1", shape[0] // c.num_reqs),), *rest), Kind.OWN)
     return c.nothing("is what another step left")
 
 
@@ -313,32 +314,56 @@ def put(c: Checker) -> Value:
     target, numbers, source = c.at("self"), c.at("index"), c.at("source")
     buffer = c.buffers.get(c.args["self"][1:])
     if buffer is None:
-        if numbers.kind != CONST or target.dims[c.args["dim"]] is not None:
+        if numbers.kind != Kind.CONST or target.dims[c.args["dim"]] is not None:
             c.unknown("puts rows by numbers")
         return c.meet(target, replace(source, shape=c.shapes[0]))
     if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
     if buffer == "state.token_ids" and "token" in source.facts:
-        return Value(target.shape, target.dims, OWN)  # Its first column is: drafts may be any.
-    if source.kind not in (OWN, CONST) or source.dims[0] != REQUESTS or any(source.dims[1:]):
+        return Value(target.shape, target.dims, Kind.OWN)  # Its first column is: drafts may be any.
+    if (
+        source.kind not in (Kind.OWN, Kind.CONST)
+        or source.dims[0] != REQUESTS
+        or any(source.dims[1:])
+    ):
         raise RefusedError(source.why or f"{c.op} ({c.name}) writes {source} to {buffer}")
-    return Value(target.shape, target.dims, OWN)
+    return Value(target.shape, target.dims, Kind.OWN)
 
 
-def share(c: Checker, source: str) -> None:
-    """The line's result is in the memory of another."""
-    if c.base == "slice" and source in c.buffers:
-        c.buffers[c.name] = c.buffers[source]
-    else:
-        c.memory[c.name] = c.memory.get(source, source)
+def regroup(
+    dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any], requests: int
+) -> list[Layout] | None:
+    """The dimensions of a reshaped tensor; None where rows are mixed with others.
+
+    Rows stay together behind what stands before them: as they are, or as others of their requests.
+    """
+    made: list[Layout] = [None] * len(new)
+    marked = [axis for axis, dim in enumerate(dims) if dim is not None]
+    if len(marked) != 1:
+        return None if marked and old != new else list(dims)[: len(new)] if marked else made
+    axis, layout = marked[0], dims[marked[0]]
+    places = [at for at in range(len(new)) if _size(new[:at]) == _size(old[:axis])]
+    same = [at for at in places if new[at] == old[axis]]
+    if same:
+        end = len(new) - len(old) + axis
+        is_end = end in same and new[end + 1 :] == old[axis + 1 :]
+        made[end if is_end else axis if axis in same else same[0]] = layout
+        return made
+    if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
+        return None
+    for at in places:
+        if new[at] % requests == 0:
+            made[at] = (("1", new[at] // requests),)
+            return made
+    return None
 
 
-def store(c: Checker, name: str, value: Value) -> None:
-    """A temporary takes a value: nothing that shares its memory is better from now on."""
-    if name in c.buffers:
-        return
-    root = c.memory[c.name] = c.memory.get(name, name)
-    for other, held in c.values.items():
-        if c.memory.get(other, other) == root and isinstance(held, Value):
-            kind = max(held.kind, value.kind, key=KINDS.index)
-            c.values[other] = Value(held.shape, held.dims, kind, why=value.why or held.why)
+def fewer_rows(old: Sequence[Layout], new: Sequence[Layout]) -> bool:
+    """Whether rows of a request have become columns of one."""
+    one, other = (next((dim for dim in dims if dim is not None), None) for dims in (old, new))
+    return one != other and isinstance(one, tuple) and other is not None and other < one
+
+
+def _size(sizes: Sequence[Any]) -> Any:
+    """How many elements dimensions have; open sizes by name."""
+    return prod(n for n in sizes if isinstance(n, int)), [n for n in sizes if isinstance(n, str)]

@@ -461,6 +461,65 @@ def state_of_the_next_request(edit: Edit) -> None:
     line[2]["source"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
 
 
+def _add_to_state(edit: Edit, number: str) -> None:
+    """What is kept for a request has a number added."""
+    line = edit.find("aten::index_copy_.default")
+    args = {"self": line[2]["source"], "other": number, "alpha": 1}
+    line[2]["source"] = edit.add(line, "aten::add.Tensor", args, *_form(edit.line(args["self"])))
+
+
+@planted()
+def state_by_the_number_of_a_request(edit: Edit) -> None:
+    line = edit.find("aten::index_copy_.default")
+    args = {"start": 1, "end": 5}
+    _add_to_state(edit, edit.add(line, "aten::arange.start", args, [4], "int64"))
+
+
+@planted()
+def state_by_the_number_of_a_request_that_is_on(edit: Edit) -> None:
+    """A number that only counts the rows in use."""
+    numbers = edit.find("aten::arange.start", has=lambda one: one[2]["start"] == 1)
+    used = edit.find("aten::mul.Tensor", has=lambda one: one[2]["self"] == f"%{numbers[0]}")
+    _add_to_state(edit, f"%{used[0]}")
+
+
+@planted()
+def state_by_the_number_of_a_slot(edit: Edit) -> None:
+    """As an integer and a flag are ANDed."""
+    line = edit.find("aten::index_copy_.default")
+    flag = edit.find("aten::__and__.Tensor")
+    args = {"self": line[2]["index"], "other": f"%{flag[0]}"}
+    _add_to_state(edit, edit.add(line, "aten::__and__.Tensor", args, [4], "int64"))
+
+
+@planted()
+def state_by_the_rows_of_requests_before(edit: Edit) -> None:
+    """Whether few rows stand before."""
+    line, ends = edit.find("aten::index_copy_.default"), edit.find("aten::cumsum.default")
+    args = {"self": f"%{ends[0]}", "other": 8}
+    _add_to_state(edit, edit.add(line, "aten::le.Scalar", args, [4], "bool"))
+
+
+@planted()
+def state_by_where_a_request_begins(edit: Edit) -> None:
+    """Whether a place is 0, as a condition."""
+    line, ends = edit.find("aten::index_copy_.default"), edit.find("aten::cumsum.default")
+    args = {"self": f"%{ends[0]}", "dtype": "torch.bool"}
+    flag = edit.add(line, "aten::to.dtype", args, [4], "bool")
+    given: dict[str, Any] = {"condition": flag, "self": 1, "other": 0}
+    _add_to_state(edit, edit.add(line, "aten::where.Scalar", given, [4], "int64"))
+
+
+@planted()
+def state_by_slots_where_tokens_are_due(edit: Edit) -> None:
+    """What each request adds at its last accepted row is the number of its slot."""
+    folded = edit.find("aten::any.dim", has=lambda one: len(one[3][0]) == 1)
+    line = edit.find("aten::mul.Tensor", has=lambda one: one[2]["self"] == folded[2]["self"])
+    slots, at = edit.find("aten::index_copy_.default")[2]["index"], [1, *_form(line)[0][1:]]
+    args = {"self": slots, "dim": 0}
+    line[2]["other"] = edit.add(line, "aten::unsqueeze.default", args, at, "int64")
+
+
 @planted()
 def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""

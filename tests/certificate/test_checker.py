@@ -61,11 +61,12 @@ def test_a_budget_and_convolutions_are_certified(phase: str, steps: Steps) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [planted_windows.V4, planted_windows.QWEN4])
+@pytest.mark.parametrize("family", ["glm4_moe", planted_windows.V4, planted_windows.QWEN4])
 def test_steps_of_one_row_are_certified(family: str, checkpoint: Callable[..., Path]) -> None:
     """There, a number of one row and a column of numbers have shapes alike."""
     steps = Listings(checkpoint(family, "random"), batch_buckets=(1,), spec_tokens=0)
-    assert prove(steps["decode"].lines, steps["decode"].tape).refusal is None
+    for phase in BOTH:
+        assert prove(steps[phase].lines, steps[phase].tape).refusal is None
 
 
 def test_sixty_dependences_are_planted() -> None:
