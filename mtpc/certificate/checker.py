@@ -192,7 +192,10 @@ class Checker:
             raise RefusedError(f"{self.op} ({self.name}) reads {given}, which no line has given")
         held = self.content.get(self.buffers.get(name, ""))
         is_whole = held is not None and held.shape == tuple(self.calls[name][3][0])
-        found = held if is_whole else self.values[name]
+        return self.seen(held if is_whole else self.values[name])
+
+    def seen(self, found: Any) -> Any:
+        """A result as the line's operator reads it."""
         if not isinstance(found, Value) or self.base in tables.CARRIERS:
             return found
         if found.is_conditional:

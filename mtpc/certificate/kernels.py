@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from mtpc.certificate import tables
+from mtpc.certificate import moves, tables
 from mtpc.certificate.checker import (
     REQUESTS,
     Checker,
@@ -42,7 +43,10 @@ def kernel(c: Checker) -> Any:
 
 
 def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
-    given = [v for v in map(c.at, names) if isinstance(v, Value) and "uniform" not in v.facts]
+    read = {name: c.at(name) for name in c.args if name != "places"}
+    if c.at("places") is not None:
+        read["logits"] = _placed(c)
+    given = [v for v in map(read.get, names) if isinstance(v, Value) and "uniform" not in v.facts]
     if c.num_reqs == 1:
         given = _only_row(c, given)
     if c.at("rows") is not None:
@@ -60,8 +64,7 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
     if not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
         c.unknown("gets " + ", ".join(map(str, given)))
-    for name, argument in c.args.items():
-        value = c.value(argument)
+    for name, value in read.items():
         for one in value if isinstance(value, list) else [value]:
             if name not in names and isinstance(one, Value):
                 wrong = _wrong(c, name, one, layouts[0])
@@ -72,6 +75,19 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
         c.unknown("reads rows after the last accepted one")
     made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
     return [_named(c, number, value) for number, value in enumerate(made)]
+
+
+def _placed(c: Checker) -> Value:
+    """The logits of each row, which `places` takes as `index_select` does."""
+    as_moved = copy(c)
+    as_moved.base = "index_select"
+    logits, places = as_moved.at("logits"), as_moved.at("places")
+    as_moved.shapes = [(*places.shape, *logits.shape[1:])]
+    try:
+        found: Value = c.seen(moves.taken(as_moved, logits, 0, [places]))
+    except UnknownError as error:
+        c.unknown(str(error))
+    return found
 
 
 def _in_use(c: Checker, value: Value) -> Value:

@@ -34,6 +34,11 @@ def index(c: Checker) -> Value:
     axis %= len(table.dims)
     if None in numbers:
         c.unknown("takes places of dimensions that are apart")
+    return taken(c, table, axis, numbers)
+
+
+def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
+    """What numbers take of a dimension of a table, or several numbers of adjacent ones."""
     inner, kind, _ = c.join(*map(_as_own, numbers))
     stop = axis + len(numbers)
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
@@ -43,17 +48,17 @@ def index(c: Checker) -> Value:
     dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
     if "uniform" in numbers[0].facts and table.kind == Kind.CONST and axis == 0:
         return c.make(dims, Kind.CONST, facts={"alike"})
-    return _taken(c, table, axis, numbers[0], dims, kind)
+    return _named(c, table, axis, numbers[0], dims, kind)
 
 
 def _as_own(number: Value) -> Value:
     return replace(number, kind=Kind.OWN if number.kind == Kind.PLACE else number.kind, tag=())
 
 
-def _taken(
+def _named(
     c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: Kind
 ) -> Value:
-    """What a number takes of a dimension of a table."""
+    """The same of one number, with what it names."""
     target, bounds = table.dims[axis], c.bounds(table)
     name = number.tag[0] if number.tag else ""
     size = c.num_reqs if name == "request" else table.shape[axis]
