@@ -223,20 +223,29 @@ class _Road(Generic[T]):
     def beginning(self, cache: StepCache | None) -> _Road[T]:
         """A copy for the steps with which a program can begin; the others become its `rest`.
 
-        A program begins with the prefill step, and with the decode steps of every K that the cache
-        has. If it has none, that is the smallest K, or 0 where K is one number. The road itself is
-        returned if nothing can be built in the background.
+        A program begins with the prefill step, and with the decode steps of every K of which the
+        cache has all. If it has all of none, that is the smallest K, or 0 where K is one number;
+        and of its decode steps, those that the cache has, and the largest, which serves any batch.
+        The road itself is returned if nothing can be built in the background.
         """
         if cache is None or self.plan.frozen or not isinstance(self.source, Checkpoint):
             return self
-        if self.plan.spec_tokens == 0 or self.wanted.form != "fused":
+        if self.wanted.form != "fused":
             return self
-        plan = self.plan if len(self.tiers) > 1 else self.plan.given(begins_plain=True)
-        tiers, graphs = plan.tiers, graph_keys(plan, "fused")
+        is_one = len(self.tiers) == 1 and self.tiers != (0,)
+        plan = self.plan.given(begins_plain=True) if is_one else self.plan
+        graphs, most = graph_keys(plan, "fused"), max(plan.batch_buckets)
         decode = [graph for graph in graphs if graph[0].phase == "decode"]
-        lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
-        begin = set(tiers) - lacking or {min(tiers)}
-        first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
+        kept = [graph for graph in decode if cache.find(*graph)]
+        lacking = {key.spec_tokens for key, part in decode if (key, part) not in kept}
+        begin = set(plan.tiers) - lacking or {min(plan.tiers)}
+        first = [
+            graph
+            for graph in graphs
+            if graph not in decode
+            or (graph[0].spec_tokens in begin)
+            and (graph in kept or graph[0].bucket.num_reqs == most)
+        ]
         later = [graph for graph in graphs if graph not in first]
         rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
         return replace(self, plan=plan, graphs=tuple(first), rest=rest)

@@ -30,7 +30,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +40,7 @@ from mtpc.errors import BackendError, MtpcError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
     from mtpc.layout.progress import Listener, Progress
     from mtpc.program.build import Builder, Task, Teller
@@ -291,11 +292,7 @@ class Workers:
             context.Process(target=_work, args=(builder, self._tasks, self._events), daemon=True)
             for _ in range(count)
         ]
-        with warnings.catch_warnings():
-            # From Python 3.12 on: that a copy lacks other threads, which torch may have started.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for process in self._processes:
-                process.start()
+        _start(self._processes)
 
     def __call__(self, stage: str, task: Task | None) -> None:
         self._hear()
@@ -317,13 +314,7 @@ class Workers:
 
     def end(self) -> None:
         """End all workers."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        _end_all(self._processes)
 
     def _hear(self, wait_s: float = 0.0) -> None:
         """Pass on what workers have reported; wait up to `wait_s` seconds for the first report."""
@@ -348,6 +339,64 @@ class Workers:
                 f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
                 "is in the cache"
             )
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], None], in_copy: bool) -> Iterator[None]:
+    """Have some work done by the end of the block.
+
+    Args:
+        work: what is made for others to find, as in the cache.
+        in_copy: a copy of this process does it meanwhile; or else this one, before the block.
+    """
+    if not in_copy:
+        work()
+        yield
+        return
+    import multiprocessing  # Not above: `--help` imports this module.
+
+    def begin() -> None:
+        _be_a_copy()
+        with ended_by_sigterm():
+            work()
+
+    process = multiprocessing.get_context("fork").Process(target=begin, daemon=True)
+    _start([process])
+    try:
+        yield
+        process.join()
+    finally:
+        _end_all([process])
+
+
+def _start(processes: Sequence[BaseProcess]) -> None:
+    with warnings.catch_warnings():
+        # From Python 3.12 on: that a copy lacks other threads, which torch may have started.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for process in processes:
+            process.start()
+
+
+def _end_all(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _be_a_copy() -> None:
+    """What each copy of this process begins with.
+
+    Ctrl-C in a terminal reaches it, too, but its parent ends it.
+    """
+    import torch  # Not above: `--help` imports this module.
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: Teller) -> None:
@@ -382,12 +431,8 @@ class _Remote:
 
 
 def _work(builder: Builder, tasks: Any, events: Any) -> None:
-    """A worker process. Ctrl-C in a terminal reaches it, too, but its parent ends it."""
-    import torch  # Not above: `--help` imports this module.
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    torch.set_num_threads(1)
+    """A worker process."""
+    _be_a_copy()
     builder.tell = _Remote(events)
     try:
         with ended_by_sigterm():
