@@ -251,16 +251,16 @@ LINES = {
     "evaluation": 610,
     "host": 520,
     "integrations": 4580,
-    "layout": 1200,
-    "models": 9430,
+    "layout": 1210,
+    "models": 9440,
     "ops": 2670,
     "passes": 2530,
-    "program": 4960,
+    "program": 5030,
     "server": 4420,
     "step": 1990,
-    "store": 1000,
+    "store": 1010,
     "tuning": 1820,
-    "weights": 8730,
+    "weights": 8740,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

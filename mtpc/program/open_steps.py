@@ -20,7 +20,7 @@ from mtpc.backends import PACKAGING, choose_backend, first_choice
 from mtpc.backends.package import DEVICE
 from mtpc.config import CompileOptions, warn_of_cost
 from mtpc.errors import CacheError, MtpcError
-from mtpc.layout import Form, Graphs, Layout, graph_keys
+from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
 from mtpc.program.open_cache import (
@@ -239,16 +239,15 @@ class _Road(Generic[T]):
         kept = [graph for graph in decode if cache.find(*graph)]
         lacking = {key.spec_tokens for key, part in decode if (key, part) not in kept}
         begin = set(plan.tiers) - lacking or {min(plan.tiers)}
-        first = [
-            graph
-            for graph in graphs
-            if graph not in decode
-            or (graph[0].spec_tokens in begin)
-            and (graph in kept or graph[0].bucket.num_reqs == most)
-        ]
+
+        def begins(graph: tuple[StepKey, Part]) -> bool:
+            is_ready = graph in kept or graph[0].bucket.num_reqs == most
+            return graph not in decode or (graph[0].spec_tokens in begin and is_ready)
+
+        first = tuple(filter(begins, graphs))
         later = [graph for graph in graphs if graph not in first]
         rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
-        return replace(self, plan=plan, graphs=tuple(first), rest=rest)
+        return replace(self, plan=plan, graphs=first, rest=rest)
 
     def built_in_child(self, cache: StepCache | None) -> Prepared | None:
         """Build what the cache lacks in another process; None if the checkpoint is small."""
