@@ -255,7 +255,7 @@ LINES = {
     "models": 9440,
     "ops": 2670,
     "passes": 2530,
-    "program": 5030,
+    "program": 5040,
     "server": 4420,
     "step": 1990,
     "store": 1010,

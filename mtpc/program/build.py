@@ -36,9 +36,10 @@ from mtpc.models.load import LoadedModel, load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import Begins, StepCompiler
 from mtpc.program.open_cache import open_cache, pin_of
-from mtpc.program.processes import WORKER, Tell, beside, build_beside_workers, free_bytes
+from mtpc.program.processes import WORKER, free_bytes
 from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps
 from mtpc.program.step_record import Forecast
+from mtpc.program.workers import Tell, beside, build_beside_workers
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.paired_checkpoint import open_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpc.errors import BackendError, OptionError
-from mtpc.program.processes import beside, build_beside_workers
+from mtpc.program.workers import beside, build_beside_workers
 
 Act = Callable[[Any], None]
 
