@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from mtpc.errors import CapacityError
-from mtpc.weights.packing import allocate
+from mtpc.weights.packing import allocate, zeros
 
 if TYPE_CHECKING:
     import sympy
@@ -175,13 +175,17 @@ class Layout(Mapping[str, BufferSpec]):
     def allocate(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor for one buffer, filled with its padding value.
 
+        On a CPU, pages of a cache that no request uses take no memory.
+
         Raises:
             CapacityError: the device lacks the memory.
         """
         spec = self[name]
         try:
+            if torch.device(device).type == "cpu" and spec.pad == 0:
+                return zeros(self.shape(name), spec.dtype)
             return torch.full(self.shape(name), spec.pad, dtype=spec.dtype, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is a subclass.
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a subclass.
             raise CapacityError(
                 f"no memory for {name}: {self.nbytes(name) / 2**30:.1f} GiB on {device}; lower "
                 "max_len, batch_buckets or num_pages"

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,6 +133,17 @@ class _Mask:
     def __init__(self, function: Callable[..., Tensor]):
         self.function = function
 
+    @cached_property
+    def window(self) -> int:
+        """How many positions a row sees, its own included; 0 is all before it.
+
+        Layers of one kind share a mask, which is looked at once.
+
+        Raises:
+            UnsupportedModelError: rows see later positions, or not the same window everywhere.
+        """
+        return _window(self)
+
     def sees(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Whether rows at positions attend to keys at positions, bool."""
         zero = torch.zeros((), dtype=torch.int64)
@@ -175,7 +187,7 @@ def _attention(
         is_off = given is None or given is False or name in _NEUTRAL
         if name not in _COMPUTED and not is_off:
             raise UnsupportedModelError(f"{kind} gives its attention {name}, which has no meaning")
-    windows = (_window(attention_mask), options.get("sliding_window") or 0)
+    windows = (attention_mask.window, options.get("sliding_window") or 0)
     window, said = (0 if each >= mtpc_context.longest else each for each in windows)
     if said != window:
         raise UnsupportedModelError(
@@ -191,11 +203,7 @@ def _experts(module: Any, x: Tensor, *_: Tensor) -> Tensor:
 
 
 def _window(mask: _Mask) -> int:
-    """How many positions a row sees, its own included; 0 is all before it.
-
-    Raises:
-        UnsupportedModelError: rows see later positions, or not the same window everywhere.
-    """
+    """`_Mask.window`."""
     back = 2 ** torch.arange(41)
     behind = torch.full_like(back, _FAR)
     seen = mask.sees(behind, behind - back + 1)

@@ -314,7 +314,8 @@ class Background:
         self._take_finished()
 
     def _take_finished(self) -> None:
-        """Bind each missing K whose steps are all in the cache, up to the first that is not."""
+        """Bind the missing steps of each K if all are in the cache, up to the first K's that are
+        not."""
         rest, program = self._rest, self._program
         for tier, graphs in list(self._missing.items()):
             steps = [rest.cache.find(*graph) for graph in graphs]
@@ -326,7 +327,8 @@ class Background:
             bound = [binder.bind(step) for step in found]
             rest.begun.weights.check()
             del self._missing[tier]
-            self._ready = [k for k in (*self._ready, tier) if self._missing or k in rest.tiers]
+            known = dict.fromkeys((*self._ready, tier))
+            self._ready = [k for k in known if self._missing or k in rest.tiers]
             program.arrived.append((tuple(self._ready), bound))
             self._say(f"K = {tier} was bound in {time.perf_counter() - start:.2f} s")
         program.building = ""

@@ -20,7 +20,7 @@ from mtpc.backends import PACKAGING, choose_backend, first_choice
 from mtpc.backends.package import DEVICE
 from mtpc.config import CompileOptions, warn_of_cost
 from mtpc.errors import CacheError, MtpcError
-from mtpc.layout import Form, Graphs, Layout, graph_keys
+from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
 from mtpc.program.open_cache import (
@@ -223,23 +223,31 @@ class _Road(Generic[T]):
     def beginning(self, cache: StepCache | None) -> _Road[T]:
         """A copy for the steps with which a program can begin; the others become its `rest`.
 
-        A program begins with the prefill step, and with the decode steps of every K that the cache
-        has. If it has none, that is the smallest K, or 0 where K is one number. The road itself is
-        returned if nothing can be built in the background.
+        A program begins with the prefill step, and with the decode steps of every K of which the
+        cache has all. If it has all of none, that is the smallest K, or 0 where K is one number;
+        and of its decode steps, those that the cache has, and the largest, which serves any batch.
+        The road itself is returned if nothing can be built in the background.
         """
         if cache is None or self.plan.frozen or not isinstance(self.source, Checkpoint):
             return self
-        if self.plan.spec_tokens == 0 or self.wanted.form != "fused":
+        if self.wanted.form != "fused":
             return self
-        plan = self.plan if len(self.tiers) > 1 else self.plan.given(begins_plain=True)
-        tiers, graphs = plan.tiers, graph_keys(plan, "fused")
+        is_one = len(self.tiers) == 1 and self.tiers != (0,)
+        plan = self.plan.given(begins_plain=True) if is_one else self.plan
+        graphs, most = graph_keys(plan, "fused"), max(plan.batch_buckets)
         decode = [graph for graph in graphs if graph[0].phase == "decode"]
-        lacking = {key.spec_tokens for key, part in decode if not cache.find(key, part)}
-        begin = set(tiers) - lacking or {min(tiers)}
-        first = [g for g in graphs if g[0].phase == "prefill" or g[0].spec_tokens in begin]
+        kept = [graph for graph in decode if cache.find(*graph)]
+        lacking = {key.spec_tokens for key, part in decode if (key, part) not in kept}
+        begin = set(plan.tiers) - lacking or {min(plan.tiers)}
+
+        def begins(graph: tuple[StepKey, Part]) -> bool:
+            is_ready = graph in kept or graph[0].bucket.num_reqs == most
+            return graph not in decode or (graph[0].spec_tokens in begin and is_ready)
+
+        first = tuple(filter(begins, graphs))
         later = [graph for graph in graphs if graph not in first]
         rest = tuple(sorted(later, key=lambda graph: graph[0].spec_tokens))
-        return replace(self, plan=plan, graphs=tuple(first), rest=rest)
+        return replace(self, plan=plan, graphs=first, rest=rest)
 
     def built_in_child(self, cache: StepCache | None) -> Prepared | None:
         """Build what the cache lacks in another process; None if the checkpoint is small."""

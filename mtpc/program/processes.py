@@ -6,14 +6,6 @@ temporary directories are removed; its children are ended first, so that it wait
 Ctrl-C while this process traces takes effect at the next stage (`HeldInterrupts`). torch traces
 under thread-local modes, and enters them in several steps. A KeyboardInterrupt between two of these
 leaves a mode on, and then the next trace fails or ends the process.
-
-`Workers` build beside this process. They are copies of it, made when it has traced a model:
-
-    this process: tasks ->               | worker: `build.Builder.run`
-    <- stages, lines, what is finished   | as any other builder, through the cache
-
-A copy has what this process has loaded and traced, at once and in the same memory. It lacks this
-process's other threads, so it runs torch on one thread.
 """
 
 from __future__ import annotations
@@ -22,27 +14,21 @@ import contextlib
 import ctypes
 import gc
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
-
-from mtpc import errors
-from mtpc.errors import BackendError, MtpcError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from mtpc.layout.progress import Listener, Progress
-    from mtpc.program.build import Builder, Task, Teller
 
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB
@@ -243,169 +229,3 @@ class HeldInterrupts:
         if self._since_s is not None and self._before is not None:
             self._since_s = None
             self._before(signal.SIGINT, None)
-
-
-_POLL_S = 0.2
-_GRACE_S = 10.0
-"""Seconds that a worker has to clean up, once it was told to end."""
-
-
-class Tell(Protocol):
-    """Receives a build's progress."""
-
-    def __call__(self, stage: str, task: Task | None) -> None:
-        """A stage of a task begins, or of all tasks."""
-        ...
-
-    def line(self, text: str, fraction: float | None = None, /) -> None:
-        """A line that concerns no step."""
-        ...
-
-    def finished(self, task: Task) -> None:
-        """One more step is in the cache."""
-        ...
-
-
-class Workers:
-    """Copies of this process that build, and their reports.
-
-    This process builds, too. For its own work, `Workers` is the `Tell`: each call also passes on
-    what workers have reported meanwhile.
-
-    Args:
-        builder: of this process.
-        todo: the tasks. Each process takes one after the other.
-        count: how many workers to start.
-        tell: called with the progress of all.
-    """
-
-    def __init__(self, builder: Builder, todo: list[Task], count: int, tell: Teller):
-        import multiprocessing  # Not above: `--help` imports this module.
-
-        context = multiprocessing.get_context("fork")
-        self._tell, self.line, self.finished = tell, tell.line, tell.finished
-        self._tasks, self._events = context.Queue(), context.Queue()
-        for task in [*todo, *[None] * (count + 1)]:
-            self._tasks.put(task)
-        self._processes = [
-            context.Process(target=_work, args=(builder, self._tasks, self._events), daemon=True)
-            for _ in range(count)
-        ]
-        with warnings.catch_warnings():
-            # From Python 3.12 on: that a copy lacks other threads, which torch may have started.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for process in self._processes:
-                process.start()
-
-    def __call__(self, stage: str, task: Task | None) -> None:
-        self._hear()
-        self._tell(stage, task)
-
-    def tasks(self) -> Iterator[Task]:
-        """The tasks of this process."""
-        return _drain(self._tasks)
-
-    def wait(self) -> None:
-        """Wait until every step is in the cache, or all workers have ended.
-
-        Raises:
-            MtpcError: a worker ended with it, or died.
-        """
-        while not self._tell.is_done and any(process.is_alive() for process in self._processes):
-            self._hear(_POLL_S)
-        self._hear()
-
-    def end(self) -> None:
-        """End all workers."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-    def _hear(self, wait_s: float = 0.0) -> None:
-        """Pass on what workers have reported; wait up to `wait_s` seconds for the first report."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                kind, data = self._events.get(timeout=wait_s)
-                self._pass_on(kind, data)
-                wait_s = 0.0
-        self._check_alive()
-
-    def _pass_on(self, kind: str, data: tuple[Any, ...]) -> None:
-        if kind == "error":
-            name, message = data
-            raise getattr(errors, name)(message)
-        getattr(self._tell, kind)(*data)
-
-    def _check_alive(self) -> None:
-        """End the build if a worker died without an error, usually for want of memory."""
-        dead = [each.exitcode for each in self._processes if each.exitcode not in (None, 0)]
-        if dead:
-            raise BackendError(
-                f"a building process ended with {how_it_ended(dead[0])}; what it had finished "
-                "is in the cache"
-            )
-
-
-def build_beside_workers(builder: Builder, todo: list[Task], count: int, tell: Teller) -> None:
-    """Build tasks in this process, and in so many copies of it.
-
-    Raises:
-        MtpcError: a worker ended with it, or died.
-    """
-    workers = Workers(builder, todo, count, tell)
-    builder.tell = workers
-    try:
-        builder.run(workers.tasks())
-        workers.wait()
-    finally:
-        workers.end()
-
-
-class _Remote:
-    """A worker's `Tell`: sends what it hears to the parent, by the names of the methods."""
-
-    def __init__(self, events: Any):
-        self._events = events
-
-    def __call__(self, stage: str, task: Task | None) -> None:
-        self._events.put(("__call__", (stage, task)))
-
-    def line(self, text: str, fraction: float | None = None, /) -> None:
-        self._events.put(("line", (text, fraction)))
-
-    def finished(self, task: Task) -> None:
-        self._events.put(("finished", (task,)))
-
-
-def _work(builder: Builder, tasks: Any, events: Any) -> None:
-    """A worker process. Ctrl-C in a terminal reaches it, too, but its parent ends it."""
-    import torch  # Not above: `--help` imports this module.
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    torch.set_num_threads(1)
-    builder.tell = _Remote(events)
-    try:
-        with ended_by_sigterm():
-            builder.run(_drain(tasks))
-    except MtpcError as error:
-        events.put(("error", (type(error).__name__, str(error))))
-
-
-def _drain(tasks: Any) -> Iterator[Task]:
-    """Tasks until the queue says stop, or the process that wants them has ended."""
-    from multiprocessing import parent_process
-
-    parent = parent_process()
-    while parent is None or parent.is_alive():
-        try:
-            task = tasks.get(timeout=1)
-        except queue.Empty:
-            continue
-        if task is None:
-            return
-        yield task

@@ -22,6 +22,8 @@ TILE = 32
 """Output features in a tile."""
 _GROUP_BYTES = 4
 _HUGE_PAGE, _LINE = 2 << 20, 64
+_MAPPED_BYTES = 1 << 17
+"""From so many bytes on, zeros are pages of their own."""
 _CHUNK_BYTES = 64 << 20
 """Memory that small weights share. What is never touched of it takes none."""
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -133,6 +135,15 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     flat = torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=skipped)
     return flat.view(shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of zeros. What is never written of a large tensor takes none."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes < _MAPPED_BYTES or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class SharedPages:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,12 +28,16 @@ from torch import Tensor
 import mtpc
 from mtpc.errors import CheckpointError
 from mtpc.layout import parts_of
+from mtpc.program.build import build
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.program.program import Program, StepBinder
 from mtpc.program.step_cache import graph_file
+from mtpc.store.entries import EntryStore
+from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.read_ahead import ReadAhead, Span
+from mtpc.weights.served_model import ServedModel
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(
@@ -91,6 +96,22 @@ print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
     history = step.record.history
     cached = step.read(graph_file(len(history), history[-1].name))
     assert done.stdout.rstrip("\n") == gzip.decompress(cached).decode()
+
+
+def test_a_build_keeps_the_tokenizer(
+    copied: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
+) -> None:
+    """So a start from it reads texts without transformers, also a frozen one. No step is built."""
+    cpu_built("mimo")
+    directory, store = copied("mimo"), EntryStore(cpu_cache)
+    shutil.copy(mtpc.demo() / "tokenizer.json", directory)
+    served = ServedModel("a model", 64, (), directory, KeptTokenizers(store, is_frozen=True))
+    report = build(directory, [plan_of(**CPU_OPTIONS, cache_dir=cpu_cache)])
+    assert all(step.was_there for step in report.steps)
+    served.__dict__["_tokenizer"] = None  # It would import transformers.
+    text = "def quicksort(array):"
+    assert served.encode(text) == ServedModel("a model", 64, (), directory).encode(text)
+    assert served.decode(served.encode(text)) == text
 
 
 # ------------------------------------------------------------------------------- weights

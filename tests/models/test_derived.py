@@ -19,6 +19,7 @@ from helpers.derived import CLASSES, EQUAL, NEW, OPTIONS, PROMPTS
 import mtpc
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.derived import derive
+from mtpc.models.observe import _window as window_of
 from mtpc.models.observe import observe
 from mtpc.models.seams import Gate, gate_of
 
@@ -127,3 +128,17 @@ def test_an_unknown_class_is_no_family(checkpoint: Callable[..., Path], tmp_path
     directory = tiny.with_entries(checkpoint("mimo", "random"), tmp_path, (), **entries)
     with pytest.raises(UnsupportedModelError, match="decoder-only causal LM of transformers 5"):
         mtpc.compile(directory, spec_tokens=0, **OPTIONS)
+
+
+def test_layers_of_one_kind_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look runs a mask on thousands of pairs of positions."""
+    looked, look = [], window_of
+    monkeypatch.setattr("mtpc.models.observe._window", lambda mask: looked.append(0) or look(mask))
+    kinds = ["sliding_attention", "full_attention"] * 4
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
+    config = transformers.Gemma3TextConfig(
+        **sizes, num_hidden_layers=8, layer_types=kinds, sliding_window=16
+    )
+    states = observe(transformers.Gemma3ForCausalLM, config)
+    assert [states[layer].window for layer in range(8)] == [16, 0] * 4
+    assert len(looked) == 2

@@ -21,7 +21,9 @@ OPTIONS: dict[str, Any] = {
     **TINY, "batch_buckets": (1,), "backend": "cpu", "dtype": "float32",
     "build_in_background": True,
 }  # fmt: skip
-UP_TO_ONE: dict[str, Any] = {"spec_tokens": "auto", "spec_tiers": (0, 1), "max_len": None}
+UP_TO_ONE: dict[str, Any] = {
+    "spec_tokens": "auto", "spec_tiers": (0, 1), "max_len": None, "batch_buckets": (1, 2),
+}  # fmt: skip
 PROMPT = [3, 4, 5]
 
 
@@ -41,7 +43,8 @@ def _builder(others: set[int]) -> set[int]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
-    """A cache with kernels, and the steps that `UP_TO_ONE` begins with: those without drafts."""
+    """A cache with kernels, and the steps that `UP_TO_ONE` begins with: those without drafts, of
+    decode steps the largest."""
     root = tmp_path_factory.mktemp("begun")
     root.chmod(0o755)
     give_kernels(root / "cache")
@@ -79,6 +82,12 @@ def _text(spec: mtpc.SpecModel) -> Any:
     return spec.generate(PROMPT, 12, ignore_eos=True)
 
 
+def _decode_steps(spec: mtpc.SpecModel) -> set[tuple[int, int]]:
+    """K and requests of each."""
+    keys = [key for key in spec.program.steps if key.phase == "decode"]
+    return {(key.spec_tokens, key.bucket.num_reqs) for key in keys}
+
+
 def _serve_until(spec: mtpc.SpecModel, tiers: tuple[int, ...]) -> None:
     """Texts meanwhile are all the same."""
     expected, end = _text(spec), time.monotonic() + 120
@@ -96,7 +105,7 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     """Also where `max_len` is left to the model: both processes use one key."""
     others = _children()
     spec = start(**UP_TO_ONE)
-    assert spec.program.tiers == (0,)
+    assert _decode_steps(spec) == {(0, 2)}, "one that serves any batch"
     assert "background" in spec.stats.building
     assert "K ready" in str(spec.stats)
     _serve_until(spec, (0, 1))
@@ -104,7 +113,7 @@ def test_it_serves_at_once_and_moves_up(start: Callable[..., Any]) -> None:
     assert spec.stats.building == ""
     assert _children() <= others
     warm = start(**UP_TO_ONE)
-    assert warm.program.tiers == (0, 1)
+    assert _decode_steps(warm) == _decode_steps(spec) == {(0, 1), (0, 2), (1, 1), (1, 2)}
     assert warm.stats.building == ""
 
 

@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mtpc.errors import BackendError, OptionError
-from mtpc.program.processes import build_beside_workers
+from mtpc.program.workers import beside, build_beside_workers
 
 Act = Callable[[Any], None]
 
@@ -124,3 +125,29 @@ def test_ctrl_c_is_for_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
     heard = build(interrupt, list(range(6)))
     assert len({line.split()[0] for line in heard.lines}) == 3
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("in_copy", [False, True])
+def test_what_is_made_beside_is_there_at_the_end(in_copy: bool, tmp_path: Path) -> None:
+    begin, said = multiprocessing.get_context("fork").Event(), tmp_path / "said"
+
+    def work() -> None:
+        assert begin.wait(30) or not in_copy
+        said.write_text(f"{os.getpid()} {torch.get_num_threads()}")
+
+    if not in_copy:
+        begin.set()
+    with beside(work, in_copy):
+        assert said.exists() is not in_copy
+        begin.set()
+    pid, threads = map(int, said.read_text().split())
+    assert (pid == os.getpid()) is not in_copy
+    assert threads == 1 or not in_copy
+
+
+def test_an_error_of_this_process_ends_what_is_made_beside() -> None:
+    start = time.monotonic()
+    with pytest.raises(OptionError), beside(lambda: time.sleep(60), True):
+        raise OptionError("not here")
+    assert time.monotonic() - start < 8
+    assert not multiprocessing.active_children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import struct
@@ -443,6 +444,8 @@ def test_the_vocabulary_of_the_file(tmp_path: Path) -> None:
         assert again.encode("abba") == served.encode("abba")
         assert again.decode([256, bytes_.index("a")]) == "aba"
         assert again.own_tokens == served.own_tokens
+        assert again.tokenizer_json() == served.tokenizer_json()
+    assert json.loads(kept.read(path) or b"")["model"]["merges"] == ["a b"], "not [['a', 'b']]"
     path.write_bytes(path.read_bytes())
     assert kept.read(path) is None, "the file is another one now"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mtpc.layout import Layout
+from mtpc.layout.buffers import N, P
+from mtpc.models.caches import paged_pool_specs
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import fill_packed
 from mtpc.weights.recipes import Grouped
@@ -77,6 +81,23 @@ def test_nothing_but_packed_weights_stays(tmp_path: Path) -> None:
     assert packed == (LAYERS - 1) * WIDTH * WIDTH * 9 // 16
     assert resident < 1.08 * packed + 24 * MIB
     assert peak < packed + 96 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_that_no_request_uses_take_no_memory() -> None:
+    layout = Layout(paged_pool_specs(0, torch.bfloat16, 8, (64, 64)), {N: 4096, P: 16})
+    before = resident()
+    pools = [layout.allocate(name) for name in layout]
+    assert not any(pool[::512].any() for pool in pools)
+    assert sum(pool.nbytes for pool in pools) == 128 * MIB
+    assert resident() - before < 16 * MIB
+    pools[0].fill_(1)
+    assert resident() - before > 48 * MIB
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 class Counted(Checkpoint):
