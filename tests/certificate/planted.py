@@ -427,6 +427,26 @@ def masks_of_the_first_row(edit: Edit) -> None:
 
 
 @planted()
+def logits_of_the_next_place(edit: Edit) -> None:
+    line = edit.find("sample")
+    ref = line[2]["places"]
+    line[2]["places"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+
+
+@planted()
+def logits_by_number(edit: Edit) -> None:
+    """A row chooses from the logits at its own number, though these are packed."""
+    edit.find("sample")[2]["places"] = None
+
+
+@planted()
+def reports_of_the_first_place(edit: Edit) -> None:
+    line = edit.find("write_logprobs")
+    ref = line[2]["places"]
+    line[2]["places"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+
+
+@planted()
 def stop_ids_by_number(edit: Edit) -> None:
     line = edit.find("accept")
     line[2]["state_indices"] = edit.add(line, "aten::arange.default", {"end": 4}, [4], "int64")
