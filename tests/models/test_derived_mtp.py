@@ -29,7 +29,7 @@ if not transformers.__version__.startswith("5.24."):
 from helpers.mtp_model import CASES, FULL, SLIDING, MtpOracle, save_case
 
 SLOW = pytest.mark.slow
-BY_DEFAULT = (("mellum", 1), ("rules", 2), ("rules", 3))
+BY_DEFAULT = (("rules", 2),)
 ROWS = [
     pytest.param(case, k, marks=[SLOW] * ((case, k) not in BY_DEFAULT))
     for case in CASES
