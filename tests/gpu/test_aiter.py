@@ -297,6 +297,7 @@ def wide_mla(wide: Callable[[str], Path]) -> Path:
     return wide("deepseek_v3")
 
 
+@pytest.mark.slow
 def test_three_drafts_are_within_the_limits_and_four_are_not(
     wide_mla: Path, install: Callable[..., None]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_model_object_brings_its_layers(saved: Callable[[str], Path]) -> None:
     assert torch.equal(found.projection.weight, wanted.projection.weight)
 
 
+@pytest.mark.slow
 def test_text_in_bfloat16_as_users_compile_it(tmp_path: Path) -> None:
     """The cpu backend with its own options; drafts are accepted in part, and change nothing."""
     save_case("mellum", tmp_path, adapted=True)
