@@ -52,8 +52,8 @@ SPILLS = {"hip": 0, "cuda": 96}
 """What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where
 prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6; none elsewhere)."""
 IN_TURN = ("hip:gfx942", "cuda:90")
-"""Targets of the fast part, one of either vendor, each of which has every other launch. All launches
-take about a minute for a target."""
+"""Targets of the fast part, one of either vendor: each has every other launch. All launches take
+about a minute for a target."""
 
 
 @pytest.fixture(scope="module")
