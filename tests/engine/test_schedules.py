@@ -16,7 +16,7 @@ import mtpc
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "count"),
     [
-        ("mimo", 2, 25),
+        ("mimo", 2, 50),
         ("mimo", 0, 15),
         pytest.param("glm4_moe", 3, 10, marks=pytest.mark.slow),
         *LATER_FAMILIES,
@@ -29,7 +29,7 @@ def test_schedules(
     compiled: Callable[..., Any],
     oracle: Callable[..., Any],
 ) -> None:
-    """40 schedules: text and drafts survive aborts, preemption and reuse; nothing leaks.
+    """100 schedules: text and drafts survive aborts, preemption and reuse; nothing leaks.
 
     The slow ones: chained layers over rings, recurrent state, compressed entries. (Schedules of
     these families at K = 3 are in the fast part of `test_reuse_changes_no_text_and_no_draft`.)
