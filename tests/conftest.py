@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,22 +40,51 @@ from mtpc.program.open_cache import open_cache
 from mtpc.program.program import bind_program
 from mtpc.weights.checkpoint import Checkpoint
 
-TOGETHER = ("test_theorem.py", "models/test_drafts.py", "models/test_deepseek_v32.py")
-"""The theorem, the tests of drafts, and others of the same programs."""
+PARTS = (
+    ("test_theorem.py", "models/test_drafts.py", *(f"models/test_{n}" for n in ("deep", "recur"))),
+    ("engine/", "server/", "sampling/", "cli/", "cache/", "host/", "step/"),
+    ("cpu/", "ops/", "fuzz/", "docs/", "test_"),
+    ("models/", "ranks/", "gpu/", "integrations/", "program/", "tuning/"),
+)
+"""How names of files begin, in the order of the tests: those that share programs, then many small
+ones, among which the first half of the tests ends; other rooms, and small ones at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put `TOGETHER` first, side by side.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cases N`."""
+    said = "of each parametrised test, run N cases at most: the first, the last, some between"
+    parser.addoption("--cases", type=int, metavar="N", help=said)
 
-    One process then compiles their models once. At the end, when the other process takes over what
-    is left, nothing shares as much.
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests into the order of `PARTS`, and choose from their cases.
+
+    Of two processes each begins with half of the tests, and compiles what they share once. Who ends
+    first takes tests from the end of the other's, which share nothing.
     """
 
-    def place(item: pytest.Item) -> str:
+    def place(item: pytest.Item) -> tuple[list[bool], str]:
         file = item.path.relative_to(TESTS).as_posix()
-        return "" if file in TOGETHER else file
+        return [not file.startswith(begins) for begins in PARTS], file
 
     items.sort(key=place)
+    most = config.getoption("cases")
+    if most is not None:
+        chosen = spread(items, most)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def spread(items: list[pytest.Item], most: int) -> set[pytest.Item]:
+    """`most` cases of each test, or all that it has, with even gaps from the first to the last."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    gaps = max(most - 1, 1)
+    return {
+        each[place * (len(each) - 1) // gaps] for each in cases.values() for place in range(most)
+    }
 
 
 # Tracing makes many objects, few of them garbage, and nobody reads where each node was made.

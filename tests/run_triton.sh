@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # The tests that need Triton, which torch's builds for the CPU do not bring along: kernels in
 # Triton's interpreter (marker triton), then compiled for GPUs that need not be here (gpu_compile).
-# Without --all the fast part runs, every kernel in it. Other arguments go to pytest.
+# Without --all the fast part runs: every kernel, in two cases of each test at most. With --all every
+# case runs, the slow ones, too: before a change of a kernel is merged, and before a release. Other
+# arguments go to pytest.
 #
 # PYTHON is the project's (`pip install -e '.[dev]'`). Where it has no Triton, that is installed
 # beside it, into a folder of its own: Inductor behaves otherwise where it finds one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-interpreted='triton and not slow' compiled='gpu_compile and not slow'
+interpreted='triton and not slow' compiled='gpu_compile and not slow' cases=(--cases 2)
 if [ "${1:-}" = --all ]; then
     # Tests that the default run has already, too: where Triton is there, they bind to it.
-    interpreted='triton or with_triton' compiled='gpu_compile'
+    interpreted='triton or with_triton' compiled='gpu_compile' cases=()
     shift
 fi
 
@@ -33,7 +35,7 @@ fi
 if [ $# = 0 ]; then
     # Files without a marker need not be collected.
     marked=$(grep -rlE 'pytest\.mark\.(triton|with_triton|gpu_compile)' tests --include='test_*.py')
-    TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" $marked
+    TRITON_INTERPRET=1 "$python" -m pytest -m "$interpreted" "${cases[@]}" $marked
     "$python" -m pytest -m "$compiled" $marked
     exit
 fi

@@ -115,7 +115,7 @@ def test_eight_builders_at_once(store: EntryStore) -> None:
 def test_killed_replacements(store: EntryStore) -> None:
     """After kill -9 at any moment: the old entry, the new one, or none; and the next one heals."""
     moments, inside, last = random.Random(7), 0, 1
-    for _ in range(50):
+    for _ in range(25):
         with store_writer.started("replace", store, last + 1) as writer:
             assert store_writer.read_line(writer) == "started"
             time.sleep(moments.uniform(0.0, 0.05))

@@ -159,7 +159,7 @@ def test_files_that_the_page_cache_cannot_keep_are_read_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nearly all bytes come from the thread, and the text is the same."""
-    built, taken = cpu_built("glm4_moe"), list[Span]()
+    built, taken = cpu_built("mimo"), list[Span]()
     take = ReadAhead.take
 
     def watched(ahead: ReadAhead, span: Span) -> Any:
@@ -169,7 +169,7 @@ def test_files_that_the_page_cache_cannot_keep_are_read_ahead(
 
     monkeypatch.setattr(ReadAhead, "take", watched)
     monkeypatch.setattr(Checkpoint, "nbytes", 1 << 60)
-    directory = checkpoint("glm4_moe")
+    directory = checkpoint("mimo")
     spec = mtpc.compile(directory, cache_dir=cpu_cache, frozen=True, **CPU_OPTIONS)
     assert spec.generate(BATCH, 16) == built.spec.generate(BATCH, 16)
     sizes = [tensor.nbytes for tensor in load_file(directory / "model.safetensors").values()]

@@ -42,7 +42,7 @@ def test_by_pipe(
     monkeypatch.setattr(sys, "stdin", io.StringIO("w7 w8\n\nw9\n"))
     assert main(["chat", str(chatty), *OPTIONS, "--system", "w3", "--max-new-tokens", "4"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    spec = mtpc.compile(chatty, backend="eager", max_len=64, spec_tokens=0)
+    spec = mtpc.compile(chatty, backend="eager", max_len=64, spec_tokens=0, batch_buckets=(1,))
     start = "w5 w11 w3 w12 w7 w8 "
     assert first == expected(spec, start + "w91", 4)
     assert second == expected(spec, f"{start}w13 {first} w14 w9 w91", 4)

@@ -113,7 +113,10 @@ def words(command: str, directory: Path, tmp_path: Path) -> list[str]:
         ("plan", 0, True, r"(?m)^  0  +1  .* 1\.00 "),
         ("inspect", 0, True, r"decode\[R=1,Q=1,K=0\] after legalise-cpu"),
         ("build", 0, True, r"K=0: to load only these entries"),
-        ("eval", 0, True, r'"spec_tokens": 0,(?!.*"spec_tokens": [1-9])'),
+        pytest.param(
+            *("eval", 0, True, r'"spec_tokens": 0,(?!.*"spec_tokens": [1-9])'),
+            marks=pytest.mark.slow,
+        ),
         ("cache", None, True, r"decode\[R=8,Q=1,K=0\]"),
         ("quantize", 0, False, "weights in int8"),
         ("vocab", 0, False, "10 of 1. tokens seen|100.0% of the texts"),

@@ -162,11 +162,11 @@ def test_batch_invariance(
     check_invariance(programs, names, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("int8", FEW), *(pytest.param(kind, (*PROGRAMS,), marks=pytest.mark.slow)
-                      for kind in ("int8", "fp8"))],
-)  # fmt: skip
+    [("int8", FEW), *((kind, (*PROGRAMS,)) for kind in ("int8", "fp8"))],
+)
 def test_pages_of_codes(kind: str, names: tuple[str, ...], build: Callable[..., SpecModel]) -> None:
     """The same with keys and values as codes: a token's depend on no other row that is written."""
     programs = {name: build("mimo", kv_cache_dtype=kind, **PROGRAMS[name]) for name in names}

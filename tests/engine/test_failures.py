@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,16 +113,18 @@ PLACES: dict[str, Place] = {
 }
 
 
+BY_DEFAULT = ((RuntimeError, False), (KeyboardInterrupt, True))
+"""Ways to fail of the default run, which takes them in turn."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "reads_late"),
+    ("place", "kind", "reads_late"),
     [
-        (RuntimeError, False),
-        (KeyboardInterrupt, True),
-        pytest.param(KeyboardInterrupt, False, marks=pytest.mark.slow),
-        pytest.param(RuntimeError, True, marks=pytest.mark.slow),
+        pytest.param(place, *way, marks=[pytest.mark.slow] * (way != BY_DEFAULT[index % 2]))
+        for index, place in enumerate(PLACES)
+        for way in product((RuntimeError, KeyboardInterrupt), (False, True))
     ],
 )
-@pytest.mark.parametrize("place", PLACES)
 def test_a_failure_ends_the_step_alone(
     place: str,
     kind: type[BaseException],
@@ -246,7 +249,9 @@ def check_interrupts(session: Session, count: int) -> Counter[str]:
     return interrupts.interrupted
 
 
-@pytest.mark.parametrize("reads_late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    "reads_late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "late"]
+)
 def test_interrupts_at_any_instruction(
     reads_late: bool, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:
@@ -355,7 +360,7 @@ def test_a_grammar_that_is_interrupted_ends_its_own_request(
     sampling_oracle: Callable[[str], SamplingOracle],
 ) -> None:
     """It may have taken some of its tokens or none. Another grammar goes on, for it rests."""
-    spec, plain = fresh(compiled("mimo", 2, **MASKED)), sampling_oracle("mimo")
+    spec, plain = fresh(compiled("mimo", 3, **MASKED)), sampling_oracle("mimo")
     texts, greedy = Texts(spec.engine), mtpc.SamplingParams()
     grammars = (None, Records(), Brittle(at))
     for prompt, grammar in zip(PROMPTS[4:7], grammars, strict=True):
@@ -383,7 +388,7 @@ def test_a_grammar_survives_a_replay_that_fails(
     sampling_oracle: Callable[[str], SamplingOracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec, plain = fresh(compiled("mimo", 2, **MASKED)), sampling_oracle("mimo")
+    spec, plain = fresh(compiled("mimo", 3, **MASKED)), sampling_oracle("mimo")
     engine, texts, greedy = spec.engine, Texts(spec.engine), mtpc.SamplingParams()
     for prompt in PROMPTS[4:7]:
         text = wanted(plain, prompt, greedy)

@@ -26,7 +26,7 @@ def by_transformers(plain: Oracle, ids: list[int]) -> tuple[list[float], list[in
     return logits.gather(1, following[:, None])[:, 0].tolist(), logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("spec_tokens", [1, 3])
+@pytest.mark.parametrize("spec_tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_they_are_those_of_a_whole_forward(
     spec_tokens: int, compiled: Callable[..., Any], oracle: Callable[..., Oracle]
 ) -> None:

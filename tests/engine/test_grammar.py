@@ -30,13 +30,12 @@ KINDS = {
 }
 
 
-SLOW = [("mimo", k) for k in (0, 2, 4, "auto")] + [("step3p7", 3), ("qwen3_next", 2)]
+SLOW = [("mimo", k) for k in (0, 1, 2, 4, "auto")] + [("step3p7", 3), ("qwen3_next", 2)]
 """Every K, K that changes, chained layers, recurrent state."""
 
 
 @pytest.fixture(
     params=[
-        ("mimo", 1),
         ("mimo", 3),
         *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
     ],

@@ -31,7 +31,7 @@ def test_the_lock_is_never_left_taken() -> None:
 
 
 def test_interrupted_calls(checkpoint: Callable[..., Path]) -> None:
-    child("engine", "80", str(checkpoint("mimo")), seconds=240)
+    child("engine", "40", str(checkpoint("mimo")), seconds=240)
 
 
 @pytest.mark.slow

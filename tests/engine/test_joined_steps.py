@@ -20,13 +20,15 @@ from mtpc.layout import StepKey
 from mtpc.step.metadata import BeginPrefill, LogitsRows
 from mtpc.step.records import Begun
 
-WIDE: dict[str, Any] = {"prefill_chunk": 24, "busy_prefill_chunk": 5, "batch_buckets": (3,)}
+WIDE: dict[str, Any] = {
+    "prefill_chunk": 24, "busy_prefill_chunk": 5, "prefill_rows": 3, "batch_buckets": (3,),
+}  # fmt: skip
 """Room for chunks of five tokens beside two requests that decode, whatever K is up to 4."""
 EACH_KIND_OF_STATE = [
-    *("mimo", "qwen3_next"),
-    *(pytest.param(n, marks=pytest.mark.slow) for n in (*FAMILY_NAMES, *NEAR_FAMILIES)
-      if n not in ("mimo", "qwen3_next")),
-]  # fmt: skip
+    pytest.param(n, marks=[pytest.mark.slow] * (n != "mimo"))
+    for n in (*FAMILY_NAMES, *NEAR_FAMILIES)
+]
+"""The theorem has joined steps of all kinds of state."""
 NEW = 16
 FIRST, *LATER = PROMPTS[5], PROMPTS[-1], PROMPTS[-4]
 

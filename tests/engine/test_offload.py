@@ -237,7 +237,7 @@ def test_digests_of_files_are_remembered_and_follow_them(tmp_path: Path) -> None
     assert content_digest([weights], tmp_path / "no" / "where") == two
 
 
-@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mimo", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_a_second_start_is_warm(
     family: str, warm: Callable[..., mtpc.SpecModel], tmp_path: Path
 ) -> None:

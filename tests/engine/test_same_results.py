@@ -148,7 +148,7 @@ def plain(text_model: Model, whole: str) -> list[Any]:
     ("ask", "spec_tokens"),
     [
         (awaited, 3),
-        (streamed, 3),
+        pytest.param(streamed, 3, marks=pytest.mark.slow),
         (generated, 3),
         *(pytest.param(awaited, k, marks=pytest.mark.slow) for k in (0, 1, 2)),
     ],

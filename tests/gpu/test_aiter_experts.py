@@ -342,6 +342,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "family", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]

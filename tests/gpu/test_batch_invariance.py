@@ -235,7 +235,9 @@ def test_codes_of_experts() -> None:
     check_rows(call, x, ids, shares)
 
 
-@pytest.mark.parametrize("rule", [NARROW, MAMBA], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [NARROW, pytest.param(MAMBA, marks=SLOW)], ids=lambda rule: rule.name
+)
 def test_a_prompt_of_recurrent_state(rule: Rule) -> None:
     """In one step, which of one rule would go in chunks without the option, or row by row."""
     rows = make_rows(129)

@@ -51,11 +51,9 @@ pytestmark = pytest.mark.gpu_compile
 SPILLS = {"hip": 0, "cuda": 96}
 """What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where
 prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6; none elsewhere)."""
-EACH_TARGET = [
-    target if name in ("hip:gfx942", "cuda:90") else pytest.param(target, marks=pytest.mark.slow)
-    for name, target in TARGETS.items()
-]
-"""About a minute each: the fast part has one of either vendor."""
+IN_TURN = ("hip:gfx942", "cuda:90")
+"""Targets of the fast part, one of either vendor: each has every other launch. All launches take
+about a minute for a target."""
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +69,19 @@ def _must_fit(launch: Launch, is_default: bool) -> bool:
     return is_default or launch.name != "latent_attention_kernel"
 
 
-@pytest.mark.parametrize("target", EACH_TARGET, ids=lambda target: target.name)
-@pytest.mark.parametrize("shipped", SHIPPED.values(), ids=SHIPPED.keys())
+@pytest.mark.parametrize(
+    ("shipped", "target"),
+    [
+        pytest.param(
+            shipped,
+            target,
+            id=f"{name}-{key}",
+            marks=[pytest.mark.slow] * (key != IN_TURN[place % 2]),
+        )
+        for place, (name, shipped) in enumerate(SHIPPED.items())
+        for key, target in TARGETS.items()
+    ],
+)
 def test_every_kernel_compiles_fits_and_does_not_spill(
     shipped: Callable[[], list[Launch]], target: Target, kernel_store: EntryStore
 ) -> None:

@@ -124,7 +124,7 @@ def test_experts_equal_the_reference(
     _close_but_for_steps(OURS.grouped_experts(*arguments), REFERENCE.grouped_experts(*arguments))
 
 
-@pytest.mark.parametrize("limit_input", [False, True])
+@pytest.mark.parametrize("limit_input", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_experts_with_a_limit_and_more_rows_than_a_tile(limit_input: bool) -> None:
     arguments = experts_call(70, FORMS[0], torch.float32)
     expected = REFERENCE.grouped_experts(*arguments, 0.5, limit_input)

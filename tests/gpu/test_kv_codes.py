@@ -31,6 +31,9 @@ OURS = torch.ops.mtpc_triton
 REFERENCE = torch.ops.mtpc
 DTYPES = list(ELEMENTS)
 EACH_CODE = pytest.mark.parametrize("codes", CODES)
+ONE_CODE = pytest.mark.parametrize(
+    "codes", [CODES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CODES[1:])]
+)
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
@@ -69,7 +72,7 @@ def test_codes_and_scales_have_the_bits_of_the_reference(
     assert (scales[1:] != -1).all()
 
 
-@EACH_CODE
+@ONE_CODE
 def test_every_number_between_two_codes_is_rounded_as_the_reference_does(
     codes: torch.dtype,
 ) -> None:
@@ -242,7 +245,7 @@ def test_codes_with_even_scales_have_the_bits_of_plain_caches(
     assert torch.equal(found, wanted)
 
 
-@EACH_CODE
+@ONE_CODE
 def test_a_row_does_not_depend_on_the_rows_beside_it(codes: torch.dtype) -> None:
     """Bit for bit, with tiles of any number of rows, and a program for all splits or for each."""
     lengths = [(40, 3), (300, 5), (90, 90)]

@@ -91,7 +91,7 @@ def same_bits(ranks: Ranks, directory: Path) -> None:
     assert torch.equal(found, ours.sum_ranks(part, group))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_reference(size: int, tmp_path: Path) -> None:
     run_ranks(size, tmp_path, partial(same_bits, directory=tmp_path), 300.0)
 
@@ -126,7 +126,7 @@ def many_calls(ranks: Ranks, directory: Path) -> list[int]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_late_ranks_change_nothing(size: int, tmp_path: Path) -> None:
     wrong = run_ranks(size, tmp_path, partial(many_calls, directory=tmp_path), 300.0)
     assert wrong == [[]] * size

@@ -29,7 +29,7 @@ from helpers.forked_ranks import run_ranks
 from helpers.mapped_peers import share_mapped
 from helpers.oracles import Oracle
 from helpers.tapes import op_names
-from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS, SLOW
+from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS
 
 from mtpc.api import SpecModel
 from mtpc.backends.cuda import CudaBackend
@@ -130,9 +130,8 @@ def check(
     return found
 
 
-@pytest.mark.parametrize(
-    "family", ["mimo", *(pytest.param(n, marks=SLOW) for n in ("glm4_moe", "deepseek_v3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_text_is_that_of_plain_decoding(
     family: str,
     checkpoint: Callable[..., Path],

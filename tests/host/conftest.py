@@ -13,7 +13,7 @@ from helpers.watched_host import OPTIONS
 import mtpc
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hosted(checkpoint: Callable[..., Path]) -> Callable[..., mtpc.HostedModel]:
     """hosted(family, K): halves and whole steps, compiled once."""
     made: dict[Any, mtpc.HostedModel] = {}

@@ -148,7 +148,8 @@ SLOW = [
 @pytest.mark.parametrize(
     ("family", "page_size", "backend"),
     [
-        *(("mimo", 4, "null"), ("deepseek_v3", 1, "eager")),
+        ("mimo", 4, "null"),
+        pytest.param("deepseek_v3", 1, "eager", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )

@@ -28,6 +28,9 @@ from mtpc.integrations.draft import DraftOptions, TracedDraft
 from mtpc.integrations.draft_config import draft_config
 
 DOUBLE = {"dtype": torch.float64}
+LATE = ("qwen3_5", "qwen3_5_moe", "mimo_v2")
+"""Families of the slow run, whose layers have the parts of others: models/test_wiring.py has their
+rows."""
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
@@ -46,7 +49,13 @@ def run(draft: TracedDraft, ids: list[int], hidden: Tensor) -> Tensor:
         return draft(torch.tensor(ids), torch.arange(len(ids)), hidden[0])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *CHAINED, "nemotron_h"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in LATE))
+        for name in (*FAMILIES, *CHAINED, "nemotron_h")
+    ],
+)
 def test_layer_is_the_oracles(
     family: str, checkpoint: Callable[..., Path], oracle: Callable[..., Oracle]
 ) -> None:
@@ -68,7 +77,10 @@ def test_layer_is_the_oracles(
     assert host.calls == 3
 
 
-@pytest.mark.parametrize("family", FAMILIES[:4])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in FAMILIES[1:3])) for n in FAMILIES[:4]],
+)
 def test_only_the_host_attends(family: str, checkpoint: Callable[..., Path]) -> None:
     draft = TracedDraft(checkpoint(family, "random"), Causal, DraftOptions(**DOUBLE))
     calls = [n.target for n in draft.graph.graph.nodes if n.op == "call_module"]

@@ -57,7 +57,7 @@ def oracle_of(directory: Path, family: str = "llama") -> DraftOracle:
 @pytest.mark.parametrize(
     ("family", "spec_tokens", "changes"),
     [
-        ("llama", 1, {}),
+        pytest.param("llama", 1, {}, marks=pytest.mark.slow),
         ("qwen3", 3, {"num_hidden_layers": 3, "attention_bias": None}),
         # Windows end at a row's own position; full attention is both ways.
         ("llama", 7, SLIDING),
@@ -165,6 +165,7 @@ def test_drafts_of_p_eagle(spec_tokens: int, layers: int, tmp_path: Path) -> Non
     assert spec.generate(PROMPTS[5:7], 12, ignore_eos=True) == wanted
 
 
+@pytest.mark.slow
 def test_p_eagle_on_the_cpu(trained: Path, tmp_path: Path, oracle: Callable[..., Oracle]) -> None:
     """From files: an embedding of its own, of the shape of the target's, is read beside it."""
     draft = block_drafters.save_peagle(tmp_path / "draft", layers=1)

@@ -96,6 +96,7 @@ def test_a_text_model_inside_a_multimodal_one(tmp_path: Path) -> None:
     assert spec.generate([*PROMPTS], NEW, ignore_eos=True) == wanted
 
 
+@pytest.mark.slow
 def test_an_eagle3_head_drafts_for_any_class(tmp_path: Path) -> None:
     """Text is the target's own, and drafts are accepted in part or not; they change nothing."""
     from helpers import eagle

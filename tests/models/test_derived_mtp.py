@@ -29,7 +29,7 @@ if not transformers.__version__.startswith("5.24."):
 from helpers.mtp_model import CASES, FULL, SLIDING, MtpOracle, save_case
 
 SLOW = pytest.mark.slow
-BY_DEFAULT = (("mellum", 1), ("rules", 2), ("rules", 3))
+BY_DEFAULT = (("rules", 2),)
 ROWS = [
     pytest.param(case, k, marks=[SLOW] * ((case, k) not in BY_DEFAULT))
     for case in CASES
@@ -117,6 +117,7 @@ def test_a_model_object_brings_its_layers(saved: Callable[[str], Path]) -> None:
     assert torch.equal(found.projection.weight, wanted.projection.weight)
 
 
+@pytest.mark.slow
 def test_text_in_bfloat16_as_users_compile_it(tmp_path: Path) -> None:
     """The cpu backend with its own options; drafts are accepted in part, and change nothing."""
     save_case("mellum", tmp_path, adapted=True)

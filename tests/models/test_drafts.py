@@ -14,9 +14,9 @@ from transformers.modeling_layers import MtpModel
 
 HERE = ("glm4_moe",)
 """Random models that are compiled in this file by default, and whose oracle is float64."""
-LATE = ("glm_moe_dsa", "qwen4_exp", *DRAFTED[1:], *ASSISTED[1:])
-"""Trained models of the slow run: test_shared_choice.py has the layers of the first, test_wiring.py
-and test_qwen4_exp.py have the second's, and the others draft as the first of their kind."""
+LATE = (*(f for f in NEAR_FAMILIES if f != "nemotron_h"), *DRAFTED[1:], *ASSISTED[1:])
+"""Trained models of the slow run: test_wiring.py has the rows of near families, whose parts other
+families have, too; the others draft as the first of their kind."""
 DEFAULTS = {"sampling": True}
 """What `mtpc.compile` does, for programs that no other file shares."""
 

@@ -55,13 +55,14 @@ def head(directory: Path, rename: dict[str, str] | None = None, **changes: Any) 
             {
                 **DEFAULT_LAYERS,
                 **dict(hidden_size=48, target_hidden_size=64, norm_before_residual=True),
+                **dict(norm_output=True),  # EAGLE-3.1.
             },
         ),
         pytest.param("llama", 8, DEFAULT_LAYERS, marks=pytest.mark.slow),
         pytest.param("qwen2", 7, DEFAULT_LAYERS, marks=pytest.mark.slow),
         pytest.param("mimo", 7, DEFAULT_LAYERS, marks=pytest.mark.slow),
         # EAGLE-3.1, without the norms of captured rows.
-        ("llama", 7, {**DEFAULT_LAYERS, "norm_output": True}),
+        pytest.param("llama", 7, {**DEFAULT_LAYERS, "norm_output": True}, marks=pytest.mark.slow),
         # The last layer's output is what enters the final norm.
         pytest.param(
             *("llama", 4),

@@ -96,6 +96,7 @@ def test_drafts_of_an_embedding_of_its_own(checkpoint: Callable[..., Path], tmp_
     assert check_drafts(spec, drafts, [PROMPTS[4], PROMPTS[9]], 6) >= 2
 
 
+@pytest.mark.slow
 def test_an_object_of_transformers_class() -> None:
     """It holds projections for zero experts, which nothing reads."""
     torch.manual_seed(0)

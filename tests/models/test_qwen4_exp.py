@@ -76,6 +76,7 @@ def test_the_choice_of_blocks_decides(oracle: Callable[..., Oracle]) -> None:
     assert differs[11:].all()
 
 
+@pytest.mark.slow
 def test_a_budget_beyond_the_longest_text(tmp_path: Path) -> None:
     """Rows then attend to all tokens, and a choice has as many places as there are blocks."""
     directory = tiny.make_checkpoint(FAMILY, tmp_path, indexer_budget=400)

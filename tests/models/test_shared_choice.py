@@ -104,6 +104,7 @@ def test_text_of_accepted_drafts(compiled: Callable[..., Any], oracle: Callable[
     check_caches(spec, PROMPTS[7])
 
 
+@pytest.mark.slow
 def test_reuse_and_preemption(compiled: Callable[..., Any]) -> None:
     """Turns on a cached beginning, forks, and requests that wait for pages: text, drafts and rows
     of latents and indexer keys are those of fresh runs."""

@@ -174,7 +174,8 @@ def test_wrong_wiring_is_seen(
     assert not any(close[name].any() for name in differs)
 
 
-@pytest.mark.parametrize("chaining", ["recycle", pytest.param("layers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chaining", ["recycle", "layers"])
 def test_other_ways_to_chain(
     chaining: str, compiled: Callable[..., Any], oracle: Callable[..., Any]
 ) -> None:

@@ -464,7 +464,7 @@ FAULTS = (
         BLOCKS,
         "lens, active, block_table, starts, num_reqs * self.rows, self.page_size",
         "lens + 1, active, block_table, starts, num_reqs * self.rows, self.page_size",
-        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
     ),
     Fault(
         "rows of a block see earlier ones only",
@@ -485,28 +485,28 @@ FAULTS = (
         DFLASH,
         "[i + 1 for i in ids]",
         "list(ids)",
-        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
     ),
     Fault(
         "the row of the last token gives the first draft",
         BLOCKS,
         "aten.slice.Tensor(features, 1, 1, rows)",
         "aten.slice.Tensor(features, 1, 0, rows - 1)",
-        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
     ),
     Fault(
         "a block begins with a mask",
         BLOCKS,
         "if self.opens else masks",
         "if not self.opens else masks",
-        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
     ),
     Fault(
         "keys of the context are not turned",
         DFLASH,
         "write(turned, values, context)",
         "write(keys, values, context)",
-        f"{_BLOCK_DRAFTS}[llama-1-changes0]",
+        f"{_BLOCK_DRAFTS}[qwen3-3-changes1]",
     ),
     Fault(
         "a block's last row has no page after all drafts are accepted",
@@ -938,7 +938,7 @@ FAULTS = (
         "            for (slots, _), (_, snapshots) in zip(\n"
         "                self._pairs, [*self._pairs[2:4], *self._pairs[:2], *self._pairs[4:]]\n"
         "            ):\n",
-        f"{_REUSE}[mimo_v2]",
+        f"{_REUSE}[step3p7]",
     ),
     Fault(
         "snapshots lack what chained MTP layers keep",
@@ -997,7 +997,7 @@ FAULTS = (
         "engine/prefix.py",
         '            if is_known or files.has("state", request, end - 1):\n',
         '            if is_known or files.has("page", request, end - 1):\n',
-        f"{_RESTART}[step3p7]",
+        f"{_RESTART}[qwen3_next]",
     ),
     Fault(
         "in files: pages of other models are taken over",
@@ -1162,7 +1162,7 @@ FAULTS = (
         "weights/formats/nvfp4.py",
         "(1 / whole if divides else whole)",
         "whole",
-        "weights/test_formats.py::test_two_levels_of_scales_are_rounded_once[compressed-tensors]",
+        "weights/test_float_formats.py::test_two_levels_of_scales_are_rounded_once[compressed-tensors]",
     ),
     Fault(
         "parts of inputs lose the factor of their row",

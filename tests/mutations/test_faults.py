@@ -16,7 +16,8 @@ PLANT = Path(__file__).with_name("plant.py")
 ONE = ["--only", "a copy begins one token too early"]
 
 
-@pytest.mark.parametrize("options", [ONE, pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [ONE, []])
 def test_each_planted_fault_is_seen(options: list[str]) -> None:
     """Each in a process of its own, on a copy of the repository."""
     command = [sys.executable, str(PLANT), "--jobs", "1", *options]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -166,44 +166,101 @@ def test_most_starts_agree_on_the_size_of_a_cut_pool() -> None:
     assert all(n - steady(n) <= n / 32 for n in range(1, 5000))
 
 
-def test_steps_are_traced_once_where_the_pool_surely_fits(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The steps that were planned are those that run, unless the pool is cut."""
-    loaded, lines, traced = load(checkpoint("mimo"), "float32", True), list[str](), list[str]()
-    options = changed(OPTIONS, spec_tokens=0, batch_buckets=(2,)).of_model(loaded.max_positions)
-    trace = StepCompiler.trace
+@pytest.fixture
+def loaded(checkpoint: Callable[..., Path]) -> LoadedModel:
+    return load(checkpoint("mimo"), "float32", True)
+
+
+@pytest.fixture
+def options(loaded: LoadedModel) -> Plan:
+    """Plain steps of one bucket."""
+    return changed(OPTIONS, spec_tokens=0, batch_buckets=(2,)).of_model(loaded.max_positions)
+
+
+@dataclass
+class Planned:
+    """What `planned_compiler` made for a device.
+
+    Attributes:
+        plan: its plan.
+        notes: those of the backend.
+        lines: what it said while it planned.
+        texts: the steps that run.
+        traced: how many steps were traced.
+    """
+
+    plan: Plan
+    notes: Counter[str]
+    lines: list[str]
+    texts: set[str]
+    traced: int
+
+
+@pytest.fixture
+def planned(
+    loaded: LoadedModel, options: Plan, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int | None], Planned]:
+    """planned(free): what is made of `options` where a device has so many bytes."""
+    keys, trace = list[StepKey](), StepCompiler.trace
 
     def counted(self: StepCompiler, key: StepKey) -> StepGraph:
-        traced.append(str(key))
+        keys.append(key)
         return trace(self, key)
 
-    def planned(free: int | None) -> tuple[Plan, Counter[str], int]:
-        cuda = backend(free)
-        traced.clear()
+    def get(free: int | None) -> Planned:
+        cuda, lines = backend(free), list[str]()
+        keys.clear()
         make = partial(StepCompiler, loaded, backend=cuda)
         compiler = planned_compiler(make, options, cuda, lines.append)
-        program = compiler.compile()
-        assert {step.graph.text() for step in program.steps.values() if step.graph} == texts
-        return compiler.plan, cuda.notes, len(traced)
+        steps = compiler.compile().steps.values()
+        texts = {step.graph.text() for step in steps if step.graph}
+        return Planned(compiler.plan, cuda.notes, lines, texts, len(keys))
 
     monkeypatch.setattr(StepCompiler, "trace", counted)
-    plain, texts = StepCompiler(loaded, options, backend()), set(_texts(loaded, options))
-    found, notes, steps = planned(None)
-    assert (found, steps) == (options, len(plain.keys))
-    assert not lines, "where nobody counts, nothing is planned"
-    plan = plan_memory(plain)
-    enough = plan.graphs + plan.fixed + options.num_pages * plan.page
-    assert planned(enough) == (options, notes, steps)
+    return get
+
+
+def test_steps_are_traced_once_where_the_pool_surely_fits(
+    loaded: LoadedModel, options: Plan, planned: Callable[[int | None], Planned]
+) -> None:
+    """The steps that were planned are those that run."""
+    plain = StepCompiler(loaded, options, backend())
+    found = planned(None)
+    assert (found.plan, found.traced) == (options, len(plain.keys))
+    assert found.texts == set(_texts(loaded, options))
+    assert not found.lines, "where nobody counts, nothing is planned"
+    again = planned(_enough(plain))
+    assert (again.plan, again.notes, again.texts) == (options, found.notes, found.texts)
+    assert again.traced == found.traced
+
+
+@pytest.mark.slow
+def test_steps_are_traced_again_where_the_pool_may_not_fit(
+    loaded: LoadedModel,
+    options: Plan,
+    planned: Callable[[int | None], Planned],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the same, unless the pool is cut."""
+    plain = StepCompiler(loaded, options, backend())
+    enough, steps = _enough(plain), len(plain.keys)
     monkeypatch.setattr(memory_plan, "_SURE", 0.0)
-    assert planned(enough) == (options, notes, 2 * steps)
+    found = planned(enough)
+    assert (found.plan, found.traced) == (options, 2 * steps)
+    assert found.texts == set(_texts(loaded, options))
     monkeypatch.setattr(memory_plan, "_SURE", 0.5)
     cut = options.given(num_pages=steady(options.num_pages - 1))
-    texts = set(_texts(loaded, cut))
-    less, more, twice = planned(enough - plan.page)
-    assert (less, twice) == (cut, 2 * steps)
-    (said,) = more - notes
+    less = planned(enough - plan_memory(plain).page)
+    assert (less.plan, less.traced) == (cut, 2 * steps)
+    assert less.texts == set(_texts(loaded, cut))
+    (said,) = less.notes - found.notes
     assert said.startswith(f"a KV pool of {cut.num_pages} pages instead of {options.num_pages}: ")
+
+
+def _enough(plain: StepCompiler) -> int:
+    """The bytes that steps and their whole pool take."""
+    plan = plan_memory(plain)
+    return plan.graphs + plan.fixed + plain.plan.num_pages * plan.page
 
 
 def _texts(loaded: LoadedModel, options: Plan) -> list[str]:

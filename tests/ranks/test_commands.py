@@ -202,6 +202,7 @@ def serve(built: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[st
     return ["serve", str(directory), "--port=0", "--model-name=tiny", "--frozen", *options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "is_busy"),
     [

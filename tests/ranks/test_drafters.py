@@ -40,7 +40,9 @@ EACH = [
 
 
 @pytest.fixture(scope="module")
-def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def drafted(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """drafted(name): a trained target of `TARGETS`, with its drafter in the directory "draft"."""
     made: dict[str, Path] = {}
 
@@ -48,7 +50,11 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name not in made:
             changes, drafter = TARGETS[name]
             directory = tmp_path_factory.mktemp("drafted")
-            made[name] = make_trained_checkpoint(name, directory, drafter=drafter, **changes)
+            made[name] = (
+                make_trained_checkpoint(name, directory, drafter=drafter, **changes)
+                if changes or drafter
+                else checkpoint(name)
+            )
         return made[name]
 
     return get
@@ -80,10 +86,10 @@ def test_text_and_drafts_are_those_of_one_rank(
 
 
 def test_a_block_drafter_is_shared(
-    two: Group, drafted: Callable[[str], Path], tmp_path: Path
+    two: Group, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Each rank has some heads of each layer's cache, and rows of a block see each other."""
-    directory = block_drafters.beside(drafted("llama"), tmp_path)
+    directory = block_drafters.beside(checkpoint("llama"), tmp_path)
     plain = Oracle("llama", directory)
     spec = two.compile(
         directory, **OPTIONS, backend="eager", draft=directory / "draft", spec_tokens=2

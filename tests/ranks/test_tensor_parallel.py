@@ -52,7 +52,7 @@ def passes_of(spec: mtpc.SpecModel, directory: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("family", "spec_tokens"),
     [
-        ("mimo", 1),
+        pytest.param("mimo", 1, marks=pytest.mark.slow),
         *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("longcat_flash", "glm4_moe")),
     ],
 )
@@ -144,6 +144,7 @@ def test_the_same_of_tapes(
     check_text_and_drafts(spec, oracle(family), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme", "is_stored"),
     [

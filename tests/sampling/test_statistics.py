@@ -182,7 +182,7 @@ def p_value(tally: np.ndarray, joint: np.ndarray) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-LATE = ("bias", "min_p", "top_k", "top_p")
+LATE = ("bias", "min_p", "penalties", "top_k", "top_p")
 """Cases of the slow run: test_sampling.py has their texts."""
 
 
@@ -229,7 +229,9 @@ def _take(arguments: tuple[Tensor, ...], rule: Callable[..., Tensor]) -> list[Te
     return [*reports, taken, finite, ids, starts, context_lens, *arguments[len(REPORTS) + 5 :]]
 
 
-@pytest.mark.parametrize("wrong", [AcceptAlways, AcceptAlmost])
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(AcceptAlways, marks=pytest.mark.slow), AcceptAlmost]
+)
 def test_a_wrong_acceptance_rule_is_caught(
     wrong: type[Accept], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def counted(url: str, name: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend", "spec_tokens"), CASES)
 def test_a_drafter_serves(
     family: str,

@@ -11,7 +11,7 @@ import mtpc
 
 
 @pytest.mark.parametrize(
-    ("stride", "seconds"), [(47, 300), pytest.param(1, 1800, marks=pytest.mark.slow)]
+    ("stride", "seconds"), [(97, 300), pytest.param(1, 1800, marks=pytest.mark.slow)]
 )
 def test_every_call_of_the_start(
     word_spec: mtpc.SpecModel, tmp_path: Path, stride: int, seconds: float

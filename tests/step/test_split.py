@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compiled import capture_split, captured, in_turn
-from helpers.families import EACH_FAMILY_OF_FEW, TINY
+from helpers.families import EACH_FAMILY_OF_FEW, FAMILY_NAMES, TINY
 from helpers.plans import plan_of
 from helpers.theorem import PROMPTS
 
@@ -46,7 +46,8 @@ def test_what_proposes_nothing_is_not_built_in_halves() -> None:
     assert {part for _, part in graphs} == {"step", "verify", "propose"}
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_two_graphs_equal_one(
     family: str, compiler: Callable[..., StepCompiler], compiled: Callable[..., Any]
 ) -> None:

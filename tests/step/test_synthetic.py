@@ -187,6 +187,7 @@ def test_hosts_have_no_such_option(checkpoint: Callable[..., Path]) -> None:
         mtpc.compile_host(checkpoint("mimo", "random"), synthetic_acceptance_length=2.0)
 
 
+@pytest.mark.slow
 def test_cpu_has_eagers_text(
     compiled: Compiled, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -236,6 +236,7 @@ def test_rounded_experts_equal_transformers(words: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_shards_and_dtype_are_kept(
     words: Path, tuning: Callable[..., Tuning], tmp_path: Path
 ) -> None:

@@ -99,7 +99,7 @@ def test_files_that_name_no_token(tmp_path: Path, file: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def ended(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Callable[..., Path], cpu_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[dict[str, Any]], mtpc.SpecModel]:
     """A model whose tokenizer and generation_config.json name these ends."""
     source = checkpoint("mimo")
@@ -110,9 +110,10 @@ def ended(
         plain = {
             **TINY,
             "sampling": True,
-            "backend": "eager",
+            "backend": "cpu",
             "dtype": "float64",
             "batch_buckets": (2,),
+            "cache_dir": cpu_cache,
         }
         return mtpc.compile(directory, **{**plain, "spec_tokens": 1, **options})
 

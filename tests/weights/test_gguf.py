@@ -287,7 +287,8 @@ def test_quantised_files_are_their_values(name: str, kind: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3_5", "glm4_moe"),
+        "qwen3_5",
+        pytest.param("glm4_moe", marks=pytest.mark.slow),
         *(pytest.param(n, marks=[pytest.mark.slow] * (n != "llama3")) for n in DENSE),
     ],
 )
