@@ -185,8 +185,8 @@ def compared(model: Any, windows: Tensor, plain: Sequence[Tensor]) -> tuple[Tens
 
 
 def run(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Losses and choices [windows, WINDOW - 1] of mtpc's cpu backend; a row of a batch gets the bits
-    that it gets alone."""
+    """Losses and choices [windows, WINDOW - 1] of mtpc's cpu backend: a batch does not change a
+    row."""
     sizes: dict[str, Any] = {"batch_buckets": (8,), "max_len": WINDOW + 16, "sampling": True}
     options = {"backend": "cpu", "spec_tokens": 0, **sizes, **options}
     engine = MtpcEngine(checkpoint, lambda _: None, **options)
