@@ -60,8 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests into the order of `PARTS`, and choose from their cases.
 
-    Of two processes each begins with half of the tests, and compiles what they share once. Who ends
-    first takes tests from the end of the other's, which share nothing.
+    Of two processes each begins with half of the tests, and compiles what they share once. The one
+    that ends first takes tests from the end of the other's, which share nothing.
     """
 
     def place(item: pytest.Item) -> tuple[list[bool], str]:
