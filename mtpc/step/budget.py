@@ -102,10 +102,11 @@ class BeginPacked(nn.Module):
         is_draft = token_ids[state_indices][:, 1 : drafts + 1] != NO_TOKEN
         # The last token that a request may emit is the target's own.
         is_useful = is_draft & active[:, None] & (column + 1 < remaining[:, None])
-        count = leading(is_useful)
-        for table in draft_counts:
-            worth = chances(table[state_indices][:, :drafts])
+        if draft_counts:
+            worth = chances(draft_counts[0][state_indices][:, :drafts])
             count = choose_drafts(worth, is_useful, num_tokens - active.long().sum())
+        else:
+            count = leading(is_useful)
         counts = torch.where(active, count + 1, 0)
         starts = starts_of(counts)
         context_lens = torch.where(active, committed_lens[state_indices], 0)

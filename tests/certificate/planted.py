@@ -38,6 +38,12 @@ def _spoil(edit: Edit, ref: str, axis: int, make: Callable[..., str]) -> None:
     edit.redirect(ref, new, follower)
 
 
+def made_of(edit: Edit, line: Any, argument: str, make: Callable[..., str]) -> None:
+    """A line takes what `make` makes of an argument's rows."""
+    ref = line[2][argument]
+    line[2][argument] = make(edit, line, ref, 0, *_form(edit.line(ref)))
+
+
 def _fold(name: str) -> Callable[..., str]:
     """Every row gets a fold of all rows, subtracted."""
 
@@ -289,9 +295,7 @@ def prompts_of_requests_that_decode(edit: Edit) -> None:
 
 @planted()
 def every_block_table_is_the_first(edit: Edit) -> None:
-    line = edit.find("paged_attention")
-    ref = line[2]["block_table"]
-    line[2]["block_table"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("paged_attention"), "block_table", first_row)
 
 
 @planted()
@@ -398,16 +402,12 @@ def logits_from_the_batch(edit: Edit) -> None:
 
 @planted()
 def choices_of_the_next_row(edit: Edit) -> None:
-    line = edit.find("accept")
-    ref = line[2]["chosen"]
-    line[2]["chosen"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("accept"), "chosen", rolled)
 
 
 @planted()
 def parameters_of_the_first_slot(edit: Edit) -> None:
-    line = edit.find("sample")
-    ref = line[2]["state_slots"]
-    line[2]["state_slots"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("sample"), "state_slots", first_row)
 
 
 @planted()
@@ -421,16 +421,12 @@ def random_numbers_by_place(edit: Edit) -> None:
 @planted()
 def masks_of_the_first_row(edit: Edit) -> None:
     """The tokens that the first row may be are those that every row may be."""
-    line = edit.find("sample")
-    ref = line[2]["token_mask"]
-    line[2]["token_mask"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("sample"), "token_mask", first_row)
 
 
 @planted()
 def logits_of_the_next_place(edit: Edit) -> None:
-    line = edit.find("sample")
-    ref = line[2]["places"]
-    line[2]["places"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("sample"), "places", rolled)
 
 
 @planted()
@@ -441,9 +437,7 @@ def logits_by_number(edit: Edit) -> None:
 
 @planted()
 def reports_of_the_first_place(edit: Edit) -> None:
-    line = edit.find("write_logprobs")
-    ref = line[2]["places"]
-    line[2]["places"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("write_logprobs"), "places", first_row)
 
 
 @planted()
@@ -476,9 +470,7 @@ def state_of_slots_by_number(edit: Edit) -> None:
 
 @planted()
 def state_of_the_next_request(edit: Edit) -> None:
-    line = edit.find("aten::index_copy_.default", 1)
-    ref = line[2]["source"]
-    line[2]["source"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("aten::index_copy_.default", 1), "source", rolled)
 
 
 def _add_to_state(edit: Edit, number: str) -> None:
@@ -543,9 +535,7 @@ def state_by_slots_where_tokens_are_due(edit: Edit) -> None:
 @planted()
 def counts_of_the_batch(edit: Edit) -> None:
     """The tokens that one request has emitted are counted for all."""
-    line = edit.find("count_tokens")
-    ref = line[2]["ids"]
-    line[2]["ids"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("count_tokens"), "ids", first_row)
 
 
 # ---- Rows before a row, as n-grams take them ----------------------------------------------------

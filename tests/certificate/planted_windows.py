@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from certificate.planted import first_row, planted, rolled
+from certificate.planted import first_row, made_of, planted, rolled
 from helpers.listings import Edit
 
 V4, QWEN4 = "deepseek_v4", "qwen4_exp"
@@ -101,30 +101,24 @@ def rows_see_requests_before_theirs(edit: Edit) -> None:
 
 @planted(V4)
 def rings_of_the_first_row(edit: Edit) -> None:
-    line = edit.find("slot_attention")
-    ref = line[2]["row_slots"]
-    line[2]["row_slots"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("slot_attention"), "row_slots", first_row)
 
 
 @planted(V4)
 def rings_as_the_next_row_sees_them(edit: Edit) -> None:
-    line = edit.find("slot_attention")
-    ref = line[2]["sees_ring"]
-    line[2]["sees_ring"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, edit.find("slot_attention"), "sees_ring", rolled)
 
 
 @planted(V4)
 def counts_of_entries_of_the_next_row(edit: Edit) -> None:
     line = edit.find("slot_attention", has=lambda one: one[2]["entry_counts"] is not None)
-    ref = line[2]["entry_counts"]
-    line[2]["entry_counts"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, line, "entry_counts", rolled)
 
 
 @planted(V4)
 def entries_that_the_first_row_chose(edit: Edit) -> None:
     line = edit.find("slot_attention", has=lambda one: one[2]["chosen_entries"] is not None)
-    ref = line[2]["chosen_entries"]
-    line[2]["chosen_entries"] = first_row(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, line, "chosen_entries", first_row)
 
 
 @planted(V4)
@@ -167,5 +161,4 @@ def blocks_across_pages(edit: Edit) -> None:
 @planted(QWEN4, "decode")
 def open_blocks_of_the_next_row(edit: Edit) -> None:
     line = edit.find("aten::where.self", has=lambda one: "cat" in one[2]["other"])
-    ref = line[2]["self"]
-    line[2]["self"] = rolled(edit, line, ref, 0, *_form(edit.line(ref)))
+    made_of(edit, line, "self", rolled)
