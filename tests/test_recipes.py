@@ -1,4 +1,4 @@
-"""How to add a pass, a family and a backend (docs/design.md): each in its file and its row alone.
+"""How to add a pass, a family and a backend (docs/extending.md): in its file and its row alone.
 
 The steps are followed in a copy of the package. An operator's are in tests/ops/test_recipe.py.
 """

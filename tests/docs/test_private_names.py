@@ -1,4 +1,4 @@
-"""Private names of other projects: each that mtpc uses has a row with its reason in docs/design.md.
+"""Private names of other projects: each that mtpc uses has a row and a reason in docs/extending.md.
 
 A private name may change with any release of its project, so a new one is a decision.
 """
@@ -72,7 +72,7 @@ def _is_own(node: ast.expr) -> bool:
 
 def rows() -> list[str]:
     """Names of the first column of the table below its heading."""
-    section = (ROOT / "docs/design.md").read_text().split("\n## Private names", 1)[1]
+    section = (ROOT / "docs/extending.md").read_text().split("\n## Private names", 1)[1]
     firsts = re.findall(r"^\| (`.*?) \|", section.split("\n## ", 1)[0], re.MULTILINE)
     return [name for first in firsts for name in re.findall(r"`([^`]+)`", first)]
 
@@ -83,8 +83,8 @@ def test_each_private_name_has_a_row() -> None:
     listed = rows()
     assert len(listed) == len(set(listed))
     missing, gone = sorted(found - set(listed)), sorted(set(listed) - found)
-    assert not missing, f"without a row in docs/design.md, 'Private names': {missing}"
-    assert not gone, f"in docs/design.md, and used no more: {gone}"
+    assert not missing, f"without a row in docs/extending.md, 'Private names': {missing}"
+    assert not gone, f"in docs/extending.md, and used no more: {gone}"
 
 
 @pytest.mark.parametrize(

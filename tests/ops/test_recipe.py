@@ -1,4 +1,4 @@
-"""The recipe for an operator, followed (docs/design.md, "How to add: an operator").
+"""The recipe for an operator, followed (docs/extending.md, "How to add").
 
 A copy of the package gets the operator's files, and no other file of it is touched. Of the other
 C++ kernels the copy has none, so that little is compiled.
