@@ -1,10 +1,12 @@
-"""Accepted drafts on held-out text before and after `mtpc tune-head` has trained MTP layers.
+"""Accepted drafts on held-out text, before and after `mtpc tune-head` or `mtpc train-draft`.
 
     python examples/train_demo_model.py --texts-only --out texts
     python -m benchmarks.tune_head mtpc/demo texts/train.txt --held-out texts/held-out.txt \\
         --batch 8 --learning-rate 8e-4 --steps 3100 --continuations 5000 --out RESULTS.json
+    python -m benchmarks.tune_head TARGET TEXT ... --form mtp --minutes 60 --keep DRAFTS
 
-Drafts are counted by mtpc's engine, in greedy decoding with K drafts.
+With `--form` a drafter is trained for a model that has none. Drafts are counted by mtpc's engine,
+in greedy decoding with K drafts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, add_result_files, publish
 from mtpc.engine.stats import DraftCounts
+from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
 from mtpc.tuning.train import Schedule
 
@@ -41,13 +44,13 @@ NOTES = (
 
 def table(record: Record) -> Table:
     """A record's table."""
-    found = {name: DraftCounts(**record[name]) for name in ("before", "after")}
-    base = found["before"].per_step
+    found = {name: DraftCounts(**record[name]) for name in ("before", "after") if record[name]}
+    base = found["before"].per_step if "before" in found else 0.0
     body = [
         [
             name,
             f"{acceptance.per_step:.2f}",
-            f"{acceptance.per_step / base - 1:+.1%}" if name == "after" else "-",
+            f"{acceptance.per_step / base - 1:+.1%}" if name == "after" and base else "-",
             " ".join(f"{rate:.1%}" for rate in acceptance.by_position),
             str(sum(acceptance.drafted)),
             str(record["progress"]["step"]) if name == "after" else "-",
@@ -63,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     tell = command.begin(args)
     schedule = Schedule(args.steps, args.minutes, args.batch, args.learning_rate, args.seed)
-    plan = Plan(schedule, args.length, args.continuations, args.prompts, args.max_new_tokens)
+    plan = Plan(schedule, args.length, args.continuations, args.prompts, args.max_new_tokens,
+                args.vocabulary, args.disk)  # fmt: skip
     options = {"spec_tokens": args.spec_tokens}
     with tempfile.TemporaryDirectory() as scratch:
         out = args.keep or Path(scratch, "tuned")
-        tuning = Tuning(args.checkpoint, args.texts, args.held_out, out, plan, options, tell)
+        files = (args.checkpoint, args.texts, args.held_out, out)
+        tuning = Tuning(*files, plan, options, tell, args.form)
         measured = asdict(tuning.run(args.resume))
     del args.texts, args.held_out  # A record holds no paths.
     publish("tune_head", args, measured, table)
@@ -82,6 +87,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--held-out", action="append", default=[], type=Path, metavar="TEXT")
     add("--keep", type=Path, metavar="DIR", help="keep the new checkpoint there")
     add("--resume", action="store_true", help="go on with a run that was killed, of --keep DIR")
+    text = "train a new drafter of this form; default: the checkpoint's own MTP layers"
+    add("--form", choices=sorted(FORMS), help=text)
     add("--minutes", type=float, metavar="M")
     add("--steps", type=positive, metavar="N")
     add("--learning-rate", type=float, default=1e-3)
@@ -89,6 +96,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=positive, default=192)
     add("--seed", type=int, default=0)
     add("--continuations", type=int, default=1024)
+    add("--vocabulary", type=positive, default=Plan.vocabulary, metavar="N")
+    add("--disk", type=positive, default=Plan.disk, metavar="BYTES")
     add("--prompts", type=positive, default=128)
     add("--max-new-tokens", type=positive, default=64)
     add("--spec-tokens", type=positive, default=3, metavar="K")
