@@ -156,8 +156,8 @@ class CompileOptions:
         disabled_passes: names of optional passes to leave out.
         enabled_passes: names of passes to run that are off by default.
         draft_vocab: token ids that drafts may be, or a number n for the n lowest ids, which
-            tokenizers usually give to the most frequent tokens; () is all. See the pass
-            trim-draft-head.
+            tokenizers usually give to the most frequent tokens; () is all, or those that
+            draft_vocab.txt beside the drafter names. See the pass trim-draft-head.
         draft: checkpoint of a drafter that replaces the model's own MTP layers: an EAGLE-3 head,
             Gemma 4's assistant, or MTP layers of the target's family. "copy" needs no checkpoint:
             what followed the end of a text earlier. See docs/models.md, also for "copy+own".

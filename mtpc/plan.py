@@ -51,6 +51,7 @@ class Facts:
         max_positions: how far the angles of the model reach; `NO_LIMIT` if they have none, or if
             that is not known yet: the model knows, and so does the record of each built step.
         without_drafts: why nothing drafts for the model; "" if something does.
+        draft_vocab: tokens that the drafter was trained for, ascending; () if it names none.
         must_draft: whether the caller cannot decode plainly instead, as a host.
         num_pages: pages that the device has memory for; 0 if nobody has counted.
         takes_snapshots: whether requests leave snapshots of state that is not in pages.
@@ -64,6 +65,7 @@ class Facts:
     dtype: str = ""
     max_positions: int = NO_LIMIT
     without_drafts: str = ""
+    draft_vocab: tuple[int, ...] = ()
     must_draft: bool = False
     num_pages: int = 0
     takes_snapshots: bool = True
@@ -194,6 +196,8 @@ def make_plan(asked: CompileOptions, facts: Facts = NO_FACTS) -> Plan:
     if not said["sampling"]:
         said["max_logprobs"] = 0
     drafter = said["draft"] if said["spec_tokens"] else None
+    if said["spec_tokens"]:
+        said["draft_vocab"] = said["draft_vocab"] or facts.draft_vocab
     said |= {"draft": drafter, "cache_dir": said["cache_dir"] or cache_directory()}
     for name in ("kv_offload_dir", "draft"):
         said[name] = str(said[name]) if said[name] is not None else ""

@@ -96,6 +96,7 @@ def facts_of(source: Any, backend: str, must_draft: bool = False) -> Facts:
         backend_facts(backend),
         dtype=stored_dtype(source) or "",
         without_drafts=_without_drafts(source),
+        draft_vocab=source.draft_vocab if isinstance(source, PairedCheckpoint) else (),
         must_draft=must_draft,
     )
 

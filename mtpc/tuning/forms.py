@@ -26,11 +26,9 @@ from mtpc.models.mtp_layers import build_mtp_layer, stored_tensors
 from mtpc.tuning.chain import Teacher
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 from mtpc.weights.json_file import CONFIG
-from mtpc.weights.paired_checkpoint import INVERSE_MAP, TOKEN_MAP
+from mtpc.weights.paired_checkpoint import DRAFT_VOCAB, INVERSE_MAP, TOKEN_MAP
 from mtpc.weights.shards import new_directory, write_json
 
-DRAFT_VOCAB = "draft_vocab.txt"
-"""Beside MTP layers: the ids that they were trained for, as the option --draft-vocab takes them."""
 _SPREAD = 0.02
 """Standard deviation of weights that the target has no counterpart of."""
 Made = tuple[dict[str, Any], dict[str, Tensor]]
@@ -168,14 +166,6 @@ def _eagle3_config(config: Any, rows: int) -> dict[str, Any]:
 
 def _norm(decoder: Any) -> Any:
     return getattr(decoder, norm_after(decoder, decoder_layers(decoder)))
-
-
-def read_vocabulary(drafter: Path, frequent: Tensor) -> Tensor:
-    """The tokens that a drafter's head was written for; `frequent` if it names none itself."""
-    path = drafter / DRAFT_VOCAB
-    if not path.is_file():
-        return frequent
-    return torch.tensor([int(line) for line in path.read_text().split()])
 
 
 FORMS = {

@@ -27,7 +27,7 @@ from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.plan import make_plan
 from mtpc.tuning.chain import Teacher, TrainedModel
 from mtpc.tuning.files import replacing, unreadable
-from mtpc.tuning.forms import FORMS, read_vocabulary, write_new_drafter
+from mtpc.tuning.forms import FORMS, write_new_drafter
 from mtpc.tuning.store import CHUNK_ROWS, Chunks, TargetRows, row_bytes
 from mtpc.tuning.texts import (
     PROMPT_TOKENS,
@@ -220,7 +220,8 @@ class Tuning:
         new = self.directory / _NEW
         if not new.exists():
             write_new_drafter(self._form, teacher, frequent, new)
-        return PairedCheckpoint(self._checkpoint.directory, new), read_vocabulary(new, frequent)
+        paired = PairedCheckpoint(self._checkpoint.directory, new)
+        return paired, torch.tensor(paired.draft_vocab) if paired.draft_vocab else frequent
 
     def _compiled(self, out: Path | None) -> mtpc.SpecModel:
         """The model with its drafter, that of `out` if there is one; a new one begins without."""

@@ -28,6 +28,8 @@ DRAFT = "draft."
 TOKEN_MAP, INVERSE_MAP = "d2t", "t2d"
 """Names of an EAGLE-3 head's map: what to add to a row of its head for the token id, int [V_d]; and
 which tokens have a row, bool [V], which says no more and is not read."""
+DRAFT_VOCAB = "draft_vocab.txt"
+"""Beside MTP layers: the ids of the tokens that they were trained for, a line each."""
 TOKEN_ORDER = "masked_embedding.token_ordering"
 """Name of the tokens by cluster that an assistant of Gemma 4 may have, int [V]."""
 
@@ -60,6 +62,26 @@ class PairedCheckpoint(Checkpoint):
             self._check_token_map(self.draft.peek(TOKEN_MAP), size)
         if TOKEN_ORDER in self.draft.tensors:
             self._check_token_order(self.draft.peek(TOKEN_ORDER), size)
+
+    @property
+    def draft_vocab(self) -> tuple[int, ...]:
+        """The tokens that the drafter was trained for, ascending; () if its files name none."""
+        path = self.draft.directory / DRAFT_VOCAB
+        if not path.is_file():
+            return ()
+        size = self.text_config.get("vocab_size") or 0
+        try:
+            ids = {int(line) for line in path.read_text(encoding="utf-8").split()}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error}; expected a token id a line"
+            ) from None
+        if not all(0 <= token < size for token in ids):
+            raise CheckpointError(
+                f"{path} names token {next(t for t in ids if not 0 <= t < size)}; the target has "
+                f"{size}: use the drafter that was trained for this target"
+            )
+        return tuple(sorted(ids))
 
     def _check_token_map(self, offsets: Tensor, size: int) -> None:
         """Refuse a map that would name wrong tokens, before any step reads it."""

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 import mtpc
 from mtpc.cli import train_arguments
 from mtpc.cli.main import main
-from mtpc.errors import OptionError
+from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning import run as run_module
 from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
@@ -97,6 +97,20 @@ def test_the_command_trains_a_drafter(
         prompts, 40, ignore_eos=True
     )
     assert drafted.stats.accepted[0] > 0
+    listed = out / "draft_vocab.txt"
+    learned = tuple(map(int, listed.read_text().split())) if form == "mtp" else ()
+    assert drafted.options.draft_vocab == learned  # Drafts read that part of the head alone.
+    assert len(learned) in (0, 64)
+
+
+def test_a_list_of_other_tokens_is_refused(
+    words: Path, training: Callable[..., Tuning], tmp_path: Path
+) -> None:
+    training(tmp_path / "out").run()
+    for line, match in (("96", "names token 96; the target has 96"), ("x", "expected a token id a line")):
+        (tmp_path / "out" / "draft_vocab.txt").write_text(f"3\n{line}\n")
+        with pytest.raises(CheckpointError, match=match):
+            mtpc.compile(words, draft=tmp_path / "out", spec_tokens=1)
 
 
 def test_an_eagle3_head_names_the_frequent_tokens(
