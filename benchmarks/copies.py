@@ -1,7 +1,8 @@
-"""Drafts that are copies: tokens a step and tokens/s of a real model on edits and on free prose.
+"""Drafts of a real model, copies or a drafter's: tokens a step and tokens/s on edits and on prose.
 
     python -m benchmarks.copies CHECKPOINT --out RESULTS.json
     python -m benchmarks.copies CHECKPOINT --prompts 8 --settings 0 3 auto --minutes 12
+    python -m benchmarks.copies FILE.gguf --drafts DRAFTER copy+DRAFTER --llama PROGRAMS
     python -m benchmarks.copies DIRECTORY --llama PROGRAMS --llama-file FILE.gguf
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import geometric_mean
@@ -42,6 +43,7 @@ from benchmarks.harness.results import (
     save,
 )
 from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
+from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.gguf.file import GgufTensor
@@ -152,15 +154,22 @@ def weights_of(checkpoint: Path, dtype: str | None) -> str:
     return "+".join(sorted(kinds)) or str(next(filter(None, entries), "float32"))
 
 
+def name_of(draft: str) -> str:
+    """A draft as a record names it: of a drafter's checkpoint the last part of its path."""
+    copies, other = drafters_of(draft)
+    return "+".join(["copy"] * copies + [Path(other).name] * bool(other))
+
+
 def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Runner]:
     """A runner for each setting of mtpc, warmed up, and for each of llama.cpp's types."""
     weights = weights_of(args.checkpoint, args.dtype)
-    for setting in args.settings:
-        tell(f"compile {setting}")
-        draft = "none" if setting == PLAIN else args.draft
+    plain = [("none", PLAIN)] if PLAIN in args.settings else []
+    drafted = [setting for setting in args.settings if setting != PLAIN]
+    for draft, setting in chain(plain, product(map(str, args.drafts), drafted)):
+        tell(f"compile {draft} {setting}")
         spec = compiled(args.checkpoint, draft, setting, args)
         answer(spec, 24, "Warm up.")
-        yield Runner(MTPC, weights, draft, setting, partial(answer, spec, args.new_tokens))
+        yield Runner(MTPC, weights, name_of(draft), setting, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
         held = weights_of(file, None)
@@ -205,7 +214,7 @@ def table(record: Record) -> Table:
         rates = (f"{tokens / sum(s.steps for s in found):.2f}", f"{tokens / seconds:.1f}")
         speed = (f"{geometric_mean(gains):.2f}x", f"{min(gains):.2f}x")
         body.append([*key, *rates, *speed, f"{same} of {len(found)}", str(len(found))])
-    return Table("Copies as drafts", COLUMNS, sorted(body), NOTES)
+    return Table("Drafts on edits and prose", COLUMNS, sorted(body), NOTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +246,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("copies", __doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="a model with a chat template")
-    add("--draft", default="copy", metavar="DRAFT", help="as `mtpc.compile` takes it")
+    text = "as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR"
+    add("--drafts", nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT", help=text)
     add("--settings", nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto")
     add("--tiers", nargs="+", type=int, default=[0, 1, 3, 7], metavar="K", help="of auto")
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
