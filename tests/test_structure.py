@@ -259,7 +259,7 @@ LINES = {
     "server": 4420,
     "step": 2010,
     "store": 1010,
-    "tuning": 1810,
+    "tuning": 1820,
     "weights": 8760,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""

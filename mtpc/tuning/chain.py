@@ -225,7 +225,8 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if logits.shape[-1] <= 4 * count * _GROUP:
         values, ids = logits.topk(count)
         return values - normaliser, ids
-    groups = functional.pad(logits, (0, -logits.shape[-1] % _GROUP), value=float("-inf"))
+    short = -logits.shape[-1] % _GROUP
+    groups = functional.pad(logits, (0, short), value=float("-inf")) if short else logits
     groups = groups.unflatten(-1, (-1, _GROUP))
     chosen = groups.amax(-1).topk(count).indices
     inner = groups.gather(1, chosen[..., None].expand(-1, -1, _GROUP)).flatten(1)

@@ -282,7 +282,19 @@ def run_vllm(
     Raises:
         Refused: it does not run the checkpoint.
     """
-    jobs = [{"options": vllm_options(family, directory, k), **asdict(work)} for k in spec_tokens]
+    options = [vllm_options(family, directory, k) for k in spec_tokens]
+    return ask_vllm(python, directory, options, work)
+
+
+def ask_vllm(
+    python: Path, directory: Path, options: list[dict[str, Any]], work: Work
+) -> list[list[Decoded]]:
+    """What vLLM answers with each of some options; what it caches lies beside `directory`.
+
+    Raises:
+        Refused: it does not run the checkpoint.
+    """
+    jobs = [{"options": each, **asdict(work)} for each in options]
     python, kept = python.absolute(), directory.parent / "caches"
     answers = ask(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],

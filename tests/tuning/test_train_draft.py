@@ -107,7 +107,10 @@ def test_a_list_of_other_tokens_is_refused(
     words: Path, training: Callable[..., Tuning], tmp_path: Path
 ) -> None:
     training(tmp_path / "out").run()
-    for line, match in (("96", "names token 96; the target has 96"), ("x", "expected a token id a line")):
+    for line, match in (
+        ("96", "names token 96; the target has 96"),
+        ("x", "expected a token id a line"),
+    ):
         (tmp_path / "out" / "draft_vocab.txt").write_text(f"3\n{line}\n")
         with pytest.raises(CheckpointError, match=match):
             mtpc.compile(words, draft=tmp_path / "out", spec_tokens=1)
