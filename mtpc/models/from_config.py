@@ -49,7 +49,7 @@ def load_shapes(directory: Path, dtype: str | None, needs_mtp: bool) -> Shapes:
         UnsupportedModelError: as `load`.
     """
     directory = find_directory(directory, needs="config")
-    if _has_weights(directory):
+    if _has_headers(directory):
         return Shapes(load(directory, dtype, needs_mtp, headers_only=True), None, True)
     loaded = load_config(directory, dtype, needs_mtp)
     return Shapes(loaded, _scheme(ConfigFile(directory)), False)
@@ -62,7 +62,7 @@ def announces_drafts(directory: Path) -> bool:
         CheckpointError, UnsupportedModelError: as `load_shapes`.
     """
     directory = find_directory(directory, needs="config")
-    if _has_weights(directory):
+    if _has_headers(directory):
         return not CheckpointFiles(directory).without_drafts
     file = ConfigFile(directory)
     check_counts(file.config, file.config_path)
@@ -72,7 +72,7 @@ def announces_drafts(directory: Path) -> bool:
     return family.num_mtp_layers(config) != 0
 
 
-def _has_weights(directory: Path) -> bool:
+def _has_headers(directory: Path) -> bool:
     has_files = not directory.is_dir() or any(directory.glob("*.safetensors*"))
     return has_files or next(directory.glob("*.gguf"), None) is not None
 

@@ -36,7 +36,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import digest, hash_of
 from mtpc.store.machine import processor_fields
 from mtpc.weights.checkpoint import Checkpoint, stored_dtype
-from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
+from mtpc.weights.checkpoint_files import HOW_TO_DRAFT, MTP_COUNT_NAMES
 from mtpc.weights.content import content_digest
 from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.stored import StoredWeights
@@ -111,10 +111,7 @@ def _without_drafts(source: Any) -> str:
     config = source.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in MTP_COUNT_NAMES):
         return ""
-    return (
-        "the model announces no MTP layers; for drafts, copy the text's own words (draft='copy'), "
-        "or give a drafter's checkpoint (draft=DIR)"
-    )
+    return f"the model announces no MTP layers; {HOW_TO_DRAFT}"
 
 
 _PROVENANCE = ("_name_or_path", "transformers_version")

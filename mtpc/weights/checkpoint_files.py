@@ -42,6 +42,10 @@ from mtpc.weights.tensor_file import StoredTensor, TensorFile
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
+HOW_TO_DRAFT = (
+    "for drafts, copy the text's own words (draft='copy'), or train (mtpc train-draft) or give a "
+    "drafter's checkpoint (draft=DIR)"
+)
 _MTP_TENSOR = re.compile(r"(?:.*\.)?mtp[._]|(?:model\.|language_model\.)*layers\.(?P<number>\d+)\.")
 """How names of MTP tensors begin in every family; a decoder layer of theirs has a number after the
 target's."""
@@ -185,11 +189,7 @@ class CheckpointFiles(ConfigFile):
         if count != 0 and any(n is None or int(n) >= layers for n in numbers):
             return ""
         if not count:
-            return (
-                f"{self.directory} announces no MTP layers; for drafts, copy the text's own words "
-                "(draft='copy'), or train (mtpc train-draft) or give a drafter's checkpoint "
-                "(draft=DIR)"
-            )
+            return f"{self.directory} announces no MTP layers; {HOW_TO_DRAFT}"
         return (
             f"{self.directory} has lost the MTP layers that its config announces; for drafts, put "
             f"back those of its base: mtpc graft BASE {self.directory} OUT"

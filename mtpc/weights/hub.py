@@ -85,7 +85,7 @@ def _find_snapshot(name: str, revision: str | None, needs: Needs) -> Path | None
 
     found = try_to_load_from_cache(name, CONFIG, revision=revision)
     here = Path(found).parent if isinstance(found, str) else None
-    lacks = here is None or (needs == "all" and not _has_weights(here))
+    lacks = here is None or (needs == "all" and not _is_whole(here))
     if not lacks or needs == "cached" or "/" not in name:
         return here
     if here is not None and constants.HF_HUB_OFFLINE:
@@ -95,7 +95,7 @@ def _find_snapshot(name: str, revision: str | None, needs: Needs) -> Path | None
     return download(name, revision, needs == "all")
 
 
-def _has_weights(directory: Path) -> bool:
+def _is_whole(directory: Path) -> bool:
     files = weight_files(directory)
     return bool(files) and all(map(os.path.isfile, files))
 

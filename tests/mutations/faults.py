@@ -1174,7 +1174,7 @@ FAULTS = (
     Fault(
         "a model of which the hub cache has a part counts as whole",
         "weights/hub.py",
-        "not _has_weights(here)",
+        "not _is_whole(here)",
         "not here.exists()",
         "weights/test_download.py::test_what_a_checkpoint_needs",
     ),

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from helpers.plans import plan_of
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import tiny  # noqa: E402
+from helpers.plans import plan_of  # noqa: E402
 
 import mtpc  # noqa: E402
 from mtpc.backends import make_backend  # noqa: E402
