@@ -24,8 +24,9 @@ from mtpc.tuning.train import Schedule
 
 FAMILY = "qwen2"
 OF_TARGET: dict[str, dict[str, Any]] = {
-    # vLLM hands features from before the final norm to the drafts of MiMo's target alone.
-    "mtp": {"hf_overrides": {"architectures": ["MiMoForCausalLM"]}},
+    # vLLM hands features from before the final norm to the drafts of MiMo's target alone, and reads
+    # the number of MTP layers in the target's config (`mimo_mtp.py`).
+    "mtp": {"hf_overrides": {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}},
     "eagle3": {},
 }
 
