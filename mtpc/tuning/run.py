@@ -180,6 +180,14 @@ class Tuning:
             CheckpointError: the new checkpoint or the state cannot be written, or the state that
                 is resumed is damaged.
         """
+        try:
+            return self._run(resume)
+        except KeyboardInterrupt:
+            if self.directory.exists():
+                self._tell(f"{self.directory} keeps what was made: go on with --resume")
+            raise
+
+    def _run(self, resume: bool) -> Tuned:
         texts, before = self._prepare(resume)
         self._tell("load the target")
         teacher = Teacher(

@@ -22,7 +22,7 @@ from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning import run as run_module
 from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
-from mtpc.tuning.train import Schedule
+from mtpc.tuning.train import Schedule, Training
 
 PLAN = Plan(Schedule(6, None, 4, 1e-2, 0), 16, 20, 2, 8, vocabulary=64)
 MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "self_attn.q_proj"]
@@ -114,6 +114,26 @@ def test_a_list_of_other_tokens_is_refused(
         (tmp_path / "out" / "draft_vocab.txt").write_text(f"3\n{line}\n")
         with pytest.raises(CheckpointError, match=match):
             mtpc.compile(words, draft=tmp_path / "out", spec_tokens=1)
+
+
+def test_ctrl_c_says_how_to_go_on(
+    words: Path,
+    text: Path,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(self: Training) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "_step", interrupted)
+    command = ["train-draft", str(words), str(text), "--out", str(tmp_path / "out")]
+    small = ["--length", "16", "--continuations", "0", "--prompts", "2"]
+    cache = ["--backend", "cpu", "--cache-dir", str(options["cache_dir"])]
+    assert main([*command, *small, *cache]) == 130
+    assert "out.tuning keeps what was made: go on with --resume" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_eagle3_head_names_the_frequent_tokens(
