@@ -54,7 +54,7 @@ def pack(weight: Tensor) -> Tensor:
 
     Returns:
         [..., ceil(N / 32), K / g, 32, g] in huge pages, if the system has them. Pages of 2 MB are
-        read faster than pages of 4 KB; docs/performance.md has the measurement.
+        read faster than pages of 4 KB.
     """
     packed = allocate(packed_shape(weight.shape, weight.dtype), weight.dtype)
     fill_packed(weight, packed)

@@ -300,12 +300,16 @@ def outcome(name: str, directory: Path) -> str:
 
 
 def _reason(message: str, name: str) -> str:
-    """What a message says of a class, without the path, and the parts that name the class."""
+    """What a message says of a class, without path, parts of the class, and torch's own words."""
     said = re.sub(r"^.*?config\.json: ", "", message)
     said = said.removeprefix(f"mtpc cannot step transformers' {name}: ")
     said = said.removeprefix(f"transformers' {name} ")
     said = re.sub(r"architectures \['.*", "it is no decoder-only causal LM", said)
-    return " ".join(re.sub(r"\b[A-Z]\w+Attention\w*", "its attention", said).split())
+    said = " ".join(re.sub(r"\b[A-Z]\w+Attention\w*", "its attention", said).split())
+    said = re.sub(
+        r"(?<=it asks its cache for) '\w+', and a step's.*", " more than keys and values", said
+    )
+    return re.sub(r"(?<=sees what it keeps without any) \(.*", "", said)
 
 
 BEGIN = "<!-- made by tests/helpers/derived.py -->\n"
