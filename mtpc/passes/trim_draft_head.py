@@ -10,7 +10,15 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, operands, sweep
+from mtpc.passes.base import (
+    Policy,
+    emit,
+    emit_attribute,
+    emit_weight,
+    is_call,
+    operands,
+    sweep,
+)
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.weights.recipes import Rows
 
@@ -39,18 +47,21 @@ class TrimDraftHead:
         if not self.token_ids:
             return 0
         draft = draft_nodes(graph.graph)
-        picks = [node for node in graph.graph.nodes if node in draft and _picks(graph, node)]
-        for pick in picks:
-            self._trim(graph, pick)
+        found = [(node, node in draft and _head_of(graph, node)) for node in graph.graph.nodes]
+        for chooser, head in found:
+            if head:
+                self._trim(graph, chooser, head)
         sweep(graph)
-        return len(picks)
+        return sum(bool(head) for _, head in found)
 
-    def _trim(self, graph: StepGraph, pick: fx.Node) -> None:
-        picked, dim = operands(pick, aten.argmax.default, 2)
-        head, selected = _head_of(picked)
-        x, *weights = operands(head, aten.linear.default, 3)
+    def _trim(self, graph: StepGraph, chooser: fx.Node, head: Head) -> None:
+        """Let a choice see the listed tokens alone.
+
+        An argmax is of the logits of these rows, and then mapped. A sampled choice keeps logits of
+        the whole vocabulary, because masks, counts and noise are by token: the others get -inf.
+        """
         recipe_runs = runs(self.token_ids)
-        with graph.graph.inserting_before(pick):
+        with graph.graph.inserting_before(chooser):
             rows = [
                 emit_weight(
                     graph,
@@ -58,24 +69,49 @@ class TrimDraftHead:
                     Rows(recipe_runs, str(weight.target)),
                     weight,
                 )
-                for weight in weights
-                if weight is not None
+                for weight in head.weights
             ]
-            logits = emit(graph.graph, aten.linear.default, (x, *rows), head)
-            if selected:
-                logits = emit(graph.graph, aten.select.int, (logits, *selected), pick)
-            index = emit(graph.graph, aten.argmax.default, (logits, dim), pick)
-            chosen = self._token_ids_of(graph, index)
-        pick.replace_all_uses_with(chosen)
+            logits = emit(graph.graph, aten.linear.default, (head.x, *rows), head.node)
+            ids = self._ids(graph, logits)
+            if is_call(chooser, torch.ops.mtpc.sample.default):
+                logits = self._whole(graph, logits, head.node, ids)
+            if head.selected:
+                logits = emit(graph.graph, aten.select.int, (logits, *head.selected), chooser)
+            if is_call(chooser, torch.ops.mtpc.sample.default):
+                chooser.update_arg(0, logits)
+                return
+            index = emit(graph.graph, aten.argmax.default, (logits, -1), chooser)
+            chosen = emit(graph.graph, aten.index_select.default, (ids, 0, index), index)
+        chooser.replace_all_uses_with(chosen)
 
-    def _token_ids_of(self, graph: StepGraph, index: fx.Node) -> fx.Node:
-        """Append nodes that map rows of the trimmed head to token ids."""
-        if self.token_ids == tuple(range(len(self.token_ids))):
-            return index
-        device = index.meta["val"].device
-        name = graph.weights.add_constant(torch.tensor(self.token_ids, device=device))
-        ids = emit_attribute(graph, name, graph.weights[name], index)
-        return emit(graph.graph, aten.index_select.default, (ids, 0, index), index)
+    def _ids(self, graph: StepGraph, like: fx.Node) -> fx.Node:
+        """The listed tokens, ascending, int64 [V_d]."""
+        constant = torch.tensor(self.token_ids, device=like.meta["val"].device)
+        name = graph.weights.add_constant(constant)
+        return emit_attribute(graph, name, graph.weights[name], like)
+
+    def _whole(self, graph: StepGraph, logits: fx.Node, head: fx.Node, ids: fx.Node) -> fx.Node:
+        """Logits of the listed tokens [N, V_d] -> of all [N, V]."""
+        shape = list(head.meta["val"].shape)
+        whole = emit(graph.graph, aten.new_full.default, (logits, shape, float("-inf")), head)
+        return emit(graph.graph, aten.index_copy.default, (whole, 1, ids, logits), head)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear head whose logits a draft is chosen from.
+
+    Attributes:
+        node: its call.
+        x: what it multiplies.
+        weights: its weight and, if it has one, its bias.
+        selected: the arguments (0, 0) of a `select` of its result, or () without one.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weights: tuple[fx.Node, ...]
+    selected: tuple[Any, ...]
 
 
 def runs(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -85,19 +121,18 @@ def runs(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(starts, stops, strict=True))
 
 
-def _picks(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether a node is the argmax over the vocabulary of the unchanged logits of a linear head."""
+def _head_of(graph: StepGraph, node: fx.Node) -> Head | None:
+    """The head of a choice over the unchanged logits of all tokens; None of another node."""
     logits, dim = operands(node, aten.argmax.default, 2)
+    if is_call(node, torch.ops.mtpc.sample.default):
+        logits, dim = node.args[0], -1
     if dim != -1:
-        return False
-    x, weight, bias = operands(_head_of(logits)[0], aten.linear.default, 3)
-    if x is None:
-        return False
-    return all(w is None or weight_of(graph, w) is not None for w in (weight, bias))
-
-
-def _head_of(logits: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The node that computes the logits, and the arguments (0, 0) of a `select` of its result, or
-    () without one."""
+        return None
     whole, *selected = operands(logits, aten.select.int, 3)
-    return (whole, tuple(selected)) if selected == [0, 0] else (logits, ())
+    if selected != [0, 0]:
+        whole, selected = logits, []
+    x, *weights = operands(whole, aten.linear.default, 3)
+    given = tuple(weight for weight in weights if weight is not None)
+    if x is None or any(weight_of(graph, weight) is None for weight in given):
+        return None
+    return Head(whole, x, given, tuple(selected))

@@ -1144,6 +1144,20 @@ FAULTS = (
         f"{_RANKS}test_each_rank_has_the_codes_of_its_heads[mimo-int8-1]",
     ),
     Fault(
+        "a sampled draft may be a token that is not listed",
+        "passes/trim_draft_head.py",
+        'shape, float("-inf")',
+        "shape, 0.0",
+        "passes/test_trim_draft_head.py::test_drafts_are_listed_and_what_is_emitted_stays",
+    ),
+    Fault(
+        "sampled drafts read the whole head although tokens are listed",
+        "passes/trim_draft_head.py",
+        "logits, dim = node.args[0], -1",
+        "return None",
+        "passes/test_trim_draft_head.py::test_the_target_keeps_its_head[decode-True]",
+    ),
+    Fault(
         "every rank has the first rank's rows of a trimmed head",
         SHARD,
         "ids[self.sharding.rank * step :]",

@@ -71,10 +71,16 @@ def test_rows_of_a_weight(ids: set[int]) -> None:
 
 @pytest.mark.parametrize("draft_vocab", [pytest.param(24, marks=pytest.mark.slow), LISTED])
 @pytest.mark.parametrize("family", EACH_FAMILY_OF_FEW)
+@pytest.mark.parametrize("sampling", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_drafts_are_listed_and_what_is_emitted_stays(
-    checkpoint: Callable[..., Path], oracle: Callable[..., Any], family: str, draft_vocab: Any
+    checkpoint: Callable[..., Path],
+    oracle: Callable[..., Any],
+    sampling: bool,
+    family: str,
+    draft_vocab: Any,
 ) -> None:
-    options = dict(spec_tokens=3, batch_buckets=(4,), draft_vocab=draft_vocab, **TINY)
+    options = dict(spec_tokens=3, batch_buckets=(4,), draft_vocab=draft_vocab)
+    options |= {**TINY, "sampling": sampling}
     spec = model_of(compiler_of(checkpoint(family), "float64", EagerBackend(), **options))
     allowed = set(spec.options.draft_vocab)
     outputs: dict[int, list[int]] = {spec.engine.add(p, 20): [] for p in PROMPTS[:4]}
@@ -112,9 +118,26 @@ def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> N
     assert not set(whole) <= set(listed)
 
 
+def test_sampled_text_stays(checkpoint: Callable[..., Path]) -> None:
+    """A draft is drawn as the target's token is, from the listed ones."""
+    params = mtpc.SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.5)
+    texts, drafted = [], []
+    for more in (dict(spec_tokens=0), dict(spec_tokens=2, draft_vocab=LISTED)):
+        options = dict(batch_buckets=(2,), **{**TINY, "sampling": True}, **more)
+        spec = model_of(compiler_of(checkpoint("mimo"), "float64", EagerBackend(), **options))
+        texts.append(spec.generate(PROMPTS[:2], 30, sampling=params, ignore_eos=True))
+        drafted.append(sum(spec.stats.accepted))
+    assert texts[0] == texts[1]
+    assert drafted[1] > 0
+
+
+@pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_the_target_keeps_its_head(checkpoint: Callable[..., Path], phase: str) -> None:
-    options = dict(spec_tokens=3, batch_buckets=(2,), **TINY, draft_vocab=LISTED)
+def test_the_target_keeps_its_head(
+    checkpoint: Callable[..., Path], phase: str, sampling: bool
+) -> None:
+    options = dict(spec_tokens=3, batch_buckets=(2,), draft_vocab=LISTED)
+    options |= {**TINY, "sampling": sampling}
     compiler = compiler_of(checkpoint("mimo"), "bfloat16", EagerBackend(), **options)
     key = StepKey.decode(2, 3) if phase == "decode" else StepKey.prefill(1, 8, 3)
     graph = compiler.rewrite(compiler.trace(key))

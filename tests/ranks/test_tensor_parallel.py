@@ -282,11 +282,12 @@ LISTED = (1, 2, 3, 7, 40, 41, 42, 60, 61, 77, 90)
         *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("mimo", "glm4_moe", "step3p5")),
     ],
 )
+@pytest.mark.parametrize("sampling", [False, True])
 def test_drafts_from_a_part_of_the_vocabulary(
-    family: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
+    sampling: bool, family: str, spec_tokens: int, two: Group, checkpoint: Callable[..., Path]
 ) -> None:
     """Every text and every draft is that of one rank, from both ranks' rows of the head."""
-    options = {**OPTIONS, "spec_tokens": spec_tokens, "draft_vocab": LISTED}
+    options = {**OPTIONS, "spec_tokens": spec_tokens, "draft_vocab": LISTED, "sampling": sampling}
 
     def run(spec: mtpc.SpecModel) -> tuple[list[list[int]], list[list[int]]]:
         texts: dict[int, list[int]] = {spec.engine.add(p, 16): [] for p in PROMPTS[:8]}
