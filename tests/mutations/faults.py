@@ -62,6 +62,7 @@ _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RANKS = "ranks/test_tensor_parallel.py::"
 _RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_rank"
 _FAILURES = "engine/test_failures.py"
+_SGLANG = "integrations/test_sglang_seams.py"
 _EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
@@ -851,6 +852,20 @@ FAULTS = (
         "return Block(parent, tokens,",
         "return Block(ROOT, tokens,",
         "engine/test_pages.py",
+    ),
+    Fault(
+        "in SGLang: each model of a chain is the first MTP layer",
+        "integrations/sglang/draft.py",
+        "index=draft_model_idx or 0",
+        "index=0",
+        f"{_SGLANG}::test_a_layer_of_a_chain_has_its_own_head_and_features",
+    ),
+    Fault(
+        "in SGLang: a chain is fed what is behind the final norm",
+        "integrations/sglang/draft.py",
+        "before, hidden = hidden, self.draft.final_norm(hidden)",
+        "hidden = self.draft.final_norm(hidden)",
+        f"{_SGLANG}::test_a_layer_of_a_chain_has_its_own_head_and_features",
     ),
     Fault(
         "pages are learned before the draft layers' rows are final",
