@@ -28,7 +28,7 @@ class Row:
     tests: Sequence[str] = ()
 
 
-SEAMS = "integrations/test_sglang_seams.py"
+SEAMS, V4 = "integrations/test_sglang_seams.py", "integrations/test_sglang_v4.py"
 CONTRACT, PLUGIN = "peers/sglang_contract.py", "peers/sglang_plugin.py"
 THEOREM = "test_theorem.py::test_speculative_output_equals_plain_decoding"
 PUBLIC = "engine/test_public_faults.py"
@@ -119,7 +119,7 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "The draft is fed the streams from before the head that joins them",
             "yes",
-            "mtpc's engine: `StreamTarget`, `StreamDraft` and `StreamHead` of the family",
+            "mtpc's engine: `StreamTarget`, `StreamDraft` and `StreamReadout` of the family",
             (
                 "models/test_deepseek_v4.py::test_rows_equal_transformers_uncached",
                 "models/test_wiring.py::test_rows_equal_the_released_wiring",
@@ -136,10 +136,15 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "The class `DeepseekV4ForCausalLMNextN` in SGLang",
-            "no",
-            "not built, SGLang's own class runs. Its V4 backend could serve the layer's window; a "
-            "traced draft of residual streams, and a site where keys are values, are missing",
-            ("integrations/test_traced_draft.py::test_models_that_cannot_be_are_refused",),
+            "yes",
+            "SGLang's V4 backend has the window (`forward` with `compress_ratio=0`), and hands the "
+            "streams on as flat rows; over a fake of its layers and backend, never with SGLang "
+            "itself. Its pool holds keys as FP8, as it does for SGLang's own draft",
+            (
+                f"{V4}::test_drafts_are_those_of_mtpcs_engine",
+                f"{V4}::test_sglangs_config_is_read_as_the_checkpoints",
+                f"{V4}::test_what_sglangs_backend_does_not_compute_is_refused",
+            ),
         ),
         Row(
             "Metadata is not made by the host in each step",
@@ -154,7 +159,10 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "FP8 and FP4 weights as released",
             "partly",
             "read by block; FP4 becomes codes of 8 bits. No released file has been read",
-            ("weights/test_block_scales.py::test_fp8_runs_as_the_weights_it_stands_for",),
+            (
+                "weights/test_block_scales.py::test_fp8_runs_as_the_weights_it_stands_for",
+                f"{V4}::test_fp8_blocks_as_released",
+            ),
         ),
     ),
     "Qwen3-Next's MTP (ATOM), and its review": (
