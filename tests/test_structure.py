@@ -250,7 +250,7 @@ LINES = {
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4780,
+    "integrations": 4800,
     "layout": 1210,
     "models": 9510,
     "ops": 2680,
