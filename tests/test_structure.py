@@ -252,7 +252,7 @@ LINES = {
     "host": 520,
     "integrations": 4800,
     "layout": 1210,
-    "models": 9510,
+    "models": 9520,
     "ops": 2680,
     "passes": 2530,
     "program": 5040,

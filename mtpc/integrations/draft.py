@@ -257,7 +257,7 @@ def _build(
     decoder, text = target.get_decoder(), target.config.get_text_config(decoder=True)
     if options.zero_first_embedding is not None:
         layer.wiring = replace(layer.wiring, zero_first_embedding=options.zero_first_embedding)
-    allocate(layer, dtypes_of(target), device)
+    allocate(layer, dtypes_of(target, family), device)
     stand_in(layer, family.canonical)
     with device:
         own = rotary_of(decoder)

@@ -242,6 +242,17 @@ def test_float32_parts_stay_so_in_bfloat16(checkpoint: Callable[..., Path]) -> N
     assert torch.isfinite(out).all()
 
 
+def test_a_stream_head_is_as_wide_as_the_targets(checkpoint: Callable[..., Path]) -> None:
+    """DeepSeek-V4 keeps it in float32, as SGLang does in its draft (deepseek_v4_nextn.py:88-92)."""
+    options = DraftOptions(dtype=torch.bfloat16)
+    draft = TracedDraft(checkpoint("deepseek_v4", "random"), Causal, options)
+    head = {n: t for n, t in draft.layer.state_dict().items() if n.startswith("stream_head.")}
+    assert len(head) == 3
+    assert {tensor.dtype for tensor in head.values()} == {torch.float32}
+    streams = torch.randn(5, 128, dtype=torch.bfloat16)
+    assert draft.final_norm(streams).dtype == torch.bfloat16
+
+
 def test_vllms_entry_point_is_there_and_light() -> None:
     """vLLM imports it in each process: neither vLLM nor torch, nor the rest of mtpc."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
