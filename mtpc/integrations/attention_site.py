@@ -25,15 +25,17 @@ class AttentionSite:
     The module gets flat rows. For the kind "multi_head" these are (q [T, N, D], k [T, H_kv, D],
     v [T, H_kv, D_v]). For the kind "latent" they are (q [T, N, D], latent [T, rank],
     rope_key [T, D_rope]), after norm and rotation; the last D_rope of a query's D values are
-    rotated. Both kinds return [T, N, D_v]. The module stores keys and values, or latents and rope
-    keys, in the host's cache at the host's slots. Each row attends to everything stored for its
-    request up to its own position.
+    rotated. For the kind "shared" they are (q [T, N, D], k [T, D], k): one tensor, whose rows are
+    the keys and the values of all heads. All kinds return [T, N, D_v]. The module stores keys and
+    values, or latents and rope keys, in the host's cache at the host's slots. Each row attends to
+    everything stored for its request up to its own position.
 
     Attributes:
         index: index of the site in its draft, from 0.
         kind: the kind of attention.
         num_heads: N, the number of query heads. This and H_kv are a rank's.
-        num_kv_heads: H_kv, the number of key and value heads; N for a latent, after expansion.
+        num_kv_heads: H_kv, the number of key and value heads; N for a latent, after expansion; 1
+            for "shared".
         head_dim: D.
         v_head_dim: D_v. It may be less than D; a host that supports only one width pads values.
         scale: factor of the scores.
@@ -42,14 +44,14 @@ class AttentionSite:
         sinks: logits [N] that take part in the softmax without a value, or None. It is the draft's
             own parameter, which is loaded later.
         expansion: maps latents [.., rank] to [.., N * (D - D_rope + D_v)]: for each head the
-            unrotated part of its key, then its value. None for "multi_head". It is the draft's own
+            unrotated part of its key, then its value. None for other kinds. It is the draft's own
             module or the host's layer; its weights are loaded later.
-        latent_rank: width of a latent; 0 for "multi_head".
-        rope_head_dim: D_rope; 0 for "multi_head".
+        latent_rank: width of a latent; 0 for other kinds.
+        rope_head_dim: D_rope; 0 for other kinds.
     """
 
     index: int
-    kind: Literal["multi_head", "latent"]
+    kind: Literal["multi_head", "latent", "shared"]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -87,8 +89,8 @@ def host_attention(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, si
 
     Args:
         q: [T, N, D].
-        first: keys [T, H_kv, D], or latents [T, rank].
-        second: values [T, H_kv, D_v], or rope keys [T, D_rope].
+        first: keys [T, H_kv, D], or latents [T, rank], or keys that are values [T, D].
+        second: values [T, H_kv, D_v], or rope keys [T, D_rope], or `first`.
         v_head_dim: D_v.
         site: the site's index.
 
@@ -197,11 +199,32 @@ class _SiteLayer:
         if is_latent:
             first, second = first.squeeze(1), second.squeeze(1)
             numbers |= dict(latent_rank=first.shape[-1], rope_head_dim=second.shape[-1])
+        found = _Found(module, numbers, _parameter_name(module, options.get("s_aux")))
+        return self._mark(found, query[0].transpose(0, 1), first, second)[None]
+
+    def attend_window(
+        self, attention: Any, query: Tensor, fresh: Tensor, masks: None, *entries: None
+    ) -> Tensor:
+        """Record a site whose keys are its values; see `CompressedState.attend_window`."""
+        assert not any(entries)  # A layer with a compressor has masks.
+        numbers = dict(
+            kind="shared",
+            num_heads=query.shape[1],
+            num_kv_heads=1,
+            head_dim=query.shape[2],
+            v_head_dim=query.shape[2],
+            scale=float(attention.scaling),
+            sliding_window=attention.window,
+        )
+        return self._mark(_Found(attention, numbers, "sinks"), query, fresh, fresh)
+
+    def _mark(self, found: _Found, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Call `host_attention` for a new site: [T, N, D] -> [T, N, D_v]."""
         index = len(self._found)
-        self._found.append(_Found(module, numbers, _parameter_name(module, options.get("s_aux"))))
-        q, width = query[0].transpose(0, 1), numbers["v_head_dim"]
+        self._found.append(found)
+        width = found.numbers["v_head_dim"]
         out: Tensor = torch.ops.mtpc.host_attention(q, first, second, width, index)
-        return out[None]
+        return out
 
 
 def _parameter_name(module: nn.Module, tensor: Tensor | None) -> str | None:

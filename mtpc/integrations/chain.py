@@ -83,7 +83,8 @@ class DraftChain:
         backend: lowers and captures the graphs.
 
     Raises:
-        UnsupportedModelError: the draft has not exactly one attention layer.
+        UnsupportedModelError: the draft has not exactly one attention layer, or one whose keys are
+            its values.
     """
 
     def __init__(
@@ -93,6 +94,11 @@ class DraftChain:
             raise UnsupportedModelError(
                 f"{draft.family.name}: its MTP layer has {len(draft.sites)} attention layers; a "
                 "chain over a host's pools supports one"
+            )
+        if draft.sites[0].kind == "shared":
+            raise UnsupportedModelError(
+                f"{draft.family.name}: the keys of its MTP layer are its values, which hosts store "
+                "in formats of their own; a chain needs a pool of K and V or of latents"
             )
         self.plan, self.pools = plan, pools
         layer = _ChainedLayer(draft, pools)

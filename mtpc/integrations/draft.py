@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from mtpc.capture.trace import TRACE_TOKENS, export_piece
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, SiteRecorder
-from mtpc.integrations.draft_config import draft_config
+from mtpc.integrations.draft_config import draft_config, hosted_layer
 from mtpc.integrations.layer_sites import HostLayers, Marks, mark_layers
 from mtpc.integrations.layer_weights import Hosted, LayerWeights
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import MTPLayer, TextRotary, model_class, rotary_of, run_mtp_layer
+from mtpc.models.hf import HostedLayer, MTPLayer, TextRotary, model_class, rotary_of
 from mtpc.models.mtp_layers import allocate, build_mtp_layer, dtypes_of, stored_name
 from mtpc.models.seams import register_seams, stand_in, use_seams
 from mtpc.passes.canonicalise import drop_identities
@@ -54,7 +54,9 @@ class DraftOptions:
 
 
 class TracedDraft(nn.Module):
-    """One MTP layer over flat rows: (input_ids [T], positions [T], hidden [T, H]) -> [T, H].
+    """One MTP layer over flat rows: (input_ids [T], positions [T], hidden [T, W]) -> [T, W].
+
+    W is H or, for a layer with residual streams, streams * H, as hosts pass them on.
 
     Row t pairs the hidden state of position t with the token of position t + 1, as every host
     does. The hidden state is the target's, or a previous result of the draft; see
@@ -72,7 +74,7 @@ class TracedDraft(nn.Module):
         family: the model's family.
         config: a private copy of the config, of transformers' own class.
         embedding: maps token ids [T] to [T, H]; None until the host sets it.
-        graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H].
+        graph: the traced layer: (embeddings [T, H], positions [T], hidden [T, W]) -> [T, W].
         sites: the attention sites. `graph.sites` has the host's modules in the same order.
         hosted: the layers that the host computes, by the names of their modules in the layer.
         own: the layer's stored embedding and head [V, H], by role, if they differ from the
@@ -100,8 +102,7 @@ class TracedDraft(nn.Module):
         self.index, self._layers = options.index, layers
         ranks = None if layers is None else layers.ranks
         rows, marks = _build(self.family, self.config, options, ranks)
-        width = self.config.get_text_config(decoder=True).hidden_size
-        self.graph = _trace(rows, width, options)
+        self.graph = _trace(rows, self.config.get_text_config(decoder=True), options)
         self.hosted = _host_layers(self.graph, marks, layers) if layers is not None else {}
         linears = [self.hosted[name].module for name in marks.linears]
         self.sites = rows.recorder.sites(linears)
@@ -122,11 +123,11 @@ class TracedDraft(nn.Module):
         Args:
             input_ids: int64 [T]; may be None if `inputs_embeds` is given.
             positions: int64 [T].
-            hidden_states: [T, H].
+            hidden_states: [T, W].
             inputs_embeds: [T, H], embeddings to use instead of those of `input_ids`.
 
         Returns:
-            [T, H], before or after the final norm, see `DraftOptions.returns`.
+            [T, W] before the final norm, [T, H] after it; see `DraftOptions.returns`.
         """
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
@@ -141,15 +142,20 @@ class TracedDraft(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm before the head. The host calls it if `returns_normed` is false."""
-        return self.layer.final_norm
+        """What stands before the head: the final norm and, before it, the stream head of a layer
+        with residual streams: [T, W] -> [T, H]. The host calls it if `returns_normed` is false."""
+        return self._rows.hosted.readout(self.layer)
 
     @property
     def returns_normed(self) -> bool:
         """Whether results are hidden states after the final norm; see `DraftOptions.returns`."""
+        return self._rows.normed
+
+    @property
+    def _rows(self) -> _Rows:
         rows = self.graph.get_submodule("inner")
         assert isinstance(rows, _Rows)
-        return rows.normed
+        return rows
 
     @property
     def prefix(self) -> str:
@@ -196,17 +202,21 @@ class TracedDraft(nn.Module):
 
 
 class _Rows(nn.Module):
-    """The module to trace: (embeddings [T, H], positions [T], hidden [T, H]) -> [T, H]."""
+    """The module to trace: (embeddings [T, H], positions [T], hidden [T, W]) -> [T, W].
 
-    def __init__(self, layer: MTPLayer, rotary: TextRotary, normed: bool):
+    The result is [T, H] behind the final norm.
+    """
+
+    def __init__(self, layer: MTPLayer, rotary: TextRotary, hosted: HostedLayer, normed: bool):
         super().__init__()
-        self.layer, self.rotary, self.normed = layer, rotary, normed
+        self.layer, self.rotary, self.hosted, self.normed = layer, rotary, hosted, normed
         self.recorder = SiteRecorder()
 
     def forward(self, embedding: Tensor, positions: Tensor, features: Tensor) -> Tensor:
         self.recorder.begin(positions)
-        hidden, _ = run_mtp_layer(self.layer, self.rotary, embedding, features, self.recorder)
-        return self.layer.final_norm(hidden) if self.normed else hidden
+        hidden = self.hosted.run(self.layer, self.rotary, embedding, features, self.recorder)
+        out: Tensor = self.hosted.readout(self.layer)(hidden) if self.normed else hidden
+        return out
 
 
 def _build(
@@ -247,21 +257,28 @@ def _build(
     decoder, text = target.get_decoder(), target.config.get_text_config(decoder=True)
     if options.zero_first_embedding is not None:
         layer.wiring = replace(layer.wiring, zero_first_embedding=options.zero_first_embedding)
-    allocate(layer, dtypes_of(target), device)
+    allocate(layer, dtypes_of(target, family), device)
     stand_in(layer, family.canonical)
     with device:
         own = rotary_of(decoder)
         frequencies = own and type(own)(text)
     rotary = TextRotary(frequencies, family.position_grids, family.rotary_type(text, options.index))
-    wanted = options.returns or f"{layer.wiring.next_features}_final_norm"
-    return _Rows(layer, rotary, wanted == "after_final_norm").eval(), marks
+    hosted = hosted_layer(family)
+    assert hosted is not None  # See `draft_config`.
+    # Streams are fed as they are, and joined for the head alone.
+    fed = layer.wiring.next_features if hosted.width(text) == text.hidden_size else "before"
+    normed = (options.returns or f"{fed}_final_norm") == "after_final_norm"
+    return _Rows(layer, rotary, hosted, normed).eval(), marks
 
 
-def _trace(rows: _Rows, width: int, options: DraftOptions) -> fx.GraphModule:
+def _trace(rows: _Rows, text: Any, options: DraftOptions) -> fx.GraphModule:
     """Trace the rows as a graph with a symbolic number of tokens, over the layer's own tensors."""
-    floats = torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
+    embeddings, features = (
+        torch.zeros(TRACE_TOKENS, width, dtype=options.dtype, device=options.device)
+        for width in (text.hidden_size, rows.hosted.width(text))
+    )
     positions = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=options.device)
-    example = (floats, positions, torch.zeros_like(floats))
+    example = (embeddings, positions, features)
     traced = export_piece(rows, example)
     # This also drops the model's own expansion of latents, which sites use unexpanded.
     drop_identities(traced.graph)

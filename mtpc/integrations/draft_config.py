@@ -11,6 +11,7 @@ import transformers
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models import ModelFamily
+from mtpc.models.hf import HostedLayer, run_mtp_layer
 from mtpc.models.load import find_family
 
 _DROPPED = (
@@ -18,6 +19,12 @@ _DROPPED = (
     "architectures",
 )
 """Entries of config.json that describe the checkpoint, not the model."""
+_PLAIN = HostedLayer(
+    width=lambda config: config.hidden_size,
+    run=lambda *given: run_mtp_layer(*given)[0],
+    readout=lambda layer: layer.final_norm,
+)
+"""An MTP layer around a block of transformers, with one residual stream."""
 
 
 def draft_config(
@@ -51,6 +58,9 @@ def draft_config(
             "weights: use an unquantised checkpoint, or the host's own draft"
         )
     config_class = getattr(transformers, family.hf_config_class)
+    # Another class, as a host may have it, adds defaults under names that are aliases in this one.
+    twice = {alias for alias, name in config_class.attribute_map.items() if name in fields}
+    fields = {name: value for name, value in fields.items() if name not in twice}
     if "text_config" not in getattr(config_class, "sub_configs", {}):
         fields = dict(fields.get("text_config") or fields)
     config = config_class(**{k: v for k, v in fields.items() if k not in _DROPPED})
@@ -58,16 +68,21 @@ def draft_config(
     return family, config
 
 
+def hosted_layer(family: ModelFamily) -> HostedLayer | None:
+    """How the family's MTP layer runs over a host's attention; None: it cannot."""
+    return _PLAIN if family.parts is None else family.parts.hosted
+
+
 def _check_state(family: ModelFamily, config: Any) -> None:
-    """Refuse MTP layers with state other than K and V or a latent in the host's cache."""
+    """Refuse MTP layers with state other than K and V, a latent or a window in a host's cache."""
     specs = family.cache_specs(config, config.num_hidden_layers, torch.bfloat16)
     roles = {spec.name.rpartition(".")[2].removeprefix("ring_") for spec in specs}
-    if family.parts is not None or not roles <= {"k", "v", "latent"}:
+    if hosted_layer(family) is None or not roles <= {"k", "v", "latent", "window"}:
         kinds = ", ".join(sorted(roles))
         raise UnsupportedModelError(
             f"{family.name}: its MTP layers hold state of their own kind ({kinds}); a traced "
-            "draft can use only the host's attention over K and V or a latent: use the host's own "
-            "draft"
+            "draft can use only the host's attention over K and V, a latent or a window: use the "
+            "host's own draft"
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.models.hf import MTPLayer
+from mtpc.models.seams import LIMITS, Gate, gate_of
 from mtpc.models.shards import STYLES
 
 LinearStyle = Literal["replicated", "column", "row"]
@@ -99,6 +100,9 @@ class ExpertsSite:
         activation: transformers' name of the activation.
         projections: names of the gate, the up and the down projection. The gate is "" where
             experts have none.
+        limit: bounds the gate from above and up on both sides; 0 is none.
+        limit_input: whether the limit bounds the gate before its activation (DeepSeek-V4), or
+            after it (Step-3.7).
     """
 
     index: int
@@ -109,6 +113,8 @@ class ExpertsSite:
     intermediate_size: int
     activation: str
     projections: tuple[str, str, str]
+    limit: float = 0.0
+    limit_input: bool = False
 
     def lacking(self, loaded: set[str]) -> tuple[set[str], set[str]]:
         """The missing and the unexpected names, given the loaded tensors' names below `name`."""
@@ -233,6 +239,8 @@ def mark_layers(
 ) -> Marks:  # fmt: skip
     """Replace all linear layers and experts of an MTP layer by marks, in place.
 
+    The draft keeps layers that derive from `nn.Linear` and compute something else.
+
     Args:
         layer: built on the meta device; the marks have no weights.
         target: transformers' model, whose plan says how layers are cut.
@@ -242,14 +250,14 @@ def mark_layers(
 
     Raises:
         UnsupportedModelError: the plan has a style that hosts' layers lack, or cuts a parameter
-            that the draft keeps; or experts clamp their activations.
+            that the draft keeps; or experts bound their activations in a way of their own.
         OptionError: heads or features do not divide among the ranks.
     """
     planner = _Planner(target, ranks)
     marks = Marks({}, {})
     for name, module in list(layer.named_modules()):
         parent, _, leaf = name.rpartition(".")
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             style, parts = planner.plan(name, module, layer.get_submodule(parent))
             has_bias = module.bias is not None
             marks.linears[name] = LinearMark(LinearSite(
@@ -334,13 +342,18 @@ def _experts_site(
     module: Any, index: int, name: str, projections: tuple[str, str, str]
 ) -> ExpertsSite:
     """A site whose `top_k` is not known yet."""
-    if getattr(module, "limit", None) is not None:
+    gate = gate_of(module) if any(getattr(module, limit, None) for limit in LIMITS) else Gate()
+    if not isinstance(gate, Gate):
         raise UnsupportedModelError(
-            f"{name} are experts that clamp their activations, which mtpc does not ask of hosts' "
-            "experts: use the host's own draft"
+            f"{name} are experts that bound their activations in a way of their own, which mtpc "
+            "does not ask of hosts' experts: use the host's own draft"
         )
     count, hidden, width = module.down_proj.shape
     config = module.config
     names = ("hidden_activation", "hidden_act") if projections[0] else ("mlp_hidden_act",)
     activation = next(filter(None, (getattr(config, name, None) for name in names)))
-    return ExpertsSite(index, name, count, 0, hidden, width, activation, projections)
+    return ExpertsSite(
+        *(index, name, count, 0, hidden, width, activation, projections),
+        limit=gate.limit,
+        limit_input=gate.limit_input,
+    )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mtpc.integrations.draft import TracedDraft
 
 _ENDS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
-"""Role -> how the name of the target's own tensor ends."""
+"""Role -> how the name of the target's own tensor ends, but for families with other names."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,27 @@ class _Given:
     parameters: set[str] = field(default_factory=set)
 
 
+def _widened(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """FP8 weights with scales beside them as float32: "X.weight" by "X.scale" or
+    "X.weight_scale_inv", one for each rectangle. Others stay, and so do scales without weights."""
+    found = dict(stored)
+    for name, codes in stored.items():
+        beside = (name.removesuffix("weight") + "scale", f"{name}_scale_inv")
+        scale = next((other for other in beside if other in stored and other != name), None)
+        if codes.dtype != torch.float8_e4m3fn or scale is None or stored[scale].dim() != 2:
+            continue
+        grid = stored[scale].float()
+        (rows, more), (columns, rest) = (
+            divmod(n, m) for n, m in zip(codes.shape, grid.shape, strict=True)
+        )
+        if more or rest:
+            continue  # Blocks at the edges are smaller, and nothing here says how large others are.
+        del found[scale]
+        each = grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        found[name] = codes.float() * each
+    return found
+
+
 class LayerWeights:
     """Takes tensors of a checkpoint in any order; `finish` checks that the layer is complete.
 
@@ -59,6 +80,11 @@ class LayerWeights:
     def __init__(self, draft: TracedDraft, hosted: Mapping[str, Hosted], host: HostLayers | None):
         self._draft, self._hosted, self._host = draft, hosted, host
         self._what = f"MTP layer {draft.index} of {draft.family.name}"
+        self._named = {
+            role: {f"{stored}weight" for own, stored in draft.family.stored_prefixes
+                   if f"{own}weight".endswith(ending)}
+            for role, ending in _ENDS.items()
+        }  # fmt: skip
         self._names: set[str] = set()
         self._own: dict[str, Tensor] = {}
         self._ends: dict[str, Tensor] = {}
@@ -78,7 +104,7 @@ class LayerWeights:
         family, prefix = self._draft.family, self._draft.prefix
         if not name.startswith(prefix):
             for role, ending in _ENDS.items():
-                if name.endswith(ending) and ".layers." not in name:
+                if name in self._named[role] or (name.endswith(ending) and ".layers." not in name):
                     self._targets[role] = tensor
             return
         self._names.add(name)
@@ -102,6 +128,7 @@ class LayerWeights:
             CheckpointError: see `TracedDraft.load_weights`.
         """
         self._draft.own = self._own_ends()
+        self._own = _widened(self._own)
         eight_bits = sorted(n for n, t in self._own.items() if t.dtype.itemsize == 1)
         if eight_bits:
             raise CheckpointError(

@@ -137,6 +137,37 @@ class CompressedState:
     index_raw: Tensor | None = None
     index_entries: Tensor | None = None
 
+    def attend_window(
+        self, attention: Any, query: Tensor, fresh: Tensor, masks: WindowMasks,
+        *entries: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attend to the window and to entries, then keep the fresh keys.
+
+        Args:
+            attention: the `WindowedAttention`; gives sinks, scale and window.
+            query: [T, N, D].
+            fresh: keys of this forward, which are also the values, [T, D].
+            masks: of the forward.
+            entries: see `WindowedAttention._entries`.
+
+        Returns:
+            [T, N, D].
+        """
+        out = ops.slot_attention(
+            query,
+            fresh,
+            self.window,
+            masks.rows.slot,
+            masks.ring,
+            masks.fresh,
+            attention.sinks,
+            attention.scaling,
+            attention.window,
+            *entries,
+        )
+        SlotRing(self.window).write(fresh, masks.rows)
+        return out
+
 
 class WindowedAttention(nn.Module):
     """One softmax over the window's keys and the layer's compressed entries, if it has any.
@@ -164,9 +195,12 @@ class WindowedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Any,
         mtpc_context: Any,
-        masks: WindowMasks,
+        masks: WindowMasks | None,
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it."""
+        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it.
+
+        Without masks a host attends to the window; such a layer has no compressed entries.
+        """
         hidden = hidden_states[0]
         cos, sin = (angle[0] for angle in position_embeddings[self.rope_layer_type])
         low = self.q_a_norm(self.q_a_proj(hidden))
@@ -174,29 +208,20 @@ class WindowedAttention(nn.Module):
         query = rotate(query, cos[:, None], sin[:, None])
         fresh = rotate(self.kv_norm(self.kv_proj(hidden)), cos, sin)
         state = mtpc_context.layers[self.layer_idx]
-        out = ops.slot_attention(
-            query,
-            fresh,
-            state.window,
-            masks.rows.slot,
-            masks.ring,
-            masks.fresh,
-            self.sinks,
-            self.scaling,
-            self.window,
-            *self._entries(hidden, low, masks.rows, state),
-        )
-        SlotRing(state.window).write(fresh, masks.rows)
+        entries = self._entries(hidden, low, masks, state)
+        out = state.attend_window(self, query, fresh, masks, *entries)
         out = rotate(out, cos[:, None], -sin[:, None])
         grouped = self.o_a_proj(out.reshape(out.shape[0], self.groups, -1))
         return self.o_b_proj(grouped.flatten(1))[None], None
 
     def _entries(
-        self, hidden: Tensor, low: Tensor, rows: Rows, state: Any
+        self, hidden: Tensor, low: Tensor, masks: WindowMasks | None, state: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Entries, how many each row sees, and which, as `mtpc::slot_attention` takes them."""
         if self.compressor is None:
             return None, None, None
+        assert masks is not None
+        rows = masks.rows
         compress(self.compressor, hidden, rows, SlotRing(state.raw), state.entries)
         closed = closed_windows(rows, self.compressor.compress_rate)
         closed = closed.clamp(max=state.entries.shape[1])

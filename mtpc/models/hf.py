@@ -336,6 +336,22 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True)
+class HostedLayer:
+    """How an MTP layer runs over a host's attention, where rows of features are flat.
+
+    Attributes:
+        width: config -> W, the features of a row.
+        run: (layer, rotary, embedding [T, H], features [T, W], context) -> [T, W], before what the
+            head reads. The context records attention, see `run_mtp_layer`.
+        readout: layer -> module: [T, W] -> what the head reads, [T, H].
+    """
+
+    width: Callable[[Any], int]
+    run: Callable[[MTPLayer, TextRotary, Tensor, Tensor, Any], Tensor]
+    readout: Callable[[MTPLayer], nn.Module]
+
+
+@dataclass(frozen=True)
 class StepParts:
     """What makes the modules that a step runs: one for the target, the drafts and their heads.
 
@@ -353,6 +369,7 @@ class StepParts:
         drafting: makes the declaration of a drafter with one layer, of its first four fields.
         later_draft: makes, of the arguments of `draft`, what `Drafting` calls for later drafts.
         draft_bias: layer -> module: (logits [R, V], features, tokens [R]) -> logits; or None.
+        hosted: how the MTP layer runs over a host's attention; None: a host cannot hold its state.
     """
 
     target: Callable[[Any, CachePool, MTPWiring], nn.Module] = HFTarget
@@ -365,3 +382,4 @@ class StepParts:
     drafting: Callable[..., Drafting] = Drafting
     later_draft: Callable[[Any, TextRotary, MTPLayer, CachePool], nn.Module] | None = None
     draft_bias: Callable[[Any], nn.Module | None] = lambda layer: None
+    hosted: HostedLayer | None = None

@@ -135,7 +135,7 @@ def load_mtp_layer(
         **{f"{role}.weight": read(full) for role, full in own.items()},
     }
     check_tensors(layer, tensors, what)
-    _assign(layer, tensors, dtypes_of(target))
+    _assign(layer, tensors, dtypes_of(target, family))
     return layer.eval()
 
 
@@ -341,12 +341,17 @@ def joined_gate_up(stem: str, family: ModelFamily) -> Join:
     return Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up or ()))
 
 
-def dtypes_of(target: Any) -> Callable[[str, bool], torch.dtype]:
-    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor."""
+def dtypes_of(target: Any, family: ModelFamily) -> Callable[[str, bool], torch.dtype]:
+    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor.
+
+    A stream head is that of the decoder's own, which checkpoints name as transformers does.
+    """
     dtype = target.get_input_embeddings().weight.dtype
     # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)
     kept = set(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
+    stored, _ = family.wiring.stream_head or ("", "")
+    kept |= {"stream_head"} if stored.rstrip("._") in kept else set()
 
     def choose(name: str, is_parameter: bool) -> torch.dtype:
         return dtype if is_parameter and not kept & set(name.split(".")) else wide

@@ -157,7 +157,7 @@ class Gate(NamedTuple):
 
 
 _SQUARED = "relu2"
-_LIMITS = ("limit", "swiglu_limit")
+LIMITS = ("limit", "swiglu_limit")
 """transformers' names of the limit in modules of experts."""
 
 
@@ -177,7 +177,7 @@ def gate_of(module: Any) -> Gate | str | None:
             return _SQUARED if is_squared else None
         rows = rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)
         found = module._apply_gate(rows)
-    limits = [float(getattr(module, name)) for name in _LIMITS if getattr(module, name, None)]
+    limits = [float(getattr(module, name)) for name in LIMITS if getattr(module, name, None)]
     gates = [Gate(*each) for each in product((0.0, *limits), (False, True), (False, True))]
     fits = (g for g in gates if torch.allclose(swiglu(rows, *g), found, 1e-12, 1e-12))
     return next(fits, None)

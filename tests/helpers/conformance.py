@@ -28,11 +28,10 @@ class Row:
     tests: Sequence[str] = ()
 
 
-SEAMS = "integrations/test_sglang_seams.py"
+SEAMS, V4 = "integrations/test_sglang_seams.py", "integrations/test_sglang_v4.py"
 CONTRACT, PLUGIN = "peers/sglang_contract.py", "peers/sglang_plugin.py"
 THEOREM = "test_theorem.py::test_speculative_output_equals_plain_decoding"
 PUBLIC = "engine/test_public_faults.py"
-UNRUN = "a slow test that is written and has not been run"
 
 SOURCES: dict[str, tuple[Row, ...]] = {
     "DeepSeek-V3's MTP in SGLang (ATOM)": (
@@ -120,7 +119,7 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "The draft is fed the streams from before the head that joins them",
             "yes",
-            "mtpc's engine: `StreamTarget`, `StreamDraft` and `StreamHead` of the family",
+            "mtpc's engine: `StreamTarget`, `StreamDraft` and `StreamReadout` of the family",
             (
                 "models/test_deepseek_v4.py::test_rows_equal_transformers_uncached",
                 "models/test_wiring.py::test_rows_equal_the_released_wiring",
@@ -137,10 +136,15 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "The class `DeepseekV4ForCausalLMNextN` in SGLang",
-            "no",
-            "not built, SGLang's own class runs. Its V4 backend could serve the layer's window; a "
-            "traced draft of residual streams, and a site where keys are values, are missing",
-            ("integrations/test_traced_draft.py::test_models_that_cannot_be_are_refused",),
+            "yes",
+            "SGLang's V4 backend has the window (`forward` with `compress_ratio=0`), and hands the "
+            "streams on as flat rows; over a fake of its layers and backend, never with SGLang "
+            "itself. Its pool holds keys as FP8, as it does for SGLang's own draft",
+            (
+                f"{V4}::test_drafts_are_those_of_mtpcs_engine",
+                f"{V4}::test_sglangs_config_is_read_as_the_checkpoints",
+                f"{V4}::test_what_sglangs_backend_does_not_compute_is_refused",
+            ),
         ),
         Row(
             "Metadata is not made by the host in each step",
@@ -155,7 +159,10 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "FP8 and FP4 weights as released",
             "partly",
             "read by block; FP4 becomes codes of 8 bits. No released file has been read",
-            ("weights/test_block_scales.py::test_fp8_runs_as_the_weights_it_stands_for",),
+            (
+                "weights/test_block_scales.py::test_fp8_runs_as_the_weights_it_stands_for",
+                f"{V4}::test_fp8_blocks_as_released",
+            ),
         ),
     ),
     "Qwen3-Next's MTP (ATOM), and its review": (
@@ -275,9 +282,9 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`Step3p5MTP` in SGLang, a layer for each draft (`draft_model_idx`)",
-            "partly",
-            "the class is there, and SGLang chains the layers. Its test over a fake of SGLang's "
-            "layers is slow, and has not passed yet; SGLang's CPU build does not run the target",
+            "yes",
+            "SGLang chains the layers; over a fake of SGLang's layers, because SGLang's CPU build "
+            "does not run the target",
             (f"{SEAMS}::test_a_layer_of_a_chain_has_its_own_head_and_features",),
         ),
         Row(
@@ -292,8 +299,8 @@ SOURCES: dict[str, tuple[Row, ...]] = {
 FAULTS = (
     Row(
         "An empty batch, or a dummy one after a request has finished, writes no KV",
-        "partly",
-        UNRUN,
+        "yes",
+        "",
         (f"{PUBLIC}::test_a_step_of_no_request_writes_no_kv",),
     ),
     Row(
@@ -310,8 +317,8 @@ FAULTS = (
     ),
     Row(
         "Three requests in a bucket of eight: every buffer of slots is padded harmlessly",
-        "partly",
-        UNRUN,
+        "yes",
+        "",
         (f"{PUBLIC}::test_three_requests_in_a_bucket_of_eight",),
     ),
     Row(
@@ -326,8 +333,8 @@ FAULTS = (
     ),
     Row(
         "The draft layer's KV is as long as the committed text after each step",
-        "partly",
-        UNRUN,
+        "yes",
+        "",
         (
             f"{PUBLIC}::test_three_requests_in_a_bucket_of_eight",
             "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k",
@@ -335,14 +342,14 @@ FAULTS = (
     ),
     Row(
         "All drafts rejected in each step, with log-probabilities",
-        "partly",
-        UNRUN,
+        "yes",
+        "",
         (f"{PUBLIC}::test_every_draft_rejected_leaves_log_probabilities",),
     ),
     Row(
         "Prefix hits at each edge of a page, with MTP and without",
-        "partly",
-        UNRUN,
+        "yes",
+        "",
         (f"{PUBLIC}::test_prefix_hits_at_each_edge_of_a_page",),
     ),
     Row(

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers import fake_sglang_layers as layers
+
 
 class Mode:
     """`ForwardMode` (model_executor/forward_batch_info.py:227-293)."""
@@ -305,23 +307,14 @@ HOST = SimpleNamespace(
     backend=None,
     platform=SimpleNamespace(is_hip=False),
     arguments=SimpleNamespace(speculative_algorithm="MTPC"),
+    kernel=SimpleNamespace(dsv4_attn_backend="auto"),
+    unified_kv_fp8=False,
     parallel=SimpleNamespace(tp_size=1, pp_size=1, attn_dp_size=1, attn_cp_size=1, moe_ep_size=1),
 )
 """What SGLang's runtime context answers; `installed` sets it back."""
 
-_UNUSED = {
-    "layers.linear": (
-        "ColumnParallelLinear",
-        "ReplicatedLinear",
-        "ReplicatedParallelGroup",
-        "RowParallelLinear",
-    ),
-    "layers.moe": ("get_moe_a2a_backend",),
-    "layers.moe.fused_moe_triton": ("FusedMoE",),
-    "layers.moe.topk": ("StandardTopKOutput",),
-    "model_loader.weight_utils": ("default_weight_loader",),
-}
-"""Names that mtpc's modules import and that no test with this fake calls."""
+_UNUSED = ("ColumnParallelLinear", "ReplicatedParallelGroup", "RowParallelLinear")
+"""Names of layers.linear that mtpc's modules import and that no test with this fake calls."""
 
 
 def _modules() -> dict[str, dict[str, Any]]:
@@ -343,6 +336,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         "runtime_context": {
             "attention_backends": lambda: ("triton", "triton"),
+            "get_exec": lambda: HOST,
             "get_parallel": lambda: HOST.parallel,
             "get_platform": lambda: HOST.platform,
             "get_server_args": lambda: HOST.arguments,
@@ -351,9 +345,19 @@ def _modules() -> dict[str, dict[str, Any]]:
         "speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
         "speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "speculative.eagle_worker_v2": {"EAGLEWorkerV2": EAGLEWorkerV2},
+        "layers.linear": {
+            "ReplicatedLinear": layers.ReplicatedLinear,
+            **dict.fromkeys(_UNUSED, object),
+        },
+        "layers.moe": {"get_moe_a2a_backend": lambda: layers.NO_EXCHANGE},
+        "layers.moe.fused_moe_triton": {"FusedMoE": layers.FusedMoE},
+        "layers.moe.topk": {"StandardTopKOutput": layers.TopK},
+        "model_loader.weight_utils": {"default_weight_loader": layers.load_whole},
+        "layers.attention.deepseek_v4_backend": {"SWA_WINDOW": layers.WINDOW},
+        "layers.attention.deepseek_v4_backend_hip_radix": {"SWA_WINDOW": layers.WINDOW},
+        "layers.attention.dsv4.unified_kv_gate": {"is_unified_kv_fp8": lambda: HOST.unified_kv_fp8},
     }
-    unused = {name: dict.fromkeys(names, object) for name, names in _UNUSED.items()}
-    return {f"sglang.srt.{name}": parts for name, parts in (named | unused).items()}
+    return {f"sglang.srt.{name}": parts for name, parts in named.items()}
 
 
 @contextmanager
@@ -367,7 +371,8 @@ def installed() -> Iterator[SimpleNamespace]:
     try:
         yield HOST
     finally:
-        HOST.backend, HOST.platform.is_hip = None, False
+        HOST.backend, HOST.platform.is_hip, HOST.unified_kv_fp8 = None, False, False
+        HOST.arguments.speculative_algorithm, HOST.kernel.dsv4_attn_backend = "MTPC", "auto"
         SpeculativeAlgorithm.registered.clear()
         for name in list(sys.modules):
             if name.split(".")[0] == "sglang" or name.startswith("mtpc.integrations.sglang."):

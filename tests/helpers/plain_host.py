@@ -12,7 +12,9 @@ from transformers.activations import ACT2FN
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
 from mtpc.integrations.layer_sites import ExpertsSite, LinearSite
 
-FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+FAMILIES = (
+    *("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4"),
+)
 CHAINED = ("mimo_v2", "step3p7")
 TOKENS = [5, 9, 17, 33, 40, 41, 2, 90, 7, 61, 12, 13]
 
@@ -31,6 +33,9 @@ class Causal(nn.Module):
             assert first.shape[1:] == (site.latent_rank,)
             assert second.shape[1:] == (site.rope_head_dim,)
             keys, values = expand_latent(site, first, second)
+        if site.kind == "shared":
+            assert second is first
+            keys = values = first[:, None]
         assert q.shape[1:] == (site.num_heads, site.head_dim)
         assert keys.shape[1:] == (site.num_kv_heads, site.head_dim)
         assert values.shape[1:] == (site.num_kv_heads, site.v_head_dim)
@@ -119,11 +124,14 @@ class Experts(nn.Module):
         assert ids.shape == weights.shape == (len(x), self.site.top_k)
         gate, up, down = self.site.projections
         act, out = ACT2FN[self.site.activation], torch.zeros_like(x)
+        limit = self.site.limit or float("inf")
         for row, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
-                inner = self.get_parameter(up)[expert] @ x[row]
+                inner = (self.get_parameter(up)[expert] @ x[row]).clamp(-limit, limit)
                 if gate:
-                    inner = act(self.get_parameter(gate)[expert] @ x[row]) * inner
+                    given = self.get_parameter(gate)[expert] @ x[row]
+                    before = given.clamp(max=limit) if self.site.limit_input else given
+                    inner = act(before).clamp(max=limit) * inner
                 else:
                     inner = act(inner)
                 out[row] += share * (self.get_parameter(down)[expert] @ inner)

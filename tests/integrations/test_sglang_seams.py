@@ -250,21 +250,28 @@ def test_latent_attention_on_the_aiter_backend(host: SimpleNamespace) -> None:
         requests.forward("EXTEND", [1, 1])
 
 
-@pytest.mark.slow
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
 @torch.no_grad()
 def test_a_layer_of_a_chain_has_its_own_head_and_features(
     host: SimpleNamespace,
     checkpoint: Callable[..., Path],
     oracle: Callable[..., Oracle],
-    monkeypatch: pytest.MonkeyPatch,
+    float64: None,
 ) -> None:
     """Step-3.5's second MTP layer, as SGLang's multi-layer EAGLE makes, feeds and chains it."""
     from mtpc.integrations.sglang.models.drafts import Step3p5MTP
 
     directory, reference = checkpoint("step3p5", "random"), DraftOracle(oracle("step3p5", "random"))
-    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     config = reference.oracle.model.config
-    draft = Step3p5MTP(config=config, draft_model_idx=1).double()
+    draft = Step3p5MTP(config=config, draft_model_idx=1)
     draft.load_weights(load_file(directory / "model.safetensors").items())
     target, own = reference.oracle.model, draft.lm_head.weight
     draft.set_embed_and_head(
@@ -282,6 +289,6 @@ def test_a_layer_of_a_chain_has_its_own_head_and_features(
     host.backend = fake_sglang.CausalBackend()
     found = draft(torch.tensor(ids), torch.arange(len(ids)), batch)
     expected = page.run(1, ids, fed)
-    torch.testing.assert_close(found.hidden_states, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.hidden_states, expected, atol=1e-10, rtol=1e-10)
     logits = page.logits(1, expected)
-    torch.testing.assert_close(found.next_token_logits, logits, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.next_token_logits, logits, atol=1e-10, rtol=1e-10)

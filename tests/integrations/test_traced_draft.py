@@ -68,9 +68,9 @@ def test_layer_is_the_oracles(
         ours = features
         for index, draft in enumerate(drafts):
             features = page.run(index, ids, features).detach()
-            ours = run(draft, ids, ours[None])
+            ours = run(draft, ids, ours.flatten(1)[None])
             # transformers' eager attention has its softmax in float32.
-            torch.testing.assert_close(ours, features, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(ours, features.flatten(1), atol=2e-5, rtol=2e-5)
             assert features.abs().max() > 0.1
     host = drafts[0].graph.get_submodule("sites.0")
     assert isinstance(host, Causal)
@@ -211,7 +211,7 @@ def test_a_head_of_its_own_is_refused(changed: bool, checkpoint: Callable[..., P
 
 
 def test_models_that_cannot_be_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    for family, role in (("deepseek_v4", "window"), ("deepseek_v32", "index, latent")):
+    for family, role in (("qwen4_exp", ".*"), ("deepseek_v32", "index, latent")):
         message = rf"{family}: its MTP layers hold state of their own kind \({role}\)"
         with pytest.raises(UnsupportedModelError, match=message):
             TracedDraft(checkpoint(family, "random"), Causal)
@@ -240,6 +240,17 @@ def test_float32_parts_stay_so_in_bfloat16(checkpoint: Callable[..., Path]) -> N
     out = draft(None, torch.arange(5), rows, rows)
     assert out.dtype == torch.bfloat16
     assert torch.isfinite(out).all()
+
+
+def test_a_stream_head_is_as_wide_as_the_targets(checkpoint: Callable[..., Path]) -> None:
+    """DeepSeek-V4 keeps it in float32, as SGLang does in its draft (deepseek_v4_nextn.py:88-92)."""
+    options = DraftOptions(dtype=torch.bfloat16)
+    draft = TracedDraft(checkpoint("deepseek_v4", "random"), Causal, options)
+    head = {n: t for n, t in draft.layer.state_dict().items() if n.startswith("stream_head.")}
+    assert len(head) == 3
+    assert {tensor.dtype for tensor in head.values()} == {torch.float32}
+    streams = torch.randn(5, 128, dtype=torch.bfloat16)
+    assert draft.final_norm(streams).dtype == torch.bfloat16
 
 
 def test_vllms_entry_point_is_there_and_light() -> None:

@@ -62,6 +62,8 @@ _REUSE = "test_theorem.py::test_reuse_changes_no_text_and_no_draft"
 _RANKS = "ranks/test_tensor_parallel.py::"
 _RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_rank"
 _FAILURES = "engine/test_failures.py"
+_SGLANG = "integrations/test_sglang_seams.py"
+_SGLANG_V4 = "integrations/test_sglang_v4.py"
 _EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
@@ -851,6 +853,69 @@ FAULTS = (
         "return Block(parent, tokens,",
         "return Block(ROOT, tokens,",
         "engine/test_pages.py",
+    ),
+    Fault(
+        "in SGLang: each model of a chain is the first MTP layer",
+        "integrations/sglang/draft.py",
+        "index=draft_model_idx or 0",
+        "index=0",
+        f"{_SGLANG}::test_a_layer_of_a_chain_has_its_own_head_and_features",
+    ),
+    Fault(
+        "in SGLang: a chain is fed what is behind the final norm",
+        "integrations/sglang/draft.py",
+        "before, hidden = hidden, self.draft.final_norm(hidden)",
+        "hidden = self.draft.final_norm(hidden)",
+        f"{_SGLANG}::test_a_layer_of_a_chain_has_its_own_head_and_features",
+    ),
+    Fault(
+        "in SGLang: residual streams are joined before the next draft is fed",
+        "integrations/draft.py",
+        'if hosted.width(text) == text.hidden_size else "before"',
+        'if hosted.width(text) == text.hidden_size else "after"',
+        f"{_SGLANG_V4}::test_rows_are_the_oracles",
+    ),
+    Fault(
+        "in SGLang: sinks of DeepSeek-V4's window are left out",
+        "integrations/sglang/attention.py",
+        "attn_sink=self.sinks.to(",
+        "attn_sink=(self.sinks - torch.inf).to(",
+        f"{_SGLANG_V4}::test_rows_are_the_oracles",
+    ),
+    Fault(
+        "in SGLang: the limit of DeepSeek-V4's experts bounds what is behind the activation",
+        "integrations/layer_sites.py",
+        "limit_input=gate.limit_input",
+        "limit_input=False",
+        f"{_SGLANG_V4}::test_rows_are_the_oracles",
+    ),
+    Fault(
+        "in SGLang: a default of another config class is the width of experts",
+        "integrations/draft_config.py",
+        "for name, value in fields.items() if name not in twice",
+        "for name, value in fields.items()",
+        f"{_SGLANG_V4}::test_sglangs_config_is_read_as_the_checkpoints",
+    ),
+    Fault(
+        "in SGLang: codes of FP8 are weights without their scales",
+        "integrations/layer_weights.py",
+        "found[name] = codes.float() * each",
+        "found[name] = codes.float()",
+        f"{_SGLANG_V4}::test_fp8_blocks_as_released",
+    ),
+    Fault(
+        "in SGLang: a grouped projection is the host's plain one",
+        "integrations/layer_sites.py",
+        "if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward",
+        "if isinstance(module, nn.Linear)",
+        f"{_SGLANG_V4}::test_rows_are_the_oracles",
+    ),
+    Fault(
+        "DeepSeek-V4: the MTP layer's stream head is rounded to the model's dtype",
+        "models/mtp_layers.py",
+        'kept |= {"stream_head"} if stored.rstrip("._") in kept else set()',
+        "kept |= set()",
+        "integrations/test_traced_draft.py::test_a_stream_head_is_as_wide_as_the_targets",
     ),
     Fault(
         "pages are learned before the draft layers' rows are final",

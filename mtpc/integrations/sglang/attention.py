@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
-from sglang.srt.runtime_context import attention_backends
+from sglang.srt.runtime_context import attention_backends, get_exec, get_platform
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
@@ -39,8 +39,11 @@ def make_attention(site: AttentionSite, layer_id: int, run: DraftRun) -> nn.Modu
         run: the draft's current forward.
 
     Raises:
-        UnsupportedModelError: the site has sinks.
+        UnsupportedModelError: the site has sinks, and keys apart from its values; or see
+            `SharedAttention`.
     """
+    if site.kind == "shared":
+        return SharedAttention(site, layer_id, run)
     if site.sinks is not None:
         raise UnsupportedModelError(
             "the draft has attention with sinks, which SGLang passes to each attention backend in "
@@ -149,6 +152,64 @@ class LatentAttention(nn.Module):
         out = self.radix(query, key, latent[:, None], batch)
         out = out.view(-1, site.num_heads, site.latent_rank)
         return torch.einsum("tnr,ndr->tnd", out, self.to_value)
+
+
+class SharedAttention(nn.Module):
+    """Attention over the window of SGLang's DeepSeek-V4 pool: (q [T, N, D], k [T, D], k).
+
+    The keys are normalised, rotated, and also the values. SGLang's V4 backends store them in the
+    pool's own format, as its own draft does.
+
+    Raises:
+        UnsupportedModelError: SGLang's backend has another window or scale, or its pool takes keys
+            in another form.
+    """
+
+    def __init__(self, site: AttentionSite, layer_id: int, run: DraftRun):
+        super().__init__()
+        _check_window(site)
+        self.run, self.sinks = run, site.sinks
+        self.radix = RadixAttention(
+            site.num_heads, site.head_dim, site.scale, num_kv_heads=1, layer_id=layer_id
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with queries and keys; returns [T, N, D], whose rotation is not undone."""
+        assert self.sinks is not None
+        out: Tensor = get_attn_backend().forward(
+            q=q,
+            k=k,
+            v=v,  # The backend asserts that it is `k`.
+            layer=self.radix,
+            forward_batch=self.run.forward_batch,
+            compress_ratio=0,
+            # The kernels read float32.
+            attn_sink=self.sinks.to(torch.promote_types(self.sinks.dtype, torch.float32)),
+            save_kv_cache=True,
+        )
+        return out.view(q.shape)
+
+
+def _check_window(site: AttentionSite) -> None:
+    """Refuse what SGLang's V4 backend does not compute; it has window and scale of its own."""
+    from sglang.srt.layers.attention.dsv4.unified_kv_gate import is_unified_kv_fp8
+
+    if get_platform().is_hip:
+        from sglang.srt.layers.attention.deepseek_v4_backend_hip_radix import SWA_WINDOW
+    else:
+        from sglang.srt.layers.attention.deepseek_v4_backend import SWA_WINDOW
+    found = ""
+    if (site.sliding_window, site.scale) != (SWA_WINDOW, site.head_dim**-0.5):
+        found = f"a window of {site.sliding_window} and a scale of {site.scale}"
+    elif get_exec().kernel.dsv4_attn_backend == "trtllm":
+        found = "--dsv4-attn-backend trtllm"
+    elif is_unified_kv_fp8():
+        found = "SGLANG_DSV4_UNIFIED_KV_FP8=1"
+    if found:
+        raise UnsupportedModelError(
+            f"a draft of DeepSeek-V4 with {found}; expected a window of {SWA_WINDOW}, the scale "
+            "D**-0.5 and a pool that takes keys after norm and rotation: use SGLang's own draft"
+        )
 
 
 def needs_expanded_heads(forward_batch: Any) -> bool:

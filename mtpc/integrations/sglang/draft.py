@@ -30,18 +30,18 @@ def is_chained() -> bool:
     return str(get_server_args().speculative_algorithm).upper() == NAME
 
 
-def check_served(name: str, config: Any, quant_config: Any) -> None:
+def check_served(draft: type[HostedDraft], config: Any, quant_config: Any) -> None:
     """Check that a traced draft supports SGLang's configuration.
 
     Args:
-        name: name of the draft class.
+        draft: the draft class.
         config: SGLang's draft config.
         quant_config: SGLang's quantisation config, or None.
 
     Raises:
         UnsupportedModelError: SGLang's ranks share something other than layers; the draft has a
-            sparse attention index; or its draft chain would have layers of several ranks, or
-            quantised ones.
+            sparse attention index; or its draft chain would have layers of several ranks, quantised
+            ones, or a pool of their own.
     """
     parallel = get_parallel()
     found = [
@@ -49,18 +49,20 @@ def check_served(name: str, config: Any, quant_config: Any) -> None:
         for width, kind in _WIDTHS.items()
         if getattr(parallel, width) > 1
     ]
-    if getattr(config, "index_topk", None):
+    if getattr(config, "index_topk", None) and not draft.has_window_alone:
         found.append("a sparse attention index (index_topk)")
     if is_chained():
         if parallel.tp_size > 1:
             found.append(f"{NAME} on {parallel.tp_size} ranks of tensor parallelism")
         if quant_config is not None:
             found.append(f"{NAME} with weights quantised by {quant_config.get_name()!r}")
+        if draft.has_window_alone:
+            found.append(f"{NAME} over DeepSeek-V4's pool")
     if found:
         raise UnsupportedModelError(
-            f"mtpc's {name} in SGLang: found {found[0]}; a traced draft has full attention, and "
-            f"ranks of tensor parallelism only; {NAME} has one rank and plain weights. Use NEXTN "
-            f"instead of {NAME}, or {OWN_DRAFT}"
+            f"mtpc's {draft.__name__} in SGLang: found {found[0]}; a traced draft has no index and "
+            f"ranks of tensor parallelism only, and {NAME} has one rank, plain weights and a plain "
+            f"pool. Use NEXTN instead of {NAME}, or {OWN_DRAFT}"
         )
 
 
@@ -82,12 +84,17 @@ class HostedDraft(nn.Module):
         own: the layer's own embedding and head, by role, if they differ from the target's. The
             draft keeps them where SGLang shares the target's.
         target: the target's architecture, by which mtpc finds the family.
+        has_window_alone: whether the layer attends to a window in a pool of its own kind, whatever
+            the target's layers attend to.
+        quantises_joint: see `ParallelLayers`.
 
     Raises:
         UnsupportedModelError: see `check_served` and `TracedDraft`.
     """
 
     target: ClassVar[str]
+    has_window_alone: ClassVar[bool] = False
+    quantises_joint: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -97,7 +104,7 @@ class HostedDraft(nn.Module):
         prefix: str = "",
     ):
         super().__init__()
-        check_served(type(self).__name__, config, quant_config)
+        check_served(type(self), config, quant_config)
         self.config, self.quant_config = config, quant_config
         self.run = DraftRun()
         self.draft = TracedDraft(
@@ -110,7 +117,7 @@ class HostedDraft(nn.Module):
                 device=torch.get_default_device(),
                 architecture=self.target_architecture(config),
             ),
-            None if is_chained() else SGLangLayers(quant_config),
+            None if is_chained() else SGLangLayers(quant_config, self.quantises_joint),
         )
         text = self.draft.config.get_text_config(decoder=True)
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)
@@ -130,7 +137,8 @@ class HostedDraft(nn.Module):
         Args:
             input_ids: int64 [T].
             positions: int64 [T].
-            forward_batch: SGLang's `ForwardBatch`; its `spec_info` has the hidden states [T, H].
+            forward_batch: SGLang's `ForwardBatch`; its `spec_info` has the hidden states [T, W],
+                see `TracedDraft`.
 
         Returns:
             SGLang's `LogitsProcessorOutput`. SGLang passes its hidden states, before or after the
@@ -148,8 +156,8 @@ class HostedDraft(nn.Module):
                 hidden = self.draft(input_ids, positions, features, embeddings)
             finally:
                 self.run.forward_batch = None
-            if not self.draft.returns_normed:
-                before, hidden = hidden, self.draft.final_norm(hidden)
+        if not self.draft.returns_normed:
+            before, hidden = hidden, self.draft.final_norm(hidden)
         return self.logits_processor(
             input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before
         )

@@ -25,19 +25,23 @@ from mtpc.integrations.parallel_layers import ParallelLayers
 OWN_DRAFT = "start SGLang without SGLANG_EXTERNAL_MODEL_PACKAGE to use its own draft"
 
 
+_LIMITS = {True: "swiglu_limit", False: "gemm1_clamp_limit"}
+"""SGLang's options for `ExpertsSite.limit`, by `limit_input`."""
+
+
 class SGLangLayers(ParallelLayers):
     """SGLang's layers.
 
     Args:
         quant_config: SGLang's quantisation config, or None.
+        quantises_joint: see `ParallelLayers`.
     """
 
     host = "SGLang"
     instead = OWN_DRAFT
 
-    def __init__(self, quant_config: Any):
-        # SGLang's own classes never quantise the projection of embedding and hidden state.
-        super().__init__(get_parallel().tp_size, quant_config, quantises_joint=False)
+    def __init__(self, quant_config: Any, quantises_joint: bool):
+        super().__init__(get_parallel().tp_size, quant_config, quantises_joint)
 
     def make_linear(self, site: LinearSite, options: dict[str, Any]) -> nn.Module:
         """See `ParallelLayers`."""
@@ -73,6 +77,7 @@ class SGLangLayers(ParallelLayers):
             activation=site.activation,
             # Shared experts read the same rows.
             inplace=False,
+            **{_LIMITS[site.limit_input]: site.limit or None},
         )
         runner = fused.runner_backend
         if runner is not None and (
@@ -88,6 +93,9 @@ class SGLangLayers(ParallelLayers):
 
     def load_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> set[str]:
         """See `ParallelLayers`."""
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "scale":  # As DeepSeek-V4 names what SGLang knows by DeepSeek-V3's name.
+            name = f"{stem}.weight_scale_inv".removeprefix(".")
         if isinstance(module, RoutedExperts):
             return module.load(name, tensor)
         parameter = dict(self.inner(module).named_parameters())[name]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 PLUGIN_NAME = "mtpc"
 """The name that VLLM_PLUGINS must contain."""
-ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "DeepSeekMTPModel", "Qwen3NextMTP")
-"""vLLM's names of the draft architectures that the plugin replaces."""
 
 
 def register() -> None:
@@ -27,7 +25,8 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from mtpc.integrations.vllm.plain_linears import PlainLinears
+    from mtpc.integrations.vllm.rules import HOST_RULES
 
     register_quantization_config(PLUGIN_NAME)(PlainLinears)
-    for architecture in ARCHITECTURES:
+    for architecture in HOST_RULES:
         ModelRegistry.register_model(architecture, f"{__name__}.draft_model:TracedMTP")

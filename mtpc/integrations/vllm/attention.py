@@ -20,11 +20,13 @@ def make_attention(site: AttentionSite, vllm_config: VllmConfig, prefix: str) ->
             exactly one number, and no other layer has the same prefix.
 
     Raises:
-        UnsupportedModelError: the site has sinks, or vLLM gives the layer another window.
+        UnsupportedModelError: the site has sinks, or keys that are values; or vLLM gives the layer
+            another window.
     """
-    if site.sinks is not None:
+    if site.sinks is not None or site.kind == "shared":
+        what = "sinks" if site.sinks is not None else "keys that are its values"
         raise UnsupportedModelError(
-            f"{prefix}: the draft has attention with sinks, which mtpc does not support in vLLM; "
+            f"{prefix}: the draft has attention with {what}, which mtpc does not support in vLLM; "
             "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
         )
     if site.kind == "latent" and vllm_config.model_config.use_mla:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,8 @@ from mtpc.integrations.draft import DraftOptions, TracedDraft
 from mtpc.integrations.draft_config import draft_config
 from mtpc.integrations.vllm.attention import make_attention
 from mtpc.integrations.vllm.layers import VllmLayers
+from mtpc.integrations.vllm.rules import HOST_RULES
 
-
-@dataclass(frozen=True)
-class HostRules:
-    """How vLLM's own draft class of an architecture works. These rules change only drafts.
-
-    Attributes:
-        architecture: the target's architecture.
-        zero_first_embedding: whether the class zeroes the embedding at position 0.
-        recycles_unnormed: whether the class feeds the hidden state before the final norm to the
-            next draft step.
-        returns_pair: whether vLLM's proposer expects a pair from `forward`: the head's input, and
-            the hidden state for the next draft step.
-        quantises_joint: see `VllmLayers`.
-    """
-
-    architecture: str
-    zero_first_embedding: bool
-    recycles_unnormed: bool = False
-    returns_pair: bool = False
-    quantises_joint: bool = False
-
-
-HOST_RULES: Mapping[str, HostRules] = {
-    "MiMoMTPModel": HostRules("MiMoForCausalLM", True),
-    "Glm4MoeMTPModel": HostRules("Glm4MoeForCausalLM", True, recycles_unnormed=True),
-    "DeepSeekMTPModel": HostRules("DeepseekV3ForCausalLM", True, returns_pair=True),
-    "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False, quantises_joint=True),
-}
 RULES = ("host", "model")
 """Values of `additional_config={"mtpc": {"draft_rules": ...}}`: "host" drafts as vLLM's class does,
 "model" as mtpc and the model's authors do."""

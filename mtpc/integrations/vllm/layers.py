@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.layer_sites import ExpertsSite, LinearSite
 from mtpc.integrations.parallel_layers import ParallelLayers
 
@@ -45,7 +46,16 @@ class VllmLayers(ParallelLayers):
         return ColumnParallelLinear(**options, return_bias=False, tp_rank=rank, tp_size=site.parts)
 
     def make_experts(self, site: ExpertsSite) -> nn.Module:
-        """See `ParallelLayers`."""
+        """See `ParallelLayers`.
+
+        Raises:
+            UnsupportedModelError: the experts bound their activations.
+        """
+        if site.limit:
+            raise UnsupportedModelError(
+                f"{site.name} are experts that bound their activations by {site.limit}, which "
+                f"mtpc does not support in vLLM; {self.instead}"
+            )
         gate, up, down = site.projections
         return RoutedExperts(
             FusedMoEFactory(

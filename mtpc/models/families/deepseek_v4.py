@@ -25,7 +25,7 @@ from mtpc.models.caches import CachePool, slot_spec
 from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import head_of
-from mtpc.models.hf import HFDraft, MTPLayer, StepParts
+from mtpc.models.hf import HFDraft, HostedLayer, MTPLayer, StepParts, TextRotary
 from mtpc.models.seams import StepContext
 from mtpc.models.slot_rings import SlotRing, WindowMasks
 from mtpc.ops.sinkhorn import sinkhorn
@@ -214,13 +214,31 @@ class StreamDraft(HFDraft):
     """
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
-        embedding, block = self.embedding(ids), self.layer.block
         context = StepContext.of(metadata, self.pool.layers())
-        hidden = self.layer.join(embedding, features, context.positions)[None]
-        attention: Any = block.self_attn
+        attention: Any = self.layer.block.self_attn
         given = _layer_inputs(context, attention.layer_idx, attention.window)
-        angles = {attention.rope_layer_type: self.rotary(embedding, context.positions)}
-        return block(hidden, input_ids=ids[None], position_embeddings=angles, **given)[0]
+        return _run_layer(self.layer, self.rotary, self.embedding(ids), features, given)
+
+
+def _run_layer(
+    layer: MTPLayer, rotary: TextRotary, embedding: Tensor, features: Tensor, given: dict[str, Any]
+) -> Tensor:
+    """Embeddings [T, H] and features [T, streams, H] -> [T, streams, H]; for `given` see
+    `_layer_inputs`. The layer's experts are chosen by score, so it needs no token ids."""
+    positions, attention = given["mtpc_context"].positions, layer.block.self_attn
+    hidden = layer.join(embedding, features, positions)[None]
+    angles = {attention.rope_layer_type: rotary(embedding, positions)}  # type: ignore[union-attr]
+    out: Tensor = layer.block(hidden, position_embeddings=angles, **given)[0]
+    return out
+
+
+def _run_hosted(
+    layer: MTPLayer, rotary: TextRotary, embedding: Tensor, features: Tensor, context: Any
+) -> Tensor:
+    """The layer over a host's attention; the host has streams as flat rows, [T, streams * H]."""
+    streams = features.unflatten(-1, (-1, embedding.shape[-1]))
+    given = {"mtpc_context": context, "masks": None}
+    return _run_layer(layer, rotary, embedding, streams, given).flatten(1)
 
 
 def _layer_inputs(context: StepContext, layer: int, window: int) -> dict[str, Any]:
@@ -229,24 +247,32 @@ def _layer_inputs(context: StepContext, layer: int, window: int) -> dict[str, An
     return {"mtpc_context": context, "masks": masks}
 
 
-class StreamHead(nn.Module):
-    """Features [T, streams, H] -> logits [T, V]: stream head, norm, output head."""
+class StreamReadout(nn.Module):
+    """What the output head reads of features [T, streams, H], or of such rows that are flat,
+    [T, streams * H]: stream head and norm -> [T, H]."""
 
-    def __init__(self, stream_head: nn.Module, norm: nn.Module, head: nn.Module):
+    def __init__(self, stream_head: Any, norm: Any):
         super().__init__()
-        self.stream_head, self.norm, self.head = stream_head, norm, head
+        self.stream_head, self.norm = stream_head, norm
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.head(self.norm(self.stream_head(features[None])))[0]
+        if features.dim() == 2:
+            features = features.unflatten(-1, (-1, self.norm.weight.shape[0]))
+        out: Tensor = self.norm(self.stream_head(features[None]))[0]
+        return out
 
 
 def _target_head(model: Any, wiring: MTPWiring) -> nn.Module:
-    decoder = model.get_decoder()
-    return StreamHead(decoder.hc_head, decoder.norm, model.get_output_embeddings())
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    return nn.Sequential(StreamReadout(decoder.hc_head, decoder.norm), head)
 
 
 def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
-    return StreamHead(layer.stream_head, layer.final_norm, head_of(model, layer))
+    return nn.Sequential(_readout(layer), head_of(model, layer))
+
+
+def _readout(layer: MTPLayer) -> StreamReadout:
+    return StreamReadout(layer.stream_head, layer.final_norm)
 
 
 DEEPSEEK_V4 = ModelFamily(
@@ -275,6 +301,9 @@ DEEPSEEK_V4 = ModelFamily(
     parts=StepParts(
         *(StreamTarget, _target_head, StreamDraft, _draft_head),
         stream_head=lambda decoder, config: type(decoder.hc_head)(config),
+        hosted=HostedLayer(
+            lambda config: config.hc_mult * config.hidden_size, _run_hosted, _readout
+        ),
     ),
     rotary_type=lambda config, i: _MAIN,
     stored_names=STORED_NAMES,

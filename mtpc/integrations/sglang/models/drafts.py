@@ -25,6 +25,16 @@ class DeepseekV3ForCausalLMNextN(HostedDraft):
     target = "DeepseekV3ForCausalLM"
 
 
+class DeepseekV4ForCausalLMNextN(HostedDraft):
+    """The draft of DeepSeek-V4. SGLang passes residual streams on as flat rows, from the target and
+    from draft to draft."""
+
+    target = "DeepseekV4ForCausalLM"
+    has_window_alone = True
+    # SGLang's own class does so, too, and by the released config they are FP8.
+    quantises_joint = True
+
+
 class Qwen3NextForCausalLMMTP(HostedDraft):
     """The draft of Qwen3-Next, whose MTP layer has full attention."""
 
@@ -55,6 +65,7 @@ EntryClass = [
     MiMoMTP,
     Glm4MoeForCausalLMNextN,
     DeepseekV3ForCausalLMNextN,
+    DeepseekV4ForCausalLMNextN,
     Qwen3NextForCausalLMMTP,
     Qwen3_5ForCausalLMMTP,
     Step3p5MTP,
