@@ -254,7 +254,7 @@ LINES = {
     "layout": 1210,
     "models": 9520,
     "ops": 2680,
-    "passes": 2530,
+    "passes": 2560,
     "program": 5040,
     "server": 4420,
     "step": 2010,

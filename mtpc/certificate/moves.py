@@ -276,6 +276,12 @@ def gather(c: Checker) -> Value:
     return c.meet(*(replace(v, shape=given[0].shape) for v in given))
 
 
+def part(c: Checker) -> Any:
+    """getitem: one of several results; `Checker` holds a single one by itself."""
+    found = c.at("self")
+    return found[c.args["index"]] if isinstance(found, list) else found
+
+
 def get(c: Checker) -> Any:
     """State that the step holds, or a weight."""
     name, shape = str(c.args["name"]), c.shapes[0]

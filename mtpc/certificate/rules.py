@@ -27,7 +27,7 @@ OPERATORS: dict[str, Callable[[Checker], Any]] = {
     **{f"aten::{name}": rule for name, rule in _ATEN.items()},
     **dict.fromkeys(tables.KERNELS, kernels.kernel),
     "get": moves.get,
-    "getitem": lambda c: c.at("self")[c.args["index"]],
+    "getitem": moves.part,
 }
 
 

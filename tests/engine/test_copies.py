@@ -176,6 +176,17 @@ def test_a_draft_that_does_not_exist_has_no_row(compiled: Callable[..., Any]) ->
     assert seen >= {1, 4}
 
 
+def test_one_draft_in_bfloat16(checkpoint: Callable[..., Path], cpu_cache: Path) -> None:
+    """K = 1, where several results of a step are one, has a certificate."""
+    options = dict(dtype="bfloat16", cache_dir=cpu_cache, **{**ASKED, "batch_buckets": (2,)})
+    directory, prompts = checkpoint("mimo", "plain"), REPEATING[3:5]
+    spec = mtpc.compile(directory, spec_tokens=1, max_len=64, **options)
+    plain = mtpc.compile(directory, spec_tokens=0, max_len=64, **{**options, "draft": None})
+    texts = [model.generate(prompts, 16, ignore_eos=True) for model in (spec, plain)]
+    assert texts[0] == texts[1]
+    assert not spec.stats.fallbacks
+
+
 BESIDE: dict[str, Any] = {**ASKED, "draft": "copy+own"}
 
 
