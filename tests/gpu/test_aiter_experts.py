@@ -288,12 +288,10 @@ def test_computed_weights_are_refused(found: aiter.Found) -> None:
     assert "weights that a step computes; it takes those of the model" in note
 
 
-def test_other_devices_are_refused(found: aiter.Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx1250")
-    (note,) = _bind(_step(_tensors()), found)
+def test_other_devices_are_refused(found: aiter.Found) -> None:
+    (note,) = _bind(_step(_tensors()), aiter.aiter_bindings("gfx1250"))
     assert "(gfx1250; it is bound on gfx942 and gfx950)" in note
-    monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx942")
-    assert _bind(_step(_tensors()), found) == []
+    assert _bind(_step(_tensors()), aiter.aiter_bindings("gfx942")) == []
 
 
 @pytest.mark.parametrize(
