@@ -35,9 +35,11 @@ from mtpc.backends.aiter.around import rows_off, token_lists
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.memory import GRANULE, live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
+from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes.hoist_shared import HoistShared
@@ -591,6 +593,19 @@ def test_the_plan_counts_segments(install: Callable[..., None]) -> None:
     graph = _paged_step()
     BindKernels(aiter.aiter_bindings().bindings).apply(graph)
     assert list(_scratch(graph).values()) == [4 * 4 * 64 * 4 * (32 + 2)]
+
+
+# ---- batch invariance ------------------------------------------------------------------------
+
+
+def test_no_step_whose_rows_are_apart_calls_it(install: Callable[..., None]) -> None:
+    """`open_cuda` does not bind it then, and the last check finds it, with the reason."""
+    install(ALL)
+    graph = _paged_step()
+    BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    said = r"calls mtpc_aiter::paged_attention: unified_attention chooses tiles and splits by the"
+    with pytest.raises(BackendError, match=said):
+        CheckInvariance().apply(graph)
 
 
 # ---- whole steps -----------------------------------------------------------------------------

@@ -59,6 +59,7 @@ import torch
 from torch import fx
 
 from mtpc.backends.aiter import around, limits, ops, sizes
+from mtpc.backends.aiter.facts import FACTS
 from mtpc.backends.bindings import Binding, Order
 from mtpc.backends.check_device import architecture_of
 from mtpc.backends.expand import Traced, expand
@@ -241,12 +242,28 @@ def _phase(graph: StepGraph) -> str:
     return "prefill" if graph.layout.is_ragged else graph.key.phase
 
 
+def row_bound(node: fx.Node) -> str | None:
+    """Why a row's sums in a call of aiter depend on other rows; None of other calls."""
+    call = _call_of(node)
+    if call is None:
+        return None
+    name = call.published.function
+    if name in FACTS["sums by atomics"].value:
+        return f"{name} sums by atomic additions, in any order"
+    return f"{name} chooses tiles and splits by the rows of a step"
+
+
 def scratch_of(node: fx.Node) -> tuple[int, ...]:
     """Bytes of what aiter allocates in a call beside its result; of no call of aiter, nothing."""
+    call = _call_of(node)
+    return () if call is None else call.scratch(arguments_of(node))
+
+
+def _call_of(node: fx.Node) -> Call | None:
     for call in (call for kernel in KERNELS for call in kernel.calls):
         if str(node.target) == f"mtpc_aiter.{call.operator.__name__}.default":
-            return call.scratch(arguments_of(node))
-    return ()
+            return call
+    return None
 
 
 def _find(published: Published) -> Callable[..., Any]:

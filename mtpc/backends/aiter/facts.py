@@ -87,7 +87,7 @@ _SORT = "csrc/include/moe_sorting_opus.h"
 
 
 def _both(kernel: str, first: int, second: int) -> tuple[Source, Source]:
-    """A kernel's lines in the tables of both devices: q, KV, heads, persistent, rows, prompt, ..."""
+    """A kernel's lines in both devices' tables: q, KV, heads, persistent, rows, prompt, ..."""
     lines = zip(DEVICES, (first, second), strict=True)
     one, two = (Source(f"hsa/{name}/mla/mla_asm.csv", line, kernel) for name, line in lines)
     return one, two
