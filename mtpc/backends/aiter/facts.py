@@ -1,7 +1,7 @@
 """What aiter's sources say of the functions that mtpc calls, and of those that it does not: data.
 
 The checks of calls (`limits`), the tests of the contract and a table of docs/gpu.md follow from it.
-Each fact names lines of the sources. `tests/peers/aiter_sources.py` holds lines and signatures
+Each fact names lines of the sources. `tests/helpers/aiter_sources.py` holds lines and signatures
 against a checkout of aiter, and tells what has moved.
 """
 
