@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtpc.backends.aiter.limits import fits_decode, latent_rows
+from mtpc.backends.aiter.limits import latent_rows
 from mtpc.backends.aiter.sizes import latent_splits, units
 
 Calls = Sequence[Any]
@@ -38,12 +38,12 @@ def latent_attention(
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, latent_rank: int,
 ) -> Tensor:  # fmt: skip
     """With each request's tokens as pages of one, and as many splits as aiter would choose: none
-    for rows that `mla_prefill_fwd` takes."""
+    for prompts."""
     decode, prefill = calls
     (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
     lists = token_lists(block_table, seq_lens, page_size)
     given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank, *lists)
-    if fits_decode(q.shape[1], latent_rows(q.shape[0], num_reqs, phase)):
+    if latent_rows(q.shape[0], num_reqs, phase) is not None:
         splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
         out = decode(q.contiguous(), *given, splits, starts)

@@ -68,12 +68,14 @@ class Unbound:
 
     Attributes:
         function: aiter's.
-        form: of the call.
+        operator: of mtpc, whose calls it could take.
+        form: of these calls.
         why: what stands against it.
         sources: of that.
     """
 
     function: str
+    operator: str
     form: str
     why: str
     sources: tuple[Source, ...]
@@ -161,6 +163,7 @@ FACTS: Mapping[str, Fact] = MappingProxyType(
         "prompt heads": Fact(
             (16, 128), (Source(_ASM, 1252, "gqa_ratio == 16 || gqa_ratio == 128"),)
         ),
+        "prompts are not split": Fact(True, (Source(_MLA, 1164, "num_kv_splits = 1"),)),
         "splits are given": Fact(
             True, (Source(_MLA, 281, "@functools.lru_cache"), Source(_MLA, 594, "num_kv_splits"))
         ),
@@ -198,12 +201,12 @@ FACTS: Mapping[str, Fact] = MappingProxyType(
 
 UNBOUND = (
     Unbound(
-        "mla_decode_fwd", "64 heads: several rows; one row on gfx942",
+        "mla_decode_fwd", "latent_attention", "64 heads: several rows; one row on gfx942",
         "faults by aiter's own test; has no kernel",
         (Source(_TEST, 628, "nhead == 64 and decode_qlen > 1"), Source(_ASM, 939, "= 1;")),
     ),
     Unbound(
-        "mla_decode_fwd", "8 heads, two rows",
+        "mla_decode_fwd", "latent_attention", "8 heads, two rows",
         "two kernels of gfx950 have the same key, and their order in a hash table chooses",
         (
             Source("hsa/gfx950/mla/mla_asm.csv", 34, "bf16,bf16,8,0,2,0,1,0,"),
@@ -212,33 +215,33 @@ UNBOUND = (
         ),
     ),
     Unbound(
-        "mla_decode_fwd", "float8 latents",
+        "mla_decode_fwd", "latent_attention", "float8 latents",
         "one scale for all pages; mtpc keeps latents in the model's dtype",
         (Source(_ASM, 665, "kv_scale,             //   [1]"),),
     ),
     Unbound(
-        "unified_attention", "pages of codes",
+        "unified_attention", "paged_attention", "pages of codes",
         "one scale for all keys; mtpc's pages have one for each row and head",
         (Source(_UNIFIED_KERNEL, 253, "k_descale = tl.load(k_descale_ptr)"),),
     ),
     Unbound(
-        "fused_moe", "float8 in blocks or by channel (DeepSeek-V3)",
+        "fused_moe", "grouped_experts", "float8 in blocks or by channel (DeepSeek-V3)",
         "rounds rows to float8, once before each product; mtpc::grouped_experts rounds none",
         (Source(_MOE, 759, "q_dtype_a = w1.dtype"), Source(_MOE, 3131, "quant_func(")),
     ),
     Unbound(
-        "fused_moe", "MXFP4 (DeepSeek-V4, gpt-oss)",
+        "fused_moe", "grouped_experts", "MXFP4 (DeepSeek-V4, gpt-oss)",
         "reads two codes a byte; on GPUs mtpc widens them to 8 bits (pack-groups). With SiLU it "
         "rounds rows to 4 bits, too",
         (Source(_MOE, 797, "q_dtype_a = dtypes.fp4x2"),),
     ),
     Unbound(
-        "fused_moe", "GELU; bounds of gate and up",
+        "fused_moe", "experts", "GELU; bounds of gate and up",
         "its GELU is the exact one; other kernels have the bounds, these ignore them",
         (Source(_MOE, 3993, "torch.nn.functional.gelu(gate)"),),
     ),
     Unbound(
-        "gemm_a8w8_blockscale", "float8 in blocks",
+        "gemm_a8w8_blockscale", "grouped_linear", "float8 in blocks",
         "takes rows in float8; mtpc::grouped_linear rounds none. Its decorator hides the signature",
         (
             Source("aiter/ops/gemm_op_a8w8.py", 804, "@torch_compile_guard"),
@@ -246,17 +249,19 @@ UNBOUND = (
         ),
     ),
     Unbound(
-        "gemm_a16w8_blockscale", "float8 in blocks, rows in 16 bits",
+        "gemm_a16w8_blockscale", "grouped_linear", "float8 in blocks, rows in 16 bits",
         "computes what mtpc::grouped_linear does, on codes [N, K]; mtpc packs them in tiles of 32 "
         "features for all backends",
         (Source("aiter/ops/triton/gemm/basic/gemm_a16w8_blockscale.py", 27, "prequant"),),
     ),
     Unbound(
-        "rmsnorm2d_fwd", "all", "its decorator hides the signature; mtpc fuses norms with more",
+        "rmsnorm2d_fwd", "rms_norm", "all",
+        "its decorator hides the signature; mtpc fuses norms with more",
         (Source("aiter/jit/utils/torch_guard.py", 210, "def wrapper(*args, **kwargs)"),),
     ),
     Unbound(
-        "pa_fwd_asm, pa_persistent_fwd", "all", "want pages in another order than mtpc's", (),
+        "pa_fwd_asm, pa_persistent_fwd", "paged_attention", "all",
+        "want pages in another order than mtpc's", (),
     ),
 )  # fmt: skip
 """Where Triton's kernels run instead."""

@@ -30,7 +30,8 @@ def paged_attention(call: Mapping[str, Any], phase: str, device: str | None) -> 
 
 
 def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) -> str | None:
-    """Of `mla_decode_fwd` and, where requests have any number of rows, `mla_prefill_fwd`."""
+    """Of `mla_decode_fwd` and, for prompts, `mla_prefill_fwd`, which splits no context: few rows of
+    a long one would occupy few processors."""
     q, cache, rank = (call[name] for name in ("q", "latent_cache", "latent_rank"))
     width, wanted = q.shape[2], FACTS["latent widths"].value
     if dtype_name(q.dtype) != FACTS["latent dtype"].value:
@@ -42,32 +43,24 @@ def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) ->
     found = HEADS.get(q.shape[1])
     if found is None:
         return f"{q.shape[1]} heads; it takes {', '.join(map(str, HEADS))}"
-    rows = latent_rows(q.shape[0], call["block_table"].shape[0], phase)
-    decodes = fits_decode(found.heads, rows)
-    devices = found.devices if decodes else found.prompts
-    if device in devices or (device is None and devices):
-        return None
+    num_reqs = call["block_table"].shape[0]
+    rows = latent_rows(q.shape[0], num_reqs, phase)
     what = "prompts" if rows is None else f"{rows} query rows a request"
-    if devices:
+    if rows is None and q.shape[0] <= num_reqs:
+        return "a row of each prompt; it would not split their contexts"
+    if rows is not None and found.rows is not None and rows > found.rows:
+        return f"{what} with {found.heads} heads; it takes up to {found.rows}"
+    devices = found.prompts if rows is None else found.devices
+    if not devices:
+        return f"{what} with {found.heads} heads; it takes them with {_heads_of_prompts()}"
+    if device not in (*devices, None):
         return f"{what} with {found.heads} heads on {device}; it takes them on {devices[0]}"
-    most = "" if not found.rows or rows is None else f"up to {found.rows}, and "
-    return f"{what} with {found.heads} heads; it takes {most}any number with {_heads_of_prompts()}"
+    return None
 
 
 def latent_rows(tokens: int, num_reqs: int, phase: str) -> int | None:
     """Rows of each request; None where they may have different numbers."""
     return tokens // num_reqs if phase == "decode" and tokens % num_reqs == 0 else None
-
-
-def fits_decode(heads: int, rows: int | None) -> bool:
-    """Whether `mla_decode_fwd` takes so many rows of each request, rather than `mla_prefill_fwd`.
-
-    Args:
-        heads: of `HEADS`.
-        rows: as `latent_rows` returns them.
-    """
-    most = HEADS[heads].rows
-    return rows is not None and (most is None or rows <= most)
 
 
 def _heads_of_prompts() -> str:
