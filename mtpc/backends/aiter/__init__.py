@@ -13,8 +13,9 @@ What the sources say is in `facts`, with file and line. More of attention:
   but the last, which is 1.
 - `mla_decode_fwd` keeps the number of splits in an `lru_cache`, with a tensor of them on the
   device, which it frees after 128 kinds of calls: so we give both.
-- An assembly kernel gets the grid and the requests' starts, so a request may have fewer rows than
-  the grid has room for, and none.
+- aiter's own test of `mla_prefill_fwd` has requests of different numbers of rows, and each has one
+  (op_tests/test_mla.py, 158). That a request without rows, as a padded prompt is, ends like a tile
+  behind another's rows is assumed: assembly cannot be read.
 
 More of `fused_moe` on weights that are not quantised (lines of aiter/fused_moe.py, if no other
 file is named):
