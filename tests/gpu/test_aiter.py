@@ -337,7 +337,7 @@ def wide_mla(wide: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "spec_tokens"), [(16, 7), (16, 8), (8, 1)])
+@pytest.mark.parametrize(("heads", "spec_tokens"), [(16, 7), (16, 8), (8, 2)])
 def test_rows_within_the_limits_and_beyond(
     heads: int, spec_tokens: int, wide: Callable[..., Path], install: Callable[..., None]
 ) -> None:

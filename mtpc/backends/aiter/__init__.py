@@ -40,7 +40,7 @@ file is named):
 - The sum over experts is made by atomic additions of 16 bits into a zeroed result (218), in any
   order. So equal steps may differ in their last bits.
 
-With `batch_invariant` nothing of aiter is bound: kernels choose tiles by rows, this sum has no order.
+With `batch_invariant` nothing of aiter is bound: tiles depend on rows, and this sum has no order.
 
 aiter changes quickly. Signatures are compared when kernels are bound, and a difference becomes a
 note, not a crash in the middle of a capture.
