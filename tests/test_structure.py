@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14820,
+    "backends": 15250,
     "capture": 1310,
     "certificate": 1550,
     "cli": 5070,

@@ -29,10 +29,14 @@ def write_hollow(directory: Path, family_name: str, shape: Shape) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     family, config, target, own = without_weights(family_name, shape)
-    tensors = {**dict(_one_by_one(target, family)), **own}
+    write_tensors(directory, {**dict(_one_by_one(target, family)), **own})
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write files of weights by name, but for the weights; of meta tensors."""
     for number, shard in enumerate(_shards(tensors)):
         _write(directory / f"model-{number:05}.safetensors", shard)
-    (directory / CONFIG).write_text(json.dumps(config))
 
 
 def _one_by_one(tensors: Mapping[str, Tensor], family: ModelFamily) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,14 +30,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.api import SpecModel
 from mtpc.backends import aiter
-from mtpc.backends.aiter import around, sizes
+from mtpc.backends.aiter import around, limits, sizes
 from mtpc.backends.aiter.around import rows_off, token_lists
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.memory import GRANULE, live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
+from mtpc.errors import BackendError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 from mtpc.passes.hoist_shared import HoistShared
@@ -65,12 +68,13 @@ class _Ours:
         self._found, self._phase = found, phase
 
     def paged_attention(self, *given: Any) -> Any:
-        call = _operator(self._found, "paged_attention")
-        return around.paged_attention(call, self._phase, *given)
+        calls = (_operator(self._found, "paged_attention"),)
+        return around.paged_attention(calls, self._phase, *given)
 
     def latent_attention(self, *given: Any) -> Any:
-        call = _operator(self._found, "latent_attention")
-        return around.latent_attention(call, self._phase, *given)
+        decode = _operator(self._found, "latent_attention")
+        calls = (decode, torch.ops.mtpc_aiter.latent_prefill.default)
+        return around.latent_attention(calls, self._phase, *given)
 
 
 # ---- detection -------------------------------------------------------------------------------
@@ -124,13 +128,18 @@ def guard(function):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("max_seqlen_q,\n", "max_seqlen_qo,\n", "lacks ['max_seqlen_q']"),
+        ("max_seqlen_q,\n    page", "max_seqlen_qo,\n    page", "lacks ['max_seqlen_q']"),
+        ("logit_cap=0.0, num_kv_splits=None,\n):", "*, cap):", "newly requires ['cap']"),
         ("page_size=1", "page_size=1, *, work_plan", "newly requires ['work_plan']"),
         ("def mla_decode_fwd", "def mla_decode", "no attribute 'mla_decode_fwd'"),
         ("import torch", "import torch, no_such_module_of_rocm", "no_such_module_of_rocm"),
         ("import torch", "import torch; {}['GPU_ARCHS']", "KeyError: 'GPU_ARCHS'"),
         ("import torch", "raise RuntimeError('no rocminfo')", "RuntimeError: no rocminfo"),
-        ("q, kv_buffer, o,", "q, o, kv_buffer,", "its order is ['q', 'o', 'kv_buffer'"),
+        (
+            "wd(\n    q, kv_buffer, o,",
+            "wd(\n    q, o, kv_buffer,",
+            "its order is ['q', 'o', 'kv_buffer'",
+        ),
         ("page_size=1", "page_size=16", "page_size is page_size=16, positional or keyword"),
         ("page_size=1", "*, page_size=1", "page_size is page_size=1, keyword-only"),
         ("nhead_kv=1", "nhead_kv=None", "nhead_kv is nhead_kv=None"),
@@ -138,7 +147,16 @@ def guard(function):
         ("def mla_decode_fwd", f"{GUARD}@guard\ndef mla_decode_fwd", "lacks ['q', 'kv_buffer', "),
     ],
     ids=[
-        *("renamed", "required", "gone", "broken", "no architecture", "import fails", "order"),
+        *(
+            "renamed",
+            "prompts",
+            "required",
+            "gone",
+            "broken",
+            "no architecture",
+            "import fails",
+            "order",
+        ),
         *("default", "kind", "other default", "splits", "guarded"),
     ],
 )
@@ -150,7 +168,7 @@ def test_a_deviation_leaves_that_op_to_triton_and_says_so(
     found = aiter.aiter_bindings()
     left = [getattr(REFERENCE, name) for name in ("paged_attention", "experts")]
     assert [b.reference for b in found.bindings] == [op.default for op in left]
-    assert "; Triton stands in for mla_decode_fwd: " in found.message
+    assert "; Triton stands in for mla_decode_fwd, mla_prefill_fwd: " in found.message
     assert message in found.message
 
 
@@ -169,16 +187,34 @@ def test_paged_attention_is_translated(
     close(batch.paged(_Ours(aiter.aiter_bindings())), batch.paged(REFERENCE))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_latent_attention_is_translated(page_size: int, install: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "heads", "rows"), [(1, 16, 3), (16, 16, 3), (16, 8, 1), (16, 32, 5), (1, 128, 2)]
+)
+def test_latent_attention_is_translated(
+    page_size: int, heads: int, rows: int, install: Callable[..., None]
+) -> None:
     """Requests that are off, page edges, wild entries behind a request's pages."""
     install(ALL)
-    lengths = [(37, 3), (0, 3), (16, 3), (32, 3), (17, 3)]
-    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(16, 1), dims=(576, 1))
+    lengths = [(37, rows), (0, rows), (16, rows), (32, rows), (17, rows)]
+    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(heads, 1), dims=(576, 1))
     batch = make_batch(lengths, page_size=page_size, **kinds)
     batch.k[0] = 0  # The null page, which lists of requests that are off name.
     expected = batch.latent(REFERENCE, 512)
     close(batch.latent(_Ours(aiter.aiter_bindings()), 512), expected)
+    assert sys.modules["aiter.mla"].prompts == []
+
+
+def test_prompts_are_translated(install: Callable[..., None]) -> None:
+    """Ragged rows; a request that is off."""
+    install(ALL)
+    rows = (5, 1, 17, 1)
+    lengths = [*zip((37, 0, 17, 40), rows, strict=True)]
+    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(16, 1), dims=(576, 1))
+    batch = make_batch(lengths, page_size=16, **kinds)
+    batch.k[0] = 0
+    ours = _Ours(aiter.aiter_bindings(), "prefill")
+    close(batch.latent(ours, 512), batch.latent(REFERENCE, 512))
+    assert sys.modules["aiter.mla"].prompts == [sum(rows)]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -233,6 +269,8 @@ def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
     install(ALL)
     for binding in aiter.aiter_bindings().bindings:
         assert not binding.target._schema.is_mutable
+    assert not torch.ops.mtpc_aiter.latent_prefill.default._schema.is_mutable
+    for binding in aiter.aiter_bindings().bindings:
         names = [a.name for a in binding.target._schema.arguments]
         added = {"max_query_len", "kv_indptr", "kv_indices", "kv_last_page_lens", "expert_mask"}
         added |= {"num_kv_splits", "num_kv_splits_indptr"}
@@ -244,13 +282,12 @@ def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:
 
 # ---- limits ----------------------------------------------------------------------------------
 
-LARGE = dict(
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-)
+LARGE = dict(kv_lora_rank=512, qk_rope_head_dim=64)
 """The latent's released widths on the tiny DeepSeek-V3."""
+ANY_STEP = cast(
+    StepGraph, SimpleNamespace(layout=SimpleNamespace(is_ragged=False), key=StepKey.decode(2, 1))
+)
+"""All that limits ask of a step."""
 
 
 def _bound(
@@ -282,35 +319,41 @@ def _names(graph: StepGraph) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     from helpers import tiny
 
-    def make(family: str) -> Path:
+    def make(family: str, heads: int = 16) -> Path:
         more = {"index_head_dim": 128} if family == "deepseek_v32" else {}
-        return tiny.make_checkpoint(family, tmp_path_factory.mktemp(family), **LARGE, **more)
+        more |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+        directory = tmp_path_factory.mktemp(f"{family}-{heads}")
+        return tiny.make_checkpoint(family, directory, **{**LARGE, **more})
 
     return cache(make)
 
 
 @pytest.fixture
-def wide_mla(wide: Callable[[str], Path]) -> Path:
+def wide_mla(wide: Callable[..., Path]) -> Path:
     return wide("deepseek_v3")
 
 
 @pytest.mark.slow
-def test_three_drafts_are_within_the_limits_and_four_are_not(
-    wide_mla: Path, install: Callable[..., None]
+@pytest.mark.parametrize(("heads", "spec_tokens"), [(16, 7), (16, 8), (8, 2)])
+def test_rows_within_the_limits_and_beyond(
+    heads: int, spec_tokens: int, wide: Callable[..., Path], install: Callable[..., None]
 ) -> None:
-    """With K = 4, verify's 5 rows go elsewhere and say so; the drafts' single rows do not."""
+    """Verified rows go elsewhere and say so; single rows of drafts do not."""
     install(ALL)
     found = aiter.aiter_bindings()
-    libraries, notes = _bound(wide_mla, 3, "bfloat16", found)
-    assert libraries == ["mtpc_aiter"]
-    assert not [note for note in notes if "latent_attention" in note]
-    libraries, notes = _bound(wide_mla, 4, "bfloat16", found)
+    libraries, notes = _bound(wide("deepseek_v3", heads), spec_tokens, "bfloat16", found)
+    notes = [note for note in notes if "latent_attention" in note]
+    if (heads, spec_tokens) == (16, 7):
+        assert (libraries, notes) == (["mtpc_aiter"], [])
+        return
     assert libraries == ["mtpc", "mtpc_aiter"]
-    (note,) = (note for note in notes if "latent_attention" in note)
-    assert "does not run on aiter (5 query rows a request; it takes up to 4)" in note
+    (note,) = notes
+    most = {16: 8, 8: 1}[heads]
+    said = f"{spec_tokens + 1} query rows a request with {heads} heads; it takes up to {most}"
+    assert f"latent_attention does not run on aiter ({said})" in note
 
 
 @pytest.mark.slow
@@ -350,19 +393,73 @@ def test_pages_that_are_no_part_of_a_tile(page: int, install: Callable[..., None
     tile = min(64, 1 << (page - 1).bit_length())
     fits = page >= 16 and (tile <= page or tile % page == 0)
     reason = None if fits else f"pages of {page} tokens; it takes 16, 32, and 64 or more"
-    assert binding.refuses(_attention(page), cast(StepGraph, None)) == reason
+    assert binding.refuses(_attention(page), ANY_STEP) == reason
 
 
-def test_other_devices_are_refused(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_are_refused(install: Callable[..., None]) -> None:
     """gfx1250 and gfx90a have no such kernel of latent attention, and other tiles."""
     install(ALL)
     for device in ("gfx90a", "gfx1250", "gfx942"):
-        monkeypatch.setattr(aiter, "_architecture", lambda _, device=device: device)
-        for binding in aiter.aiter_bindings().bindings[:1]:
-            reason = None if device == "gfx942" else f"{device}; it is bound on gfx942 and gfx950"
-            assert binding.refuses(_attention(16), cast(StepGraph, None)) == reason
+        binding = aiter.aiter_bindings(device).bindings[0]
+        reason = None if device == "gfx942" else f"{device}; it is bound on gfx942 and gfx950"
+        assert binding.refuses(_attention(16), ANY_STEP) == reason
+
+
+def _latents(heads: int, rows: int, phase: str, device: str | None) -> str | None:
+    """Why a call of latent attention of two requests is refused."""
+    q = torch.empty(2 * rows, heads, 576, dtype=torch.bfloat16, device="meta")
+    cache = q.new_empty(9, 16, 576)
+    call = {"q": q, "latent_cache": cache, "block_table": q.new_empty(2, 4), "latent_rank": 512}
+    return limits.latent_attention(call, phase, device)
+
+
+@pytest.mark.parametrize("device", ["gfx942", "gfx950"])
+def test_every_call_that_is_taken_has_one_kernel(device: str, install: Callable[..., None]) -> None:
+    """By the dispatch of aiter's sources, for all heads and rows. What it would find, and mtpc
+    leaves out, are the cases that `facts.UNBOUND` names, and more rows than a kernel has."""
+    install(ALL)
+    aiter.aiter_bindings()
+    theirs = sys.modules["aiter.mla"]
+    left_out = set()
+    for heads in range(1, 130):
+        for rows in range(1, 20):
+            found = theirs.kernels_of(device, heads, rows)
+            if _latents(heads, rows, "decode", device) is not None:
+                left_out |= {(heads, rows)} if found else set()
+                continue
+            ((_, most),) = found
+            assert rows <= (most or rows)
+        prompts = _latents(heads, 5, "prefill", device) is None
+        assert prompts == (heads in theirs.PROMPTS)
+    beyond = {(16, rows) for rows in range(9, 20)} | {(64, rows) for rows in range(2, 20)}
+    assert left_out == beyond | ({(8, 2)} if device == "gfx950" else set())
+
+
+def test_what_bindings_take_is_what_the_data_say() -> None:
+    """DeepSeek-V3's heads at 1, 2, 4, 8 and 16 ranks: K = 0, 1, 3, 7, 9, and prompts."""
+    taken = {
+        (heads, device): [
+            *(rows for rows in (1, 2, 4, 8, 10) if not _latents(heads, rows, "decode", device)),
+            *(["prompts"] if not _latents(heads, 4, "prefill", device) else []),
+        ]
+        for heads in (128, 64, 32, 16, 8)
+        for device in ("gfx942", "gfx950")
+    }
+    rows = [1, 2, 4, 8, 10]
+    assert taken == {
+        (128, "gfx942"): [*rows, "prompts"], (128, "gfx950"): [*rows, "prompts"],
+        (64, "gfx942"): [], (64, "gfx950"): [1],
+        (32, "gfx942"): rows, (32, "gfx950"): rows,
+        (16, "gfx942"): [1, 2, 4, 8, "prompts"], (16, "gfx950"): [1, 2, 4, 8, "prompts"],
+        (8, "gfx942"): [1], (8, "gfx950"): [1],
+    }  # fmt: skip
+    assert _latents(64, 1, "decode", "gfx942") == (
+        "1 query rows a request with 64 heads on gfx942; it takes them on gfx950"
+    )
+    assert _latents(48, 1, "decode", "gfx942") == "48 heads; it takes 8, 16, 32, 64, 128"
+    assert _latents(32, 4, "prefill", None) == "prompts with 32 heads; it takes them with 16 or 128"
+    alone = _latents(16, 1, "prefill", None)
+    assert alone == "a row of each prompt; it would not split their contexts"
 
 
 # ---- sizes -----------------------------------------------------------------------------------
@@ -389,13 +486,14 @@ def test_splits_are_those_that_aiter_would_choose(
         (256, 64, 9, (603_979_776, 1_179_648, 256, 4)),  # 256 * 9 * 128 sums of 512 numbers.
         (64, 64, 1, (16_777_216, 32_768, 256, 4)),  # 64 * 128 sums.
         (256, 64, 1, (0, 131_072, 256, 4)),  # Four rows a request: written where results go.
+        (64, 64, 1, (0, 8_192, 256, 4)),  # The same with 32 heads, whatever the rows.
     ],
 )
 def test_latent_scratch_by_hand(
     rows: int, num_reqs: int, splits: int, nbytes: tuple[int, ...]
 ) -> None:
     call = {
-        "q": torch.empty(rows, 128, 576, device="meta"),
+        "q": torch.empty(rows, 32 if nbytes[1] == 8_192 else 128, 576, device="meta"),
         "block_table": torch.empty(num_reqs, 7, device="meta"),
         "num_kv_splits": splits,
         "latent_rank": 512,
@@ -499,6 +597,19 @@ def test_the_plan_counts_segments(install: Callable[..., None]) -> None:
     assert list(_scratch(graph).values()) == [4 * 4 * 64 * 4 * (32 + 2)]
 
 
+# ---- batch invariance ------------------------------------------------------------------------
+
+
+def test_no_step_whose_rows_are_apart_calls_it(install: Callable[..., None]) -> None:
+    """`open_cuda` does not bind it then, and the last check finds it, with the reason."""
+    install(ALL)
+    graph = _paged_step()
+    BindKernels(aiter.aiter_bindings().bindings).apply(graph)
+    said = r"calls mtpc_aiter::paged_attention: unified_attention chooses tiles and splits by the"
+    with pytest.raises(BackendError, match=said):
+        CheckInvariance().apply(graph)
+
+
 # ---- whole steps -----------------------------------------------------------------------------
 
 
@@ -527,7 +638,7 @@ def test_layers_share_what_is_computed_for_them(
 def test_text_is_that_of_the_references(
     family: str,
     checkpoint: Callable[..., Path],
-    wide: Callable[[str], Path],
+    wide: Callable[..., Path],
     install: Callable[..., None],
 ) -> None:
     """Ragged prefill of several prompts, decode, and drafts, on the null device."""

@@ -25,10 +25,11 @@ from mtpc.backends import aiter
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
+from mtpc.backends.gpu.passes.check_invariance import CheckInvariance
 from mtpc.backends.memory import live_memory
 from mtpc.backends.null import NullGraphs
 from mtpc.capture.graph import StepGraph
-from mtpc.errors import GraphError
+from mtpc.errors import BackendError, GraphError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 from mtpc.weights import orders
@@ -288,12 +289,10 @@ def test_computed_weights_are_refused(found: aiter.Found) -> None:
     assert "weights that a step computes; it takes those of the model" in note
 
 
-def test_other_devices_are_refused(found: aiter.Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx1250")
-    (note,) = _bind(_step(_tensors()), found)
+def test_other_devices_are_refused(found: aiter.Found) -> None:
+    (note,) = _bind(_step(_tensors()), aiter.aiter_bindings("gfx1250"))
     assert "(gfx1250; it is bound on gfx942 and gfx950)" in note
-    monkeypatch.setattr(aiter, "_architecture", lambda device: "gfx942")
-    assert _bind(_step(_tensors()), found) == []
+    assert _bind(_step(_tensors()), aiter.aiter_bindings("gfx942")) == []
 
 
 @pytest.mark.parametrize(
@@ -319,6 +318,15 @@ def test_a_deviation_leaves_experts_to_triton_and_says_so(
     assert "experts" not in {str(b.reference).split(".")[1] for b in found.bindings}
     assert "; Triton stands in for fused_moe: " in found.message
     assert message in found.message
+
+
+def test_a_sum_by_atomic_additions_is_not_batch_invariant(found: aiter.Found) -> None:
+    step = _step(_tensors())
+    _bind(step, found)
+    (call,) = (node for node in step.graph.nodes if str(node.target) == OURS)
+    assert aiter.row_bound(call) == "fused_moe sums by atomic additions, in any order"
+    with pytest.raises(BackendError, match="batch_invariant is True, and"):
+        CheckInvariance().apply(step)
 
 
 # ---- whole programs --------------------------------------------------------------------------

@@ -3,17 +3,22 @@ reference ops."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from helpers.batches import WILD, bf16, close
 from helpers.grouped import FORMS, Zeros, experts_call, random_weight, rows_of
+from helpers.small_graphs import small_graph
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor
 
 if not INTERPRETS:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
-from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.triton_kernels import ELEMENTS, load_kernels, triton_bindings
 from mtpc.weights.grouped import Kind
 
 pytestmark = pytest.mark.triton
@@ -41,6 +46,34 @@ def test_linear_equals_the_reference(
     close(found, expected)
     if dtype == torch.float32 and kind != "float8":
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "group", "points"), FORMS)
+def test_steps_bind_it(kind: Kind, group: int, points: Zeros) -> None:
+    """Codes of float8, too, are no numbers that a kernel cannot take."""
+    weight = random_weight(kind, (64, 2 * group), group, zeros=points).operands
+    x = rows_of(4, 2 * group, torch.bfloat16)
+    calls = {
+        "grouped_linear": [x, *weight],
+        "grouped_gated_linear": [x, *weight],
+        "grouped_experts": experts_call(4, (kind, group, points), torch.bfloat16),
+    }
+    for name, given in calls.items():
+        tensors = {f"batch_{i}": t for i, t in enumerate(given) if isinstance(t, Tensor)}
+        assert notes_of(getattr(REFERENCE, name), given, tensors) == []
+
+
+def notes_of(call: Any, given: Sequence[Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Bind a step of one call; the notes on it."""
+
+    def body(out: Tensor, *held: Tensor) -> Tensor:
+        left = iter(held)
+        return out.copy_(call(*(next(left) if isinstance(x, Tensor) else x for x in given)))
+
+    notes: list[str] = []
+    graph = small_graph(body, batch_out=call(*given), **tensors)
+    assert BindKernels(triton_bindings(), notes.append).apply(graph) == 1 - len(notes)
+    return notes
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])

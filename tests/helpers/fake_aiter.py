@@ -46,7 +46,47 @@ def unified_attention(
 MLA = """
 import torch
 
-splits = []
+ARCH = "gfx950"
+splits, prompts = [], []
+# Assembly kernels for bfloat16 (hsa/*/mla/mla_asm.csv): heads and rows; with 0 rows, any number.
+EVERYWHERE = [(128, 0), (16, 1), (16, 4), (16, 8), (32, 0), (64, 0), (8, 1)]
+KERNELS = {"gfx942": EVERYWHERE, "gfx950": [*EVERYWHERE, (64, 1), (8, 2), (8, 2)]}
+PROMPTS = (16, 128)
+
+def kernels_of(arch, heads, rows):
+    # Those among which the call is dispatched (csrc/py_itfs_cu/asm_mla.cu, 865 to 973).
+    wanted = rows
+    if heads in (32, 128):
+        wanted = 0
+    elif heads == 16:
+        wanted = 1 if rows == 1 else 4 if rows <= 4 else 8
+    elif heads == 64:
+        wanted = 1 if rows == 1 else 0
+    return [found for found in KERNELS[arch] if found == (heads, wanted)]
+
+def attend(q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, last, page_size, sm_scale):
+    assert kv_buffer.shape[1:] == (page_size, 1, 576) and q.is_contiguous()
+    assert kv_indices.dtype == kv_indptr.dtype == last.dtype == torch.int32
+    for r in range(len(last)):
+        rows = slice(int(qo_indptr[r]), int(qo_indptr[r + 1]))
+        pages = kv_indices[kv_indptr[r]:kv_indptr[r + 1]]
+        assert len(pages) > 0, "an empty list of pages"
+        length = (len(pages) - 1) * page_size + last[r]
+        starts = torch.tensor([0, rows.stop - rows.start])
+        o[rows] = torch.ops.mtpc.latent_attention(
+            q[rows], kv_buffer[:, :, 0], pages[None], length[None], starts, sm_scale, 512
+        )
+
+def mla_prefill_fwd(
+    q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
+    sm_scale=None, logit_cap=0.0, num_kv_splits=None,
+):
+    assert q.shape[1] in PROMPTS
+    # Rows behind the grid are left open.
+    assert max_seqlen_q >= int((qo_indptr[1:] - qo_indptr[:-1]).max())
+    prompts.append(len(q))
+    o.fill_(float("nan"))
+    attend(q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, 1, sm_scale)
 
 def mla_decode_fwd(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
@@ -56,22 +96,17 @@ def mla_decode_fwd(
     kv_scale=None, intra_batch_mode=False, return_logits=False, return_lse=False,
     g_kv_indptr=None, cp_world_size=1, cp_rank=0, causal=True,
 ):
-    assert kv_buffer.shape[1:] == (page_size, 1, 576) and nhead_kv == 1
-    assert q.is_contiguous() and max_seqlen_q <= 4
-    assert kv_indices.dtype == kv_indptr.dtype == kv_last_page_lens.dtype == torch.int32
+    assert nhead_kv == 1
+    (kernel,) = kernels_of(ARCH, q.shape[1], max_seqlen_q)
+    assert max_seqlen_q <= (kernel[1] or max_seqlen_q)
+    assert (qo_indptr[1:] - qo_indptr[:-1]).tolist() == [max_seqlen_q] * (len(qo_indptr) - 1)
     assert None not in (num_kv_splits, num_kv_splits_indptr), "aiter holds a tensor, for a while"
     assert num_kv_splits_indptr.dtype == torch.int32
     assert num_kv_splits_indptr.tolist() == [num_kv_splits * r for r in range(len(qo_indptr))]
     splits.append(num_kv_splits)
-    for r in range(len(kv_last_page_lens)):
-        rows = slice(int(qo_indptr[r]), int(qo_indptr[r + 1]))
-        pages = kv_indices[kv_indptr[r]:kv_indptr[r + 1]]
-        assert len(pages) > 0, "an empty list of pages"
-        length = (len(pages) - 1) * page_size + kv_last_page_lens[r]
-        starts = torch.tensor([0, rows.stop - rows.start])
-        o[rows] = torch.ops.mtpc.latent_attention(
-            q[rows], kv_buffer[:, :, 0], pages[None], length[None], starts, sm_scale, 512
-        )
+    attend(
+        q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, page_size, sm_scale
+    )
 """
 
 ENUMS = """

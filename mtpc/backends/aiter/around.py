@@ -1,23 +1,27 @@
 """What PyTorch computes around our ops on aiter's functions, in place of an `mtpc::` operator.
 
-Each takes our operator, the phase of the step, and the arguments of the `mtpc::` operator of its
+Each takes our operators, the phase of the step, and the arguments of the `mtpc::` operator of its
 name. Its calls are put into the step's graph: Inductor fuses them with what is before and behind,
 and equal ones are made once for all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mtpc.backends.aiter.limits import latent_rows
 from mtpc.backends.aiter.sizes import latent_splits, units
+
+Calls = Sequence[Any]
 
 
 def paged_attention(
-    call: Any, phase: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    calls: Calls, phase: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, sliding_window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -25,26 +29,31 @@ def paged_attention(
     rows, given = q.shape[0], (block_table, seq_lens, query_start_loc)
     longest = rows // block_table.shape[0] if phase == "decode" else rows
     dense = q if q.stride(2) == 1 else q.contiguous()
-    out = call(dense, k_cache, v_cache, *given, scale, sliding_window, softcap, sinks, longest)
+    out = calls[0](dense, k_cache, v_cache, *given, scale, sliding_window, softcap, sinks, longest)
     return _zero_off(out, seq_lens, query_start_loc)
 
 
 def latent_attention(
-    call: Any, phase: str, q: Tensor, latent_cache: Tensor, block_table: Tensor,
+    calls: Calls, phase: str, q: Tensor, latent_cache: Tensor, block_table: Tensor,
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, latent_rank: int,
 ) -> Tensor:  # fmt: skip
-    """With each request's tokens as pages of one, and as many splits as aiter would choose."""
+    """With each request's tokens as pages of one, and as many splits as aiter would choose: none
+    for prompts."""
+    decode, prefill = calls
     (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
     lists = token_lists(block_table, seq_lens, page_size)
-    splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
-    given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank)
-    out = call(q.contiguous(), *given, *lists, splits, starts)
+    given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank, *lists)
+    if latent_rows(q.shape[0], num_reqs, phase) is not None:
+        splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
+        out = decode(q.contiguous(), *given, splits, starts)
+    else:
+        out = prefill(q.contiguous(), *given)
     return _zero_off(out, seq_lens, query_start_loc)
 
 
 def experts(
-    call: Any, phase: str, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
+    calls: Calls, phase: str, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
     expert_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """Choices as aiter sorts them: one of nothing becomes one of an expert more than there are,
@@ -54,7 +63,7 @@ def experts(
     ids = pad(expert_ids.masked_fill(outside, count).int(), (0, 1), value=count)
     weights = pad(expert_weights.float().masked_fill(outside, 0), (0, 1))
     mask = (torch.arange(count + 1, device=x.device) < count).int()
-    result: Tensor = call(x.contiguous(), gate_up, down, ids, weights, mask)
+    result: Tensor = calls[0](x.contiguous(), gate_up, down, ids, weights, mask)
     return result
 
 

@@ -1,7 +1,7 @@
 """Our ops on aiter's functions, with sizes of the bucket only.
 
-Each takes a function of aiter, the arguments of the `mtpc::` operator of its name, by their names,
-and what that operator does not have. `define` makes an operator of it that is opaque to Inductor
+Each takes a function of aiter, the arguments of an `mtpc::` operator, by their names, and what that
+operator does not have. `define` makes an operator of it that is opaque to Inductor
 and writes none of its arguments. (aiter's own registration can declare that every tensor is
 written.) So what PyTorch computes for it is not here, but in `mtpc.backends.aiter.around`.
 """
@@ -23,23 +23,24 @@ _FUNCTIONS: dict[str, Function] = {}
 """aiter's, by the name of the operator that calls it. An operator is defined once per process."""
 
 
-def define(ours: Function, function: Function) -> Any:
-    """The overload of `mtpc_aiter::NAME`, which computes `mtpc::NAME` by a function of aiter.
+def define(ours: Function, function: Function, of: str) -> Any:
+    """The overload of `mtpc_aiter::NAME`, which computes `mtpc::OF` by a function of aiter.
 
     Args:
         ours: one of the functions below; its name is the operator's.
         function: of aiter.
+        of: name of the `mtpc::` operator.
     """
     name = ours.__name__
     is_defined = name in _FUNCTIONS
     _FUNCTIONS[name] = function
     if not is_defined:
-        _define(name, ours)
+        _define(name, ours, of)
     return getattr(torch.ops.mtpc_aiter, name).default
 
 
-def _define(name: str, ours: Function) -> None:
-    reference, signature = references()[name], inspect.signature(ours, eval_str=True)
+def _define(name: str, ours: Function, of: str) -> None:
+    reference, signature = references()[of], inspect.signature(ours, eval_str=True)
     parameters = list(signature.parameters.values())[1:]
     known = {argument.name for argument in reference._schema.arguments}
     count = sum(parameter.name in known for parameter in parameters)
@@ -96,7 +97,7 @@ def latent_attention(
     out = q.new_empty((*q.shape[:2], latent_rank))
     function(
         q=q,
-        kv_buffer=latent_cache.view(-1, 1, 1, latent_cache.shape[-1]),
+        kv_buffer=_tokens(latent_cache),
         o=out,
         qo_indptr=query_start_loc,
         kv_indptr=kv_indptr,
@@ -110,6 +111,35 @@ def latent_attention(
         num_kv_splits_indptr=num_kv_splits_indptr,
     )
     return out
+
+
+def latent_prefill(
+    function: Function, q: Tensor, latent_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor, scale: float, latent_rank: int, kv_indptr: Tensor,
+    kv_indices: Tensor, kv_last_page_lens: Tensor,
+) -> Tensor:  # fmt: skip
+    """On `mla_prefill_fwd`, over the same lists, for requests of any number of rows.
+
+    Its `max_seqlen_q` is the size of the grid, so any upper bound serves.
+    """
+    out = q.new_empty((*q.shape[:2], latent_rank))
+    function(
+        q=q,
+        kv_buffer=_tokens(latent_cache),
+        o=out,
+        qo_indptr=query_start_loc,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_last_page_lens=kv_last_page_lens,
+        max_seqlen_q=q.shape[0],
+        sm_scale=scale,
+    )
+    return out
+
+
+def _tokens(latent_cache: Tensor) -> Tensor:
+    """Pages of one token: [pages * P, 1, 1, width]."""
+    return latent_cache.view(-1, 1, 1, latent_cache.shape[-1])
 
 
 def experts(

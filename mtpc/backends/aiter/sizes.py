@@ -1,6 +1,6 @@
 """Into how many parts aiter cuts contexts, and what it allocates: its formulas, by sizes of a step.
 
-They are those of its sources (commit e404860) for gfx942 and gfx950. `*_scratch` take the arguments
+They are those of its sources (`facts.COMMIT`) for gfx942 and gfx950. `*_scratch` take the arguments
 of our operators by name and give the bytes of each allocation beside the result.
 """
 
@@ -11,6 +11,8 @@ from math import ceil
 from typing import Any
 
 import torch
+
+from mtpc.backends.aiter.facts import FACTS
 
 _UNITS_ELSEWHERE = 304
 """An MI300X's."""
@@ -45,13 +47,20 @@ def latent_splits(num_reqs: int, longest: int, units: int) -> int:
 def latent_scratch(call: Mapping[str, Any]) -> tuple[int, ...]:
     """Each split's result and sum, in float32, and counts of splits (aiter/mla.py, 622 to 721).
 
-    The results of one split are the final ones where requests have four rows.
+    The results of one split are the final ones where requests have four rows, and for some numbers
+    of heads.
     """
     rows, heads, _ = call["q"].shape
     num_reqs, splits = call["block_table"].shape[0], call["num_kv_splits"]
-    sums = 4 * rows * splits * heads
-    is_final = splits == 1 and rows == 4 * num_reqs
+    sums, few = 4 * rows * splits * heads, FACTS["one split is final"].value
+    is_final = splits == 1 and (rows == 4 * num_reqs or heads in few)
     return (0 if is_final else sums * call["latent_rank"], sums, 4 * num_reqs, 4)
+
+
+def prompt_scratch(call: Mapping[str, Any]) -> tuple[int, ...]:
+    """A sum for each row and head, in float32 (aiter/mla.py, 1170)."""
+    rows, heads, _ = call["q"].shape
+    return (4 * rows * heads,)
 
 
 def paged_segments(call: Mapping[str, Any]) -> int:

@@ -48,7 +48,7 @@ class Operator:
             there are has one more argument, `batch_invariant`, which forbids that.
         limit: why it cannot take a call.
         any_element: whether it takes any floating-point dtype, and not only `ELEMENTS`.
-        codes: whether caches may hold codes, which may be float8.
+        codes: whether caches or weights may be codes, which may be float8.
         row_bound: why a row's sums depend on other rows, even with `batch_invariant`; None where
             they do not.
     """

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from mtpc.backends import aiter
 from mtpc.backends.triton_kernels import NAMESPACES, row_bound
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -47,6 +48,9 @@ def _reason(node: fx.Node) -> str | None:
         return "it is no operator that is known to keep the order of its sums"
     if target.namespace in NAMESPACES:
         return row_bound(node)
+    of_aiter = aiter.row_bound(node)
+    if of_aiter is not None:
+        return of_aiter
     if traits_of(target).arithmetic != "sums":
         return None
     if target.namespace == "mtpc":

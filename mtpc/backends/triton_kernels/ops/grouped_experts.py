@@ -136,7 +136,7 @@ def _limit(call: Mapping[str, Any]) -> str | None:
     return limit_group(call["x"].shape[-1], *wide) or limit_group(inner, *narrow)
 
 
-@operator(limit=_limit)
+@operator(limit=_limit, codes=True)
 def grouped_experts(
     x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, gate_up_zeros: Tensor | None,
     down: Tensor, down_scales: Tensor, down_zeros: Tensor | None,

@@ -9,7 +9,7 @@ from mtpc.backends.triton_kernels.ops.grouped_linear import grouped_linear, limi
 from mtpc.backends.triton_kernels.ops.silu_and_mul import silu_and_mul
 
 
-@operator(limit=limit_linear)
+@operator(limit=limit_linear, codes=True)
 def grouped_gated_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int, *,
     batch_invariant: bool = False,

@@ -71,7 +71,7 @@ def limit_linear(call: Mapping[str, Any]) -> str | None:
     return limit_group(call["x"].shape[-1], call["codes"], call["scales"], call.get("zeros"))
 
 
-@operator(limit=limit_linear)
+@operator(limit=limit_linear, codes=True)
 def grouped_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int,
     bias: Tensor | None, *, batch_invariant: bool = False,

@@ -1,0 +1,196 @@
+"""Which kernels the operators of a decode step are bound to on AMD's GPUs, for released models.
+
+    python -m benchmarks.gpu_bound            # print the tables; needs Triton, and no GPU
+    python -m benchmarks.gpu_bound --write    # put them into docs/gpu.md
+
+Layers are cut to one of each kind, and files of weights have no data. aiter is not asked: its
+limits are those of `mtpc.backends.aiter.facts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks import ROOT
+from benchmarks.harness import command
+from benchmarks.harness.released_shapes import RELEASED
+from mtpc import CompileOptions
+from mtpc.backends import aiter
+from mtpc.backends.aiter.facts import DEVICES, HEADS, UNBOUND
+from mtpc.backends.bindings import BindKernels
+from mtpc.backends.cuda import CrossBackend
+from mtpc.capture.graph import StepGraph, operators
+from mtpc.layout import Layout, StepKey
+from mtpc.models.load import load_planned
+from mtpc.plan import make_plan
+from mtpc.program.compiler import StepCompiler
+
+PAGE = ROOT / "docs" / "gpu.md"
+BATCH, SPEC_TOKENS = 8, 3
+END = "<!-- end of what was made -->"
+_NAMES = ("aiter", "triton", "reference")
+_LIBRARIES = dict(zip(("mtpc_aiter", "mtpc_triton", "mtpc"), _NAMES, strict=True)) | {
+    "mtpc_loaded": "triton"
+}
+_NOTE = re.compile(r"mtpc::(\w+) does not run on aiter \((.*)\): .* instead")
+
+
+@dataclass(frozen=True)
+class Count:
+    """What became of a step's operators.
+
+    Attributes:
+        calls: (library, operator, calls).
+        products: calls of PyTorch's matrix products.
+        why: operators that aiter's kernels refuse, with the reason.
+    """
+
+    calls: tuple[tuple[str, str, int], ...]
+    products: int
+    why: tuple[tuple[str, str], ...]
+
+    def of(self, library: str) -> str:
+        """Operators of a library, with how many calls there are of each."""
+        found = (f"{name} {count}" for of, name, count in self.calls if of == library)
+        return ", ".join(found) or "-"
+
+
+class _Rewriter(CrossBackend):
+    """Rewrites steps for a GPU, and leaves operators unbound."""
+
+    def legalise(self) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+
+def _absent(published: aiter.Published) -> Callable[..., Any]:
+    """Stands for a function of aiter, which nothing calls here; weights stay where they are."""
+    return lambda weight, **_: weight
+
+
+@torch.no_grad()
+def rewritten(name: str, directory: Path) -> StepGraph:
+    """The decode step of a released model, before its operators are bound."""
+    model = RELEASED[name]
+    model.write(directory)
+    drafts = SPEC_TOKENS if model.has_drafts else 0
+    options = CompileOptions(
+        spec_tokens=drafts, batch_buckets=(BATCH,), max_len=4096, page_size=16, prefill_chunk=64,
+        sampling=False, token_mask=False,
+    )  # fmt: skip
+    plan = make_plan(options)
+    loaded = load_planned(directory, plan, headers_only=True)
+    compiler = StepCompiler(loaded, plan, _Rewriter(), new_buffer=Layout.reserve)
+    compiler.weights.defers = True
+    return compiler.rewritten(StepKey.decode(BATCH, drafts))
+
+
+@torch.no_grad()
+def count(graph: StepGraph, device: str) -> Count:
+    """Bind a copy of a step for a device.
+
+    Raises:
+        BackendError: there is no Triton.
+    """
+    from mtpc.backends.triton_kernels import triton_bindings
+
+    theirs = (aiter.bind(kernel, device, _absent) for kernel in aiter.KERNELS)
+    notes: list[str] = []
+    bound = graph.clone()
+    BindKernels([*theirs, *triton_bindings()], notes.append).apply(bound)
+    calls, products = Counter[tuple[str, str]](), 0
+    for _, target in operators(bound.graph):
+        space, _, name = str(target).removesuffix(".default").partition(".")
+        if space in _LIBRARIES:
+            calls[_LIBRARIES[space], name] += 1
+        products += space == "aten" and name in ("linear", "matmul", "mm", "bmm", "addmm")
+    found = (_NOTE.fullmatch(note) for note in notes)
+    ordered = tuple((*key, n) for key, n in sorted(calls.items()))
+    return Count(ordered, products, tuple(sorted({(m[1], m[2]) for m in found if m})))
+
+
+def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """A row for each model and the devices on which it is bound alike."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            graph = rewritten(name, Path(directory))
+            counts = {device: count(graph, device) for device in DEVICES}
+        for found in dict.fromkeys(counts.values()):
+            on = " ".join(device for device, other in counts.items() if other == found)
+            why = "; ".join(f"{operator}: {reason}" for operator, reason in found.why)
+            stored = RELEASED[name].form
+            told = [found.of(library) for library in _NAMES]
+            yield (name, stored, on, *told, str(found.products), why or "-")
+
+
+COLUMNS = ("model", "stored as", "on", "aiter", "Triton", "a reference", "products", "not aiter")
+
+
+def counts_table(names: Sequence[str]) -> str:
+    """The table of counts."""
+    return _table(COLUMNS, rows(names))
+
+
+def heads_table() -> str:
+    """Latent attention by heads."""
+    made = []
+    for each in HEADS.values():
+        most = "any" if each.rows is None else f"up to {each.rows}"
+        decode = f"{most} (aiter's tests: {each.tested})"
+        made.append((str(each.heads), " ".join(each.devices), decode,
+                     "yes" if each.prompts else "no"))  # fmt: skip
+    return _table(("heads", "on", "rows of a request, decoding", "prompts"), made)
+
+
+def unbound_table() -> str:
+    """What mtpc leaves to other kernels."""
+    made = ((f"`{u.function}`", f"`{u.operator}`", u.form, u.why) for u in UNBOUND)
+    return _table(("function", "for", "form", "why it is not bound"), made)
+
+
+def _table(columns: Sequence[str], made: Any) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in made)]) + "\n"
+
+
+def put(text: str, part: str, table: str) -> str:
+    """A page with one of its tables made again.
+
+    Raises:
+        ValueError: the page has no such part.
+    """
+    begin = f"<!-- made by benchmarks.gpu_bound: {part} -->\n"
+    if text.count(begin) != 1:
+        raise ValueError(f"the page has {text.count(begin)} parts {part!r}; expected one")
+    before, rest = text.split(begin)
+    return f"{before}{begin}{table}{END}{rest.split(END, 1)[1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print or write the tables."""
+    parser = command.new_parser("gpu_bound", __doc__)
+    parser.add_argument("--write", action="store_true", help="into docs/gpu.md")
+    args: argparse.Namespace = parser.parse_args(argv)
+    transformers.utils.logging.set_verbosity_error()
+    parts = {"counts": counts_table(list(RELEASED)), "heads": heads_table()}
+    parts["unbound"] = unbound_table()
+    for part, table in parts.items():
+        print(table)
+        if args.write:
+            PAGE.write_text(put(PAGE.read_text(), part, table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
