@@ -1220,7 +1220,7 @@ FAULTS = (
         "a sampled draft may be a token that is not listed",
         "passes/trim_draft_head.py",
         'shape, float("-inf")',
-        "shape, 0.0",
+        'shape, float("inf")',
         "passes/test_trim_draft_head.py::test_drafts_are_listed_and_what_is_emitted_stays",
     ),
     Fault(
