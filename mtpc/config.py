@@ -47,7 +47,7 @@ DEFAULT_OFFLOAD_BYTES = 4 << 30
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
-COSTLY = {"int4-g32": "8 %", "int4-g128": "24 %"}
+COSTLY = {"iq4_nl": "8 %", "int4-g32": "8 %", "int4-g128": "24 %"}
 """Schemes that cost more than 5 % of perplexity, see docs/quantised.md -> how much."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
@@ -63,8 +63,8 @@ def warn_of_cost(scheme: str | None) -> None:
     """Log a warning where a scheme is one of `COSTLY`; called once for weights that it rounds."""
     if scheme in COSTLY:
         _log.warning(
-            "%s raised the perplexity of a 0.5B model by %s; iq4_nl keeps 4.5 bits a weight and "
-            "costs less", scheme, COSTLY[scheme],
+            "%s raised the perplexity of a 0.5B model by %s; int8, q8_0 and files that were "
+            "quantised with care cost less", scheme, COSTLY[scheme],
         )  # fmt: skip
 
 
