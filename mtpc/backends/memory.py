@@ -13,7 +13,6 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
-from mtpc.backends.aiter import scratch_of
 from mtpc.backends.placing import Live
 from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.effects import Root, analyse, storages
@@ -74,6 +73,8 @@ def _rounded(size: int) -> int:
 
 def _scratch(node: fx.Node) -> int:
     """Bytes that a GPU operator, mtpc's or aiter's, allocates for use between its launches."""
+    from mtpc.backends.aiter import scratch_of  # A start on a CPU needs nothing of it.
+
     theirs = scratch_of(node)
     if theirs:
         return sum(map(_rounded, theirs))

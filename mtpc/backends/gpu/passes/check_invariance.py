@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from mtpc.backends import aiter
 from mtpc.backends.triton_kernels import NAMESPACES, row_bound
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -48,6 +47,8 @@ def _reason(node: fx.Node) -> str | None:
         return "it is no operator that is known to keep the order of its sums"
     if target.namespace in NAMESPACES:
         return row_bound(node)
+    from mtpc.backends import aiter  # A start on a CPU needs nothing of it.
+
     of_aiter = aiter.row_bound(node)
     if of_aiter is not None:
         return of_aiter
