@@ -251,8 +251,12 @@ def test_latent_attention_on_the_aiter_backend(host: SimpleNamespace) -> None:
 
 
 @pytest.fixture
-def float64() -> Iterator[None]:
-    """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py)."""
+def float64(checkpoint: Callable[..., Path]) -> Iterator[None]:
+    """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py).
+
+    The checkpoint, which other tests share, is made before.
+    """
+    checkpoint("step3p5", "random")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -263,13 +267,13 @@ def float64() -> Iterator[None]:
 def test_a_layer_of_a_chain_has_its_own_head_and_features(
     host: SimpleNamespace,
     checkpoint: Callable[..., Path],
-    oracle: Callable[..., Oracle],
     float64: None,
 ) -> None:
     """Step-3.5's second MTP layer, as SGLang's multi-layer EAGLE makes, feeds and chains it."""
     from mtpc.integrations.sglang.models.drafts import Step3p5MTP
 
-    directory, reference = checkpoint("step3p5", "random"), DraftOracle(oracle("step3p5", "random"))
+    directory = checkpoint("step3p5", "random")
+    reference = DraftOracle(Oracle("step3p5", directory))  # Its own: angles are float64 here.
     config = reference.oracle.model.config
     draft = Step3p5MTP(config=config, draft_model_idx=1)
     draft.load_weights(load_file(directory / "model.safetensors").items())

@@ -38,12 +38,27 @@ def host() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py:838)."""
+def float64(checkpoint: Callable[..., Path]) -> Iterator[None]:
+    """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py:838).
+
+    Checkpoints, which other tests share, are made before.
+    """
+    for kind in ("trained", "random"):
+        checkpoint("deepseek_v4", kind)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def oracle(checkpoint: Callable[..., Path]) -> Callable[..., Oracle]:
+    """As conftest's, but of this test alone: its angles are float64."""
+
+    def get(family: str, kind: str = "trained") -> Oracle:
+        return Oracle(family, checkpoint(family, kind))
+
+    return get
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
