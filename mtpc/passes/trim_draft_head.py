@@ -10,15 +10,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import (
-    Policy,
-    emit,
-    emit_attribute,
-    emit_weight,
-    is_call,
-    operands,
-    sweep,
-)
+from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, is_call, operands, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.weights.recipes import Rows
 
@@ -47,12 +39,12 @@ class TrimDraftHead:
         if not self.token_ids:
             return 0
         draft = draft_nodes(graph.graph)
-        found = [(node, node in draft and _head_of(graph, node)) for node in graph.graph.nodes]
-        for chooser, head in found:
-            if head:
-                self._trim(graph, chooser, head)
+        found = {node: _head_of(graph, node) for node in graph.graph.nodes if node in draft}
+        heads = {node: head for node, head in found.items() if head is not None}
+        for chooser, head in heads.items():
+            self._trim(graph, chooser, head)
         sweep(graph)
-        return sum(bool(head) for _, head in found)
+        return len(heads)
 
     def _trim(self, graph: StepGraph, chooser: fx.Node, head: Head) -> None:
         """Let a choice see the listed tokens alone.
@@ -72,17 +64,26 @@ class TrimDraftHead:
                 for weight in head.weights
             ]
             logits = emit(graph.graph, aten.linear.default, (head.x, *rows), head.node)
-            ids = self._ids(graph, logits)
             if is_call(chooser, torch.ops.mtpc.sample.default):
-                logits = self._whole(graph, logits, head.node, ids)
-            if head.selected:
-                logits = emit(graph.graph, aten.select.int, (logits, *head.selected), chooser)
-            if is_call(chooser, torch.ops.mtpc.sample.default):
-                chooser.update_arg(0, logits)
+                logits = self._whole(graph, logits, head.node)
+                chooser.update_arg(0, self._selected(graph, logits, head, chooser))
                 return
+            logits = self._selected(graph, logits, head, chooser)
             index = emit(graph.graph, aten.argmax.default, (logits, -1), chooser)
-            chosen = emit(graph.graph, aten.index_select.default, (ids, 0, index), index)
+            chosen = self._token_ids_of(graph, index)
         chooser.replace_all_uses_with(chosen)
+
+    def _selected(self, graph: StepGraph, logits: fx.Node, head: Head, chooser: fx.Node) -> fx.Node:
+        if not head.selected:
+            return logits
+        return emit(graph.graph, aten.select.int, (logits, *head.selected), chooser)
+
+    def _token_ids_of(self, graph: StepGraph, index: fx.Node) -> fx.Node:
+        """Append nodes that map rows of the trimmed head to token ids."""
+        if self.token_ids == tuple(range(len(self.token_ids))):
+            return index
+        ids = self._ids(graph, index)
+        return emit(graph.graph, aten.index_select.default, (ids, 0, index), index)
 
     def _ids(self, graph: StepGraph, like: fx.Node) -> fx.Node:
         """The listed tokens, ascending, int64 [V_d]."""
@@ -90,9 +91,9 @@ class TrimDraftHead:
         name = graph.weights.add_constant(constant)
         return emit_attribute(graph, name, graph.weights[name], like)
 
-    def _whole(self, graph: StepGraph, logits: fx.Node, head: fx.Node, ids: fx.Node) -> fx.Node:
+    def _whole(self, graph: StepGraph, logits: fx.Node, head: fx.Node) -> fx.Node:
         """Logits of the listed tokens [N, V_d] -> of all [N, V]."""
-        shape = list(head.meta["val"].shape)
+        shape, ids = list(head.meta["val"].shape), self._ids(graph, logits)
         whole = emit(graph.graph, aten.new_full.default, (logits, shape, float("-inf")), head)
         return emit(graph.graph, aten.index_copy.default, (whole, 1, ids, logits), head)
 

@@ -96,13 +96,7 @@ def latent_attention(
     Rows of requests that are off hold anything."""
     out = q.new_empty((*q.shape[:2], latent_rank))
     function(
-        q=q,
-        kv_buffer=_tokens(latent_cache),
-        o=out,
-        qo_indptr=query_start_loc,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        kv_last_page_lens=kv_last_page_lens,
+        **_latents(q, latent_cache, out, query_start_loc, kv_indptr, kv_indices, kv_last_page_lens),
         max_seqlen_q=q.shape[0] // block_table.shape[0],
         page_size=1,
         nhead_kv=1,
@@ -124,22 +118,27 @@ def latent_prefill(
     """
     out = q.new_empty((*q.shape[:2], latent_rank))
     function(
-        q=q,
-        kv_buffer=_tokens(latent_cache),
-        o=out,
-        qo_indptr=query_start_loc,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        kv_last_page_lens=kv_last_page_lens,
+        **_latents(q, latent_cache, out, query_start_loc, kv_indptr, kv_indices, kv_last_page_lens),
         max_seqlen_q=q.shape[0],
         sm_scale=scale,
     )
     return out
 
 
-def _tokens(latent_cache: Tensor) -> Tensor:
-    """Pages of one token: [pages * P, 1, 1, width]."""
-    return latent_cache.view(-1, 1, 1, latent_cache.shape[-1])
+def _latents(
+    q: Tensor, latent_cache: Tensor, out: Tensor, query_start_loc: Tensor, kv_indptr: Tensor,
+    kv_indices: Tensor, kv_last_page_lens: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What both functions take; the cache as pages of one token, [pages * P, 1, 1, width]."""
+    return dict(
+        q=q,
+        kv_buffer=latent_cache.view(-1, 1, 1, latent_cache.shape[-1]),
+        o=out,
+        qo_indptr=query_start_loc,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_last_page_lens=kv_last_page_lens,
+    )
 
 
 def experts(
