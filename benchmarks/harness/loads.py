@@ -125,7 +125,8 @@ class Load:
         drift: what changes. "memory": what a step reads in any case takes up to a third more or
             less time, in turns of 400 tokens a row; "all": so does the whole step. "abrupt": from
             one step to the next what drafts add takes three times as long, later what is read one
-            and a half times.
+            and a half times. "pauses": three steps of a thousand take 30 plain steps more, as if
+            another program had the processor.
         is_short: whether it is a burst of one request a row, of half as many tokens.
         draw: its number among loads that differ by chance alone: by which drafts are accepted, by
             when requests arrive, by noise, and by where in its swing the drift begins.
@@ -165,7 +166,7 @@ class Load:
             if phase == 1:
                 return 3 * taken - 2 * self.cost(num_reqs, 0, context)
             return taken + 0.5 * self.cost(1, 0, 0) if phase == 3 else taken
-        if self.drift == "nothing":
+        if self.drift in ("nothing", "pauses"):
             return taken
         slower = taken if self.drift == "all" else self.cost(1, 0, 0)
         # By tokens and not by time, so that each K meets the same machine at the same token.
@@ -224,6 +225,8 @@ def decode(load: Load, chosen: TierPolicy | int) -> list[Moment]:
             tier = chosen.choose(num_reqs, context, [r.acceptance for r in running])
         taken = load.ms(num_reqs, tier, context, tokens) * noise.gauss(1, 0.03)
         taken *= 1.6 if noise.random() < 0.01 else 1
+        if load.drift == "pauses" and noise.random() < 0.003:
+            taken += 30 * load.cost(1, 0, 0)
         drafts = []
         for request in running:
             verified, accepted = min(tier, request.drafts), 0

@@ -29,7 +29,7 @@ from itertools import cycle
 from math import exp
 from operator import mul
 
-from mtpc.engine.estimates import Acceptance, CellCosts, Experience, StepCosts
+from mtpc.engine.estimates import SPIKE, Acceptance, CellCosts, Experience, StepCosts
 
 BUDGET = 0.006
 """The share of decode time that the trials of all K together may lose."""
@@ -202,6 +202,8 @@ class TierPolicy:
             self._cells[place] = StepCosts(self.tiers, self.steps, self._nearest(place))
         cell = self._cells[place]
         cell.add(tier, seconds, self.steps, context)
+        # What another process took of one step says nothing of drafts.
+        seconds = min(seconds, cell.seconds(tier) * exp(SPIKE))
         self.steps += 1
         share = BUDGET / (len(self.tiers) - 1) * seconds
         for k in self.tiers:

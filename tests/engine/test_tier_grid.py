@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from benchmarks.harness.loads import GRID, Load, jumps, mixed, xeon, zen5
+from benchmarks.harness.loads import GRID, Load, always, jumps, mixed, xeon, zen5
 from benchmarks.tier_grid import BEST, FLOOR, Shares, compare
 from mtpc.engine.estimates import Acceptance
 from mtpc.engine.tiers import TierPolicy
@@ -73,3 +73,8 @@ def test_the_grid_finds_a_fault() -> None:
 def test_requests_that_differ_gain() -> None:
     """Where every other request is hopeless, no fixed K is as good as one by request."""
     assert compare(Load(zen5, 1, 64, mixed, True)).best > 1.1
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.9])
+def test_a_pause_of_the_machine_says_nothing_of_drafts(chance: float) -> None:
+    assert compare(Load(xeon, 1, 64, always(chance), True, "pauses")).best >= BEST
