@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 15250,
+    "backends": 15300,
     "capture": 1310,
     "certificate": 1550,
     "cli": 5070,
@@ -253,7 +253,7 @@ LINES = {
     "integrations": 4800,
     "layout": 1210,
     "models": 9520,
-    "ops": 2680,
+    "ops": 2710,
     "passes": 2560,
     "program": 5040,
     "server": 4420,

@@ -42,6 +42,33 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a code, by the dtype of a cache that holds codes."""
 
 
+def spread(rows: Tensor) -> Tensor:
+    """Hadamard transform of the last dimension, in blocks of the largest power of two in it.
+
+    Each feature of a block becomes a sum of all of them with signs: where a few features of keys
+    are far larger than the others, no step of codes is as large as these ask for. Products of
+    spread rows are the block's size times those of the rows, so `unspread(spread(x))` is x. See
+    QuaRot (https://arxiv.org/abs/2404.00456).
+
+    Args:
+        rows: [..., D], floating point.
+
+    Returns:
+        As rows. Pairs that are added are 1, 2, 4, ... apart.
+    """
+    block, apart = rows.shape[-1] & -rows.shape[-1], 1
+    while apart < block:
+        first, second = rows.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        rows = torch.stack([first + second, first - second], -2).flatten(-3)
+        apart *= 2
+    return rows
+
+
+def unspread(rows: Tensor) -> Tensor:
+    """The reverse of `spread`."""
+    return spread(rows) / (rows.shape[-1] & -rows.shape[-1])
+
+
 def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of one byte for rows of heads, and a scale for each row and head.
 
@@ -53,11 +80,13 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         dtype: of the codes: int8, or float8_e4m3fn.
 
     Returns:
-        Codes [T, H, D]: the nearest to rows / scales, ties to even; and float32 scales [T, H]: the
-        row's largest magnitude divided by the largest code. A row with NaN or infinity gets a scale
-        of NaN or infinity and codes 0, so that its values read as NaN.
+        Codes [T, H, D]: the nearest to rows / scales, ties to even, where int8 takes the rows as
+        `spread` gives them; and float32 scales [T, H]: the row's largest magnitude divided by the
+        largest code. A row with NaN or infinity gets a scale of NaN or infinity and codes 0, so
+        that its values read as NaN.
     """
     wide, largest = rows.float(), LARGEST_CODE[dtype]
+    wide = spread(wide) if dtype == torch.int8 else wide
     scales = wide.abs().amax(-1) / largest
     is_finite = scales.isfinite()
     divisor = torch.where(is_finite & (scales > 0), scales, 1)
@@ -187,14 +216,17 @@ def paged_attention(
         sinks: [N] sink logits, or None.
         k_scale: float32 [pages, P, H_kv] where the caches hold codes (`quantise_rows`), or None.
             A key is its codes times its scale: scores are products with codes, times the scale.
+            Codes of int8 are of spread rows: queries are spread, too, and the results unspread.
         v_scale: as k_scale, of the values. Weights are multiplied by it before they are applied.
 
     Returns:
         [T, N, D_v], dtype of q.
     """
     acc = _accumulate_dtype(q)
+    is_spread = k_scale is not None and k_cache.dtype == torch.int8
     groups = q.shape[1] // k_cache.shape[2]
     out = q.new_zeros((*q.shape[:2], v_cache.shape[3]))
+    queries = unspread(q.to(acc)) if is_spread else q.to(acc)
     context = block_table.shape[1] * k_cache.shape[1]
     for request in range(block_table.shape[0]):
         visible = visible_positions(
@@ -205,7 +237,7 @@ def paged_attention(
         values = gather_pages(v_cache, block_table, request).to(acc)
         keys = torch.where(attended, keys, 0).repeat_interleave(groups, 1)
         values = torch.where(attended, values, 0).repeat_interleave(groups, 1)
-        scores = torch.einsum("tnd,cnd->tnc", q.to(acc), keys) * scale
+        scores = torch.einsum("tnd,cnd->tnc", queries, keys) * scale
         if k_scale is not None:
             scores = scores * _by_head(k_scale, block_table, request, attended, groups).to(acc)
         if softcap > 0:
@@ -213,7 +245,8 @@ def paged_attention(
         weights = _softmax_rows(scores, visible, sinks)
         if v_scale is not None:
             weights = weights * _by_head(v_scale, block_table, request, attended, groups).to(acc)
-        rows = torch.einsum("tnc,cnd->tnd", weights, values).to(q.dtype)
+        rows = torch.einsum("tnc,cnd->tnd", weights, values)
+        rows = (unspread(rows) if is_spread else rows).to(q.dtype)
         out = torch.where(visible.any(1)[:, None, None], rows, out)
     return out.contiguous()  # As the fake says; where() follows the strides of einsum.
 

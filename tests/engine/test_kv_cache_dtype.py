@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.coded import hadamard
 from helpers.oracles import Oracle
 from helpers.reuse import Conversations, check_reuse
 from helpers.theorem import PROMPTS, check_after_rejection, check_theorem
@@ -21,11 +22,16 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def through_codes(rows: torch.Tensor, kind: str) -> torch.Tensor:
-    """[..., D] as it is read again: each row by itself, rounded to codes of its largest number."""
-    scale = (rows.float().abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=1e-30)
-    codes = rows.float() / scale
+    """[..., D] as it is read again: each row by itself, rounded to codes of its largest number.
+    Blocks of a power of two features are spread before they become int8."""
+    block = rows.shape[-1] & -rows.shape[-1] if kind == "int8" else 1
+    signs = hadamard(block).to(rows.dtype)
+    spread = (rows.unflatten(-1, (-1, block)) @ signs).flatten(-2).float()
+    scale = (spread.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=1e-30)
+    codes = spread / scale
     codes = codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float()
-    return codes.to(rows.dtype) * scale.to(rows.dtype)
+    read = codes.to(rows.dtype) * scale.to(rows.dtype)
+    return (read.unflatten(-1, (-1, block)) @ signs).flatten(-2) / block
 
 
 class CodedCache(DynamicCache):

@@ -31,6 +31,12 @@ def rows_of_all_kinds(dtype: torch.dtype, width: int, heads: int = 3) -> Tensor:
     return rows.to(dtype)
 
 
+def hadamard(size: int) -> Tensor:
+    """float64 [size, size] by its definition: -1 where two places share an odd number of bits."""
+    odd = [[(i & j).bit_count() % 2 for j in range(size)] for i in range(size)]
+    return 1 - 2 * torch.tensor(odd, dtype=torch.float64)
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 

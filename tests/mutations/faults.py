@@ -1094,6 +1094,20 @@ FAULTS = (
         _CODES,
     ),
     Fault(
+        "keys of int8 are spread by all of their width, no power of two",
+        "ops/attention.py",
+        "block, apart = rows.shape[-1] & -rows.shape[-1], 1",
+        "block, apart = rows.shape[-1] & -2, 1",
+        "cpu/test_cache_codes.py::test_rows_spread_by_blocks",
+    ),
+    Fault(
+        "what attention adds up of int8 stays spread",
+        "ops/attention.py",
+        "rows = (unspread(rows) if is_spread else rows).to(q.dtype)",
+        "rows = rows.to(q.dtype)",
+        "cpu/test_cache_codes.py::test_attention_to_codes_equals_the_reference",
+    ),
+    Fault(
         "codes of values have the scales of keys",
         "ops/attention.py",
         "weights * _by_head(v_scale,",
@@ -1582,6 +1596,13 @@ FAULTS = (
         "row + (i * heads + h) * width, width",
         "row + i * heads * width, width",
         "cpu/test_cache_codes.py::test_codes_and_scales_have_the_bits_of_the_reference",
+    ),
+    Fault(
+        "kernel: queries of spread keys are not spread",
+        f"{KERNELS}/attention_split.h",
+        "        unspread(query, width);\n",
+        "",
+        "cpu/test_cache_codes.py::test_attention_to_codes_equals_the_reference",
     ),
     Fault(
         "kernel: a mask's bits are read from the other end",

@@ -98,6 +98,7 @@ class SplitAttention {
         in_pairs_(
             kPairs<A, F> && problem.q.type == ScalarType::BFloat16 &&
             problem.keys.width % 2 == 0),
+        is_spread_(kCodes<T> && !holds_float8(problem.keys.tensor)),
         keys_(static_cast<const T*>(problem.keys.tensor.const_data_ptr())),
         values_(static_cast<const T*>(problem.values.tensor.const_data_ptr())) {
     if constexpr (kCodes<T>) {
@@ -122,14 +123,20 @@ class SplitAttention {
     return kv_head * p_.groups() + (unit.first + row % unit.rows) % p_.groups();
   }
 
-  /// The unit's queries: as they are for pairs, else in the accumulation type.
+  /// The unit's queries: as they are for pairs, else in the accumulation type; and as keys are
+  /// spread.
   void load_queries(const Unit& unit, Memory& memory) const {
     const int64_t width = p_.keys.width, rows = unit.all_rows();
     F* narrow = memory.narrow_queries.reserve(kRows * width);
     A* wide = memory.queries.reserve(kRows * width);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t at = p_.q.offset(token(unit, row), head(unit, row));
-      if (in_pairs_) {
+      if (is_spread_) {
+        A* query = wide + row * width;
+        read(query, p_.q.tensor, at, width);
+        unspread(query, width);
+        if (in_pairs_) std::copy(query, query + width, narrow + row * width);
+      } else if (in_pairs_) {
         const F* query = static_cast<const F*>(p_.q.data) + at;
         std::copy(query, query + width, narrow + row * width);
       } else {
@@ -178,9 +185,11 @@ class SplitAttention {
     add_values_by_panel(unit, local, memory, out);
   }
 
-  /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more.
+  /// Brings the dimensions of a row of sums into their order, when nothing is added to it any more;
+  /// and back from what values are spread to.
   void order(A* sums) const {
     if (!kTileRegisters<A, F> || !in_pairs_) order_sums<F>(adds_value_pairs(), sums, stride);
+    if (is_spread_) unspread(sums, p_.values.width);
   }
 
  private:
@@ -481,6 +490,7 @@ class SplitAttention {
 
   const Problem& p_;
   const bool in_pairs_;  // Whether products are taken of pairs of bfloat16.
+  const bool is_spread_;  // Whether codes are those of spread rows.
   const T* keys_;
   const T* values_;
   const float *key_scales_ = nullptr, *value_scales_ = nullptr;

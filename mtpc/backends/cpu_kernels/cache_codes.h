@@ -28,6 +28,29 @@ inline bool holds_codes(const Tensor& cache) {
   return cache.scalar_type() == ScalarType::Char || holds_float8(cache);
 }
 
+/// `spread` of mtpc/ops/attention.py, in place; the same additions, in the same order.
+template <class A>
+void spread(A* x, int64_t width) {
+  const int64_t block = width & -width;
+  for (int64_t apart = 1; apart < block; apart *= 2) {
+    for (int64_t first = 0; first < width; first += 2 * apart) {
+      for (int64_t i = first; i < first + apart; ++i) {
+        const A a = x[i], b = x[i + apart];
+        x[i] = a + b;
+        x[i + apart] = a - b;
+      }
+    }
+  }
+}
+
+/// The reverse: a block's size is a power of two, so that dividing by it rounds nothing.
+template <class A>
+void unspread(A* x, int64_t width) {
+  spread(x, width);
+  const A share = A(1) / (width & -width);
+  for (int64_t i = 0; i < width; ++i) x[i] *= share;
+}
+
 /// Writes a row's codes; returns its scale.
 template <class T>
 float write_codes(const T* from, int64_t width, bool is_float, Code* to) {
@@ -82,7 +105,17 @@ class CodedSlots {
   /// Writes a head's row.
   template <class T>
   void write(int64_t slot, int64_t head, const T* row, int64_t width) const {
-    *scales_.at(slot, head) = write_codes(row, width, is_float_, codes_.at(slot, head));
+    float& scale = *scales_.at(slot, head);
+    Code* to = codes_.at(slot, head);
+    if (is_float_) {
+      scale = write_codes(row, width, true, to);
+      return;
+    }
+    static thread_local Buffer<float> memory;
+    float* wide = memory.reserve(width);
+    std::copy(row, row + width, wide);
+    spread(wide, width);
+    scale = write_codes(wide, width, false, to);
   }
 
   int64_t capacity;

@@ -29,6 +29,26 @@ def magnitudes(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def spread(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`mtpc.ops.attention.spread` of rows x [rows, columns] of float32, D of the columns in use."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    for stage in tl.static_range(10):
+        if (1 << stage) < (D & -D):
+            pairs = tl.reshape(x, (rows, columns // (2 << stage), 2, 1 << stage))
+            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            pairs = tl.join(first + second, first - second)
+            x = tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (rows, columns))
+    return x
+
+
+@triton.jit
+def unspread(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The reverse of `spread`."""
+    return spread(x.to(tl.float32), D) * (1.0 / (D & -D))
+
+
+@triton.jit
 def scales_of(largest, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales of rows whose largest magnitudes these are; CODE is the dtype of kernels' codes."""
     most: tl.constexpr = _INT8 if tl.int8 == CODE else _FLOAT8

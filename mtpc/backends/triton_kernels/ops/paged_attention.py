@@ -10,11 +10,12 @@ arXiv:1805.02867; splits: Dao et al., "Flash-Decoding", 2023.)
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.codes import as_codes, read_codes, read_scales, weigh
+from mtpc.backends.triton_kernels.codes import as_codes, read_codes, read_scales, unspread, weigh
 from mtpc.backends.triton_kernels.combine import combine_launches, splits_for
 from mtpc.backends.triton_kernels.launch import (
     Change,
@@ -62,6 +63,14 @@ def _sees(position, key, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _queries(at, live, D: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries at these places, as the keys' codes are spread."""
+    d = tl.arange(0, BLOCK_D)
+    q = tl.load(at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    return unspread(q, D).to(q.dtype) if SPREAD else q
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, k_at, v_at, k_scale_at, v_scale_at, inside, visible, peak, total, acc,
     D: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -99,7 +108,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, EACH: tl.constexpr, DIRECT: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, R_PAD: tl.constexpr,
-    CODED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    CODED: tl.constexpr, SPREAD: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program with one of several splits writes acc and stats; if DIRECT, it has all splits (EACH
     of them), and writes out. Rows of no request are those of one more, which is off: zeros."""
@@ -111,7 +120,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     request, start, rows, length, first = locate(reqs, begins, ends, lens, num_reqs + 1, TILE_ROWS)
     if (first >= rows) | ((length <= 0) & (not DIRECT)):
         return
-    lane, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_M)
     row, head = first + lane // GROUP, kv_head * GROUP + lane % GROUP
     live, position = (row < rows) & (lane < TILE_ROWS * GROUP), length - rows + row
     own = (split * num_tokens + start + row) * (tl.num_programs(1) * GROUP) + head
@@ -123,7 +132,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             leave_split(stats_ptr + 2 * own, acc_ptr + own, peak, total, acc, live, 0)
             return
     q_at = q_ptr + (start + row).to(tl.int64) * q_token + head * q_head
-    q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    q = _queries(q_at, live, D, BLOCK_D, SPREAD)
     for part in range(0, EACH):
         peak_b, total_b, acc_b = nothing(BLOCK_M, BLOCK_DV)
         lo, hi, begin = tile_range(length, rows, first, table_width * PAGE, split + part,
@@ -141,7 +150,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 q, k_at, v_at, k_scale_ptr + scale, v_scale_ptr + scale, inside, visible,
                 peak_b, total_b, acc_b, D, DV, SCALE, SOFTCAP, CODED, WIDEN)  # fmt: skip
         peak, total, acc = join(peak, total, acc, peak_b, total_b, acc_b, EACH)
-    place = own.to(tl.int64) * DV
+    acc, place = unspread(acc, DV) if SPREAD else acc, own.to(tl.int64) * DV
     if DIRECT:  # The only split of the grid is 0.
         sinks = tl.load(sinks_ptr + head, mask=live & HAS_SINKS, other=0.0).to(tl.float32)
         found = attended(peak, total, acc, sinks, HAS_SINKS)
@@ -198,10 +207,10 @@ def paged_attention(
         GROUP=group, D=dim, DV=value_dim, PAGE=page_size,
         SCALE=scale, WINDOW=sliding_window, SOFTCAP=softcap, HAS_SINKS=sinks is not None,
         SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
-        TILE_ROWS=tile_rows, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
-        R_PAD=power_of_two(num_reqs + 1, 16), CODED=k_scale is not None,
-        WIDEN=widen(paged_attention_kernel, q, v),
+        TILE_ROWS=tile_rows, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_D=power_of_two(dim, 16), BLOCK_DV=power_of_two(value_dim, 16),
+        R_PAD=power_of_two(num_reqs + 1, 16), WIDEN=widen(paged_attention_kernel, q, v),
+        CODED=k_scale is not None, SPREAD=k_cache.dtype == torch.int8,
     )  # fmt: skip
     grid = (tiles, kv_heads, splits.programs)
     threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256

@@ -1,11 +1,15 @@
 """Rotary embedding of queries and keys, and both cache writes: one launch before attention.
 
 A program has one token and a few of its heads, of queries, of keys or of values. For keys and
-values with slot -1, or a slot beyond the cache, it does nothing. Caches may hold codes.
+values with slot -1, or a slot beyond the cache, it does nothing. Caches may hold codes; those of
+int8, which are of whole rows spread, take a launch for each part.
 """
 
 from __future__ import annotations
 
+from itertools import chain
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +17,8 @@ from torch import Tensor
 from mtpc.backends.triton_kernels.codes import as_codes, codes_of, magnitudes, scales_of
 from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.rotate import HEADS, pads, turn
+from mtpc.backends.triton_kernels.ops.rotate import HEADS, pads, rotate, turn
+from mtpc.backends.triton_kernels.ops.write_cache import write_cache
 from mtpc.errors import BackendError
 
 
@@ -109,7 +114,7 @@ def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> Plan:  # fmt: skip
-    """One launch.
+    """One launch; four where caches hold int8.
 
     Raises:
         BackendError: a cache is not contiguous, or scales are not as `as_codes` takes them.
@@ -117,6 +122,13 @@ def rotate_and_write(
     out = q.new_empty(q.shape)
     if len(q) == 0:
         return [], out
+    if k_cache.dtype == torch.int8:
+        turned, (first, keys) = rotate.plan(q, cos, sin), rotate.plan(k, cos, sin)
+        writes = (
+            write_cache.plan(*each, slot_mapping, scales)[0]
+            for each, scales in (((k_cache, keys), k_scale), ((v_cache, v), v_scale))
+        )
+        return [*turned[0], *first, *chain.from_iterable(writes)], turned[1]
     for cache in (k_cache, v_cache):
         if not cache.is_contiguous():
             strides = tuple(cache.stride())

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.codes import as_codes, codes_of, magnitudes, scales_of
+from mtpc.backends.triton_kernels.codes import as_codes, codes_of, magnitudes, scales_of, spread
 from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, attention_limit, operator
 from mtpc.backends.triton_kernels.ops.rotate import HEADS
@@ -50,6 +50,7 @@ def write_codes_kernel(  # type: ignore[no-untyped-def]
         mask = (head < H)[:, None] & (d < D)[None]
         at = rows_ptr + token * row_token + head[:, None] * row_head + d[None]
         value = tl.load(at, mask=mask, other=0.0)
+        value = spread(value.to(tl.float32), D) if tl.int8 == code else value
         scales = scales_of(tl.max(magnitudes(value), 1), code)
         target = slot * H + head
         tl.store(scale_ptr + target, scales, mask=head < H)
