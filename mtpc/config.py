@@ -47,7 +47,7 @@ DEFAULT_OFFLOAD_BYTES = 4 << 30
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
-COSTLY = {"iq4_nl": "8 %", "int4-g32": "8 %", "int4-g128": "24 %"}
+COSTLY = {"iq4_nl": "8 %", "int4-g32": "11 %", "int4-g128": "24 %"}
 """Schemes that cost more than 5 % of perplexity, see docs/quantised.md -> how much."""
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Values of `kv_cache_dtype`; `mtpc.models.caches` defines them."""
