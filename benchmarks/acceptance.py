@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
@@ -224,19 +222,14 @@ def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Ite
     """K = 0, and every K at every acceptance."""
     for k in (0, *args.spec_tokens):
         tell(f"compile {engine} K={k}")
-        decoder = _compile(source, k, engine, args)
+        decoder = MtpcDecoder.compile(
+            source,
+            engine,
+            spec_tokens=k,
+            **command.decode_options(args),
+            synthetic_acceptance_rates=(0.0,) * k,
+        )
         yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
-
-
-def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespace) -> MtpcDecoder:
-    start = time.perf_counter()
-    model = mtpc.compile(
-        source,
-        spec_tokens=spec_tokens,
-        **command.decode_options(args),
-        synthetic_acceptance_rates=(0.0,) * spec_tokens,
-    )
-    return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
 def _measure(

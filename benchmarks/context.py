@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,7 +33,6 @@ from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, Checkpoint, Shape, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers import vllm_host
 from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from mtpc.config import KV_CACHE_DTYPES
@@ -66,8 +64,8 @@ HEADROOM = 64
 class ContextDecoder(MtpcDecoder):
     """A `SpecModel` whose pool holds the KV of prompts that were never computed."""
 
-    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
-        super().__init__(model, build_s, ENGINES[model.options.kv_cache_dtype])
+    def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str) -> None:
+        super().__init__(model, build_s, engine)
         program = model.engine.program
         for name, spec in program.layout.items():
             if spec.is_paged:
@@ -125,9 +123,9 @@ def _groups(
 def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     for k, kind in product(args.spec_tokens, args.kv_cache_dtypes):
         tell(f"compile K={k}, {kind}")
-        start = time.perf_counter()
-        model = mtpc.compile(
+        yield ContextDecoder.compile(
             checkpoint.directory,
+            ENGINES[kind],
             spec_tokens=k,
             batch_buckets=tuple(args.batches),
             max_len=_max_len(args, max(args.contexts)),
@@ -136,20 +134,22 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
             backend=args.backend,
             kv_cache_dtype=kind,
         )
-        yield ContextDecoder(model, time.perf_counter() - start)
 
 
 def _peers(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     for k in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         longest = max(c for c in args.contexts if c <= args.peer_context)
-        options = vllm_host.arguments(
-            str(checkpoint.directory.absolute()), k, _max_len(args, longest), max(args.batches)
+        launch = partial(
+            VllmProcess.of,
+            args.vllm_python,
+            checkpoint.directory,
+            k,
+            _max_len(args, longest),
+            max(args.batches),
+            checkpoint.directory.parent / "vllm",
+            enable_prefix_caching=True,
         )
-        options |= dict(enable_prefix_caching=True)
-        kept = checkpoint.directory.parent / "vllm"
-        threads = torch.get_num_threads()
-        launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
         yield VllmDecoder(launch, relaunches=False)
     if args.llama_bench:
         tell("write a GGUF file")

@@ -20,14 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
@@ -231,16 +229,15 @@ def _compile(
             step = progress.key or f"{progress.total} steps"
             tell(f"compile {engine} K={spec_tokens}: {progress.stage}, {step}")
 
-    start = time.perf_counter()
-    model = mtpc.compile(
+    return MtpcDecoder.compile(
         target,
+        engine,
         progress=listen,
         spec_tokens=spec_tokens,
         **command.decode_options(args),
         enabled_passes=enabled,
         synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
-    return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,8 +20,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Protocol
 
-import torch
-
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
@@ -30,7 +28,6 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
-from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmProcess
 
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
@@ -312,7 +309,6 @@ def servers(
     directory = workdir / "checkpoint"
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], args.weights == "accepting", args.seed)
-    kept, threads = workdir.absolute() / "vllm", torch.get_num_threads()
     for k in (0, args.spec_tokens):
         tell(f"compile mtpc K={k}")
         model = mtpc.compile(
@@ -327,10 +323,10 @@ def servers(
         yield MtpcServer(model)
         if args.vllm_python:
             tell(f"start vLLM K={k}")
-            options = vllm_host.arguments(
-                str(directory.absolute()), k, MAX_LEN, max(args.batch_buckets)
+            most = max(args.batch_buckets)
+            process = VllmProcess.of(
+                args.vllm_python, directory, k, MAX_LEN, most, workdir / "vllm"
             )
-            process = VllmProcess(args.vllm_python, options, kept, threads)
             closing.callback(process.close)
             yield VllmServer(process)
 

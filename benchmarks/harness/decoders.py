@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -105,6 +105,13 @@ class MtpcDecoder(OneLaunch):
     def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str = "mtpc") -> None:
         self.model, self.build_s, self.engine = model, build_s, engine
         self.spec_tokens = model.options.spec_tokens
+
+    @classmethod
+    def compile(cls, source: Any, engine: str = "mtpc", **options: Any) -> Self:
+        """Of a model that is compiled now, with options of `mtpc.compile`."""
+        start = time.perf_counter()
+        model = mtpc.compile(source, **options)
+        return cls(model, time.perf_counter() - start, engine)
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         engine, steps = self.model.engine, list[DecodeCounts]()
