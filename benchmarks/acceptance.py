@@ -32,6 +32,8 @@ from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
+    Columns,
+    Counts,
     Record,
     Table,
     sample_counts,
@@ -42,8 +44,6 @@ from benchmarks.harness.sampling import summarise as summarise_case
 from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import vllm_decoders
 
-COLUMNS = ("engine", "K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s",
-           "over K=0", "pays from", "GB/s", "samples")  # fmt: skip
 NOTES = (
     "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
     "before it are accepted. It is dictated; the weights are random.",
@@ -76,7 +76,7 @@ class SyntheticDecoder(MtpcDecoder):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """One K, batch and acceptance: medians over samples.
 
     Attributes:
@@ -87,10 +87,6 @@ class Row:
         tokens_per_step: tokens of one request, expected at this probability, or else measured.
         ms_per_step: milliseconds per step.
         accepted: share of the drafts that were accepted in the samples.
-        samples: number of samples that are kept.
-        discarded: number of samples that were dropped, because other processes used the CPU.
-        disturbed: whether all samples were disturbed, so that none was dropped.
-        taken: all samples.
         bandwidth_gb_s: memory bandwidth before and after the samples; None in older records.
     """
 
@@ -101,10 +97,6 @@ class Row:
     tokens_per_step: float
     ms_per_step: float
     accepted: float | None
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Any, ...]
     bandwidth_gb_s: float | None = None
 
     @property
@@ -157,29 +149,6 @@ def pays_from(rows: Sequence[Row], row: Row) -> float | None:
     return None
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
-    body = []
-    for row in rows:
-        start = None if row.synthetic_acceptance is None else pays_from(rows, row)
-        body.append(
-            [
-                row.engine,
-                str(row.spec_tokens),
-                str(row.batch),
-                "-" if row.synthetic_acceptance is None else f"{row.synthetic_acceptance:.0%}",
-                f"{row.tokens_per_step:.2f}",
-                f"{row.ms_per_step:.2f}",
-                f"{row.tokens_per_s:.1f}",
-                f"{over_plain(rows, row):.2f}x",
-                "-" if row.synthetic_acceptance is None else share(start),
-                "-" if row.bandwidth_gb_s is None else f"{row.bandwidth_gb_s:.1f}",
-                sample_counts(row),
-            ]
-        )
-    return body
-
-
 def share(start: float | None) -> str:
     """The cell "pays from"."""
     return "never" if start is None else f"{start:.0%}"
@@ -192,7 +161,27 @@ def rows_of(record: Record) -> list[Row]:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Speed by synthetic acceptance", COLUMNS, cells(rows_of(record)), NOTES)
+    rows = rows_of(record)
+
+    def known(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    columns: Columns[Row] = {
+        "engine": lambda row: row.engine,
+        "K": lambda row: str(row.spec_tokens),
+        "batch": lambda row: str(row.batch),
+        "synthetic acceptance": lambda row: known(row.synthetic_acceptance, ".0%"),
+        "tokens/step": lambda row: f"{row.tokens_per_step:.2f}",
+        "ms/step": lambda row: f"{row.ms_per_step:.2f}",
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "over K=0": lambda row: f"{over_plain(rows, row):.2f}x",
+        "pays from": lambda row: (
+            "-" if row.synthetic_acceptance is None else share(pays_from(rows, row))
+        ),
+        "GB/s": lambda row: known(row.bandwidth_gb_s, ".1f"),
+        "samples": sample_counts,
+    }
+    return Table.of("Speed by synthetic acceptance", columns, rows, NOTES)
 
 
 def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[list[Decoder]]:

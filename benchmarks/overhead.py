@@ -34,7 +34,15 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
 from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
@@ -45,7 +53,16 @@ from mtpc.server.run import Running, run_server
 GOALS = {"replay": 1.0, "Engine": 0.97, "AsyncEngine": 0.95, "mtpc serve": 0.90}
 """The goal: the least share of bare replay's tokens per second."""
 NAME = "model"
-COLUMNS = ("batch", "path", "tokens/s", "of replay", "goal", "steps", "ms/step", "samples")
+COLUMNS: Columns[Row] = {
+    "batch": lambda row: str(row.batch),
+    "path": lambda row: row.path,
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "of replay": lambda row: f"{row.of_replay:.1%}",
+    "goal": lambda row: f"{row.goal:.0%}",
+    "steps": lambda row: str(row.steps),
+    "ms/step": lambda row: f"{row.ms_per_step:.2f}",
+    "samples": sample_counts,
+}
 NOTES = (
     "tokens/s: all new tokens, over the time from the first request to the last token, prefill "
     "included; medians.",
@@ -217,7 +234,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """A path's figures."""
 
     batch: int
@@ -227,10 +244,6 @@ class Row:
     goal: float
     steps: int
     ms_per_step: float
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Sample, ...]
 
 
 def sample_in_turns(
@@ -284,27 +297,9 @@ def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
         )
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    return [
-        [
-            str(row.batch),
-            row.path,
-            f"{row.tokens_per_s:.1f}",
-            f"{row.of_replay:.1%}",
-            f"{row.goal:.0%}",
-            str(row.steps),
-            f"{row.ms_per_step:.2f}",
-            sample_counts(row),
-        ]
-        for row in rows
-    ]
-
-
 def table(record: Record) -> Table:
     """A record's table."""
-    rows = [Row(**row) for row in record["rows"]]
-    return Table("Overhead", COLUMNS, cells(rows), NOTES)
+    return Table.of("Overhead", COLUMNS, (Row(**row) for row in record["rows"]), NOTES)
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:

@@ -36,6 +36,7 @@ from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
+    Counts,
     Record,
     Table,
     new_record,
@@ -106,7 +107,7 @@ class Case(Sampled[Sample]):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """The figures of a case, from undisturbed samples if there are any; None if it never ran."""
 
     workload: str
@@ -115,11 +116,7 @@ class Row:
     median_s: float | None
     stages: dict[str, float]
     cache_bytes: int
-    samples: int
-    discarded: int
-    disturbed: bool
     not_run: str | None
-    taken: tuple[Sample, ...]
 
 
 def summarise(case: Case, max_foreign: float) -> Row:

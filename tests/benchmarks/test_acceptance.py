@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from benchmarks import acceptance, decode, plot_acceptance
 from benchmarks.harness.decoders import Decoded, OneLaunch
 
+COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
+
 
 def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
-    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, 2, 0, False, ())
+    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, **COUNTS)
 
 
 def test_figures() -> None:
@@ -24,7 +27,7 @@ def test_figures() -> None:
     assert acceptance.pays_from(rows, rows[1]) == pytest.approx(0.5)
     assert acceptance.pays_from(rows, rows[3]) is None
     assert acceptance.pays_from([rows[0], row(1, 0.0, 1, 10)], rows[1]) == 0
-    body = acceptance.cells(rows)
+    body = acceptance.table({"rows": [*map(asdict, rows)]}).cells
     assert [line[8] for line in body] == ["-", "50%", "50%", "never"]
     assert [line[3] for line in body] == ["-", "0%", "100%", "0%"]
     assert "SYNTHETIC" in acceptance.NOTES[0]
