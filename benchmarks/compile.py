@@ -29,11 +29,10 @@ from benchmarks.harness import command
 from benchmarks.harness.codes import MIMO_7B
 from benchmarks.harness.command import positive
 from benchmarks.harness.hollow import write_hollow
-from benchmarks.harness.machine import tree_bytes
+from benchmarks.harness.machine import FamilyWatch, tree_bytes
 from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.startup_child import StartError
-from benchmarks.startup import FamilyWatch
 
 MIB = 2**20
 LARGE = {

@@ -32,6 +32,7 @@ import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Prompts
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
@@ -43,7 +44,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import ATTEMPTS, Tell
+from benchmarks.harness.sampling import ATTEMPTS, Plan, Tell
 from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
 from mtpc.program.program import CapturedStep, Program
@@ -76,7 +77,7 @@ NOTES = (
 class Work:
     """The requests of one batch, which arrive together and have equal lengths."""
 
-    prompts: list[list[int]]
+    prompts: Prompts
     new_tokens: int
 
     @property
@@ -354,9 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling=True,
             prefix_caching=False,
         )
-        generator = torch.Generator().manual_seed(args.seed)
-        size = (max(args.batches), args.prompt_tokens)
-        prompts = torch.randint(0, shape.vocab_size, size, generator=generator).tolist()
+        plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+        prompts = plan.prompts(max(args.batches), shape.vocab_size)
         works = [Work(prompts[:batch], args.new_tokens) for batch in args.batches]
         cases = [Case(path, work) for work in works for path in GOALS]
         with served(model) as running, clients() as client:

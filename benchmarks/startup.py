@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ import torch
 from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
 from benchmarks.harness.command import positive
-from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.machine import FamilyWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
@@ -133,22 +132,6 @@ def summarise(case: Case, max_foreign: float) -> Row:
         not_run=case.failure,
         **case.counts(max_foreign),
     )
-
-
-class FamilyWatch(CpuWatch):
-    """Counts child processes of this one as its own."""
-
-    def __init__(self) -> None:
-        self._children = _children_seconds()
-        super().__init__()
-
-    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
-        """The share of all CPUs' time that other processes used, 0 to 1."""
-        return super().foreign_share(child_cpu_s + _children_seconds() - self._children)
-
-
-def _children_seconds() -> float:
-    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 class Starter:

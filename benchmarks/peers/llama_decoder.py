@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
+from benchmarks.harness.machine import child_seconds
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
 """Types of files to run, by llama-quantize's names."""
@@ -146,9 +146,3 @@ def _run(command: list[object]) -> str:
         tail = "\n".join(done.stderr.splitlines()[-8:])
         raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
     return done.stdout
-
-
-def child_seconds() -> float:
-    """The CPU seconds of all ended child processes."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
-from benchmarks.peers.llama_decoder import LlamaError, LlamaFiles, child_seconds
+from benchmarks.harness.machine import child_seconds
+from benchmarks.peers.llama_decoder import LlamaError, LlamaFiles
 from benchmarks.peers.llama_server import SERVER, LlamaServer
 
 KINDS = ("Q4_0", "Q8_0", "BF16")
