@@ -2,7 +2,7 @@
 
     python -m benchmarks.acceptance --out RESULTS.json
     python -m benchmarks.acceptance --quantize int4-g32 --vllm-python FILE --llama-bench DIRECTORY
-    python -m benchmarks.plot_acceptance RESULTS.json PICTURE.png
+    python -m benchmarks.plot RESULTS.json PICTURE.png
 
 The weights are random. The engine accepts each draft with a given probability, whatever the draft
 is (`synthetic_acceptance_rates`), and a step has its full cost. The speed-up over K = 0 shows from

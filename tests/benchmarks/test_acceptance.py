@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, decode, plot_acceptance
+from benchmarks import acceptance, decode, plot
 from benchmarks.harness.decoders import Decoded, OneLaunch
 
 COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
@@ -73,7 +73,7 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found == [*ours, *theirs]
     assert [r["tokens_per_step"] for r in rows] == [1, 1, 2, 1, 1]
     assert [r["ms_per_step"] for r in rows[3:]] == [100, 100]
-    assert plot_acceptance.main([str(out), str(picture)]) == 0
+    assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ROOT, plot_tiers, serving, tier_grid, tiers
+from benchmarks import ROOT, plot, serving, tier_grid, tiers
 from benchmarks.harness.arrivals import Arrival
 
 COUNTS: dict[str, Any] = dict(samples=2, discarded=1, disturbed=False, taken=())
@@ -43,7 +43,7 @@ def test_figures() -> None:
 @pytest.mark.parametrize("record", ["xeon-amx/tiers-0.5b.json", "paper/tier-grid.json"])
 def test_picture(record: str, tmp_path: Path) -> None:
     picture = tmp_path / "tiers.png"
-    assert plot_tiers.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
+    assert plot.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
