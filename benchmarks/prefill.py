@@ -26,7 +26,7 @@ import torch
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, OneLaunch, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
@@ -64,10 +64,10 @@ class MtpcPrefill(MtpcDecoder):
         return _timed(prompts, first_token)
 
 
-class TransformersPrefill(OneLaunch):
+class TransformersPrefill(Decoder):
     """transformers' `generate`, for one token."""
 
-    engine, spec_tokens, build_s = "transformers", 0, 0.0
+    engine, spec_tokens = "transformers", 0
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -83,7 +83,7 @@ class TransformersPrefill(OneLaunch):
         return _timed(prompts, first_token)
 
 
-class VllmPrefill(OneLaunch):
+class VllmPrefill(Decoder):
     """vLLM in its own process, which measures the time."""
 
     engine = "vLLM"
@@ -103,10 +103,10 @@ class VllmPrefill(OneLaunch):
         return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
 
 
-class LlamaPrefill(OneLaunch):
+class LlamaPrefill(Decoder):
     """llama-batched-bench, one process per sample, with its own prompts of the same length."""
 
-    spec_tokens, build_s, stays_warm = 0, 0.0, False
+    spec_tokens, stays_warm = 0, False
 
     def __init__(self, decoder: LlamaDecoder) -> None:
         self._decoder, self.engine = decoder, decoder.engine

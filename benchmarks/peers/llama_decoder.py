@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
 from benchmarks.harness.machine import child_seconds
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
@@ -74,7 +74,7 @@ class LlamaFiles:
         return [self.python.absolute(), WRITER, self.checkpoint, plain]
 
 
-class LlamaDecoder(OneLaunch):
+class LlamaDecoder(Decoder):
     """A GGUF file in llama-batched-bench, which makes prompts of the same length itself.
 
     Each sample is a process of its own.
@@ -86,7 +86,7 @@ class LlamaDecoder(OneLaunch):
         threads: number of llama.cpp's threads.
     """
 
-    spec_tokens, build_s, stays_warm = 0, 0.0, False
+    spec_tokens, stays_warm = 0, False
 
     def __init__(self, programs: Path, file: Path, kind: str, threads: int) -> None:
         self.engine = f"llama.cpp {kind}"

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
 from benchmarks.peers import vllm_host
 
 VLLM = "vLLM"
@@ -97,7 +97,7 @@ class VllmProcess:
         return json.loads(line)
 
 
-class VllmDecoder:
+class VllmDecoder(Decoder):
     """vLLM as a decoder of the decode benchmark.
 
     Args:
@@ -105,9 +105,6 @@ class VllmDecoder:
         relaunches: whether each round starts a new process.
         engine: its name in tables.
     """
-
-    largest_batch: int | None = None
-    stays_warm = True
 
     def __init__(
         self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM

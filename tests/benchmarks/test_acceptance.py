@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import acceptance, decode, plot
-from benchmarks.harness.decoders import Decoded, OneLaunch
+from benchmarks.harness.decoders import Decoded, Decoder
 
 COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
 
@@ -33,7 +33,7 @@ def test_figures() -> None:
     assert "SYNTHETIC" in acceptance.NOTES[0]
 
 
-class Peer(OneLaunch):
+class Peer(Decoder):
     """Takes a second for ten steps; knows how many like it live."""
 
     engine, build_s, living = "vLLM", 0.0, 0
