@@ -199,13 +199,12 @@ def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc")
 def table(record: Record) -> Table:
     """A record's table."""
     shape = SHAPES[record["arguments"]["shape"]]
-    rows = [(row["context"], Row(**_without_context(row))) for row in record["rows"]]
+    rows = [
+        (row["context"], Row(**{name: v for name, v in row.items() if name != "context"}))
+        for row in record["rows"]
+    ]
     rows.sort(key=lambda pair: (pair[1].engine, pair[1].spec_tokens, pair[1].batch, pair[0]))
     return Table("Decoding at long contexts", COLUMNS, cells(rows, shape), NOTES)
-
-
-def _without_context(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "context"}
 
 
 def cells(rows: Sequence[tuple[int, Row]], shape: Shape) -> list[list[str]]:

@@ -84,10 +84,6 @@ def _figure(record: Record, model: str) -> Figure:
     return figure
 
 
-def _label(row: Row) -> str:
-    return f"{row['engine']}\nK={row['spec_tokens']}"
-
-
 def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
     """Draw tokens per second; with accepting weights, if they were run."""
     accepted = any(row["weights"] == "accepting" for row in rows)
@@ -113,7 +109,8 @@ def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
 
 def finish(axes: Axes, rows: Sequence[Row]) -> None:
     """Label the bars with engine and K."""
-    axes.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=45, ha="right")
+    labels = [f"{row['engine']}\nK={row['spec_tokens']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, rotation=45, ha="right")
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -202,14 +202,12 @@ def pipes(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 def to_csv(record: Record) -> str:
     """A line per row, with the processor and the versions; samples and the like left out."""
     facts = {"cpu": record["machine"]["cpu"], **record["versions"]}
-    rows = [{**_numbers(row), **facts} for row in record["rows"]]
+    rows = [
+        {n: v for n, v in row.items() if not isinstance(v, (list, tuple, dict))} | facts
+        for row in record["rows"]
+    ]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row that fit into a cell."""
-    return {name: v for name, v in row.items() if not isinstance(v, (list, tuple, dict))}
