@@ -259,18 +259,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("acceptance", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=positive, default=[1, 2, 3], metavar="K")
     add("--acceptance", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], metavar="P")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=64, metavar="N")
-    command.add_schemes(parser)
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_backend(parser)
+    command.add_shared(
+        parser, "--quantize", "--vllm-python", "--llama-bench", "--gguf-python", "--backend"
+    )
     command.add_sampling(parser, 3)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     return parser.parse_args(argv)
 

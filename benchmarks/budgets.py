@@ -183,13 +183,13 @@ def _row(case: Case, max_foreign: float) -> Row:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("budgets", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the largest")
     add("--batches", nargs="+", type=positive, default=[4, 8], metavar="N")
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
     add("--new-tokens", type=positive, default=128, metavar="N")
     add("--quantize", metavar="SCHEME", help="of all engines")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     args = parser.parse_args(argv)

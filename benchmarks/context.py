@@ -248,7 +248,7 @@ def _key(context: int, row: Row) -> tuple[str, int, int, int]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("context", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     contexts = [512, 2048, 8192, 32768]
     add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
@@ -258,12 +258,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
     add("--new-tokens", type=positive, default=32, metavar="N")
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_peer_context(parser)
-    command.add_backend(parser)
+    command.add_shared(
+        parser, "--vllm-python", "--llama-bench", "--gguf-python", "--peer-context", "--backend"
+    )
     command.add_sampling(parser, 2)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.contexts)

@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("dynamo", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--prompt-tokens", type=positive, default=512, metavar="N")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N", help="of decode rows")
     add("--calls", type=positive, default=16, metavar="N", help="decode rows of a sample")

@@ -161,7 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
-    command.add_passes(parser)
+    command.add_shared(parser, "--enable")
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

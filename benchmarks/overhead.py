@@ -370,13 +370,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("overhead", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
     add("--spec-tokens", type=positive, default=3, metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 5, "undisturbed rounds")
     command.add_files(parser)
     return parser.parse_args(argv)

@@ -231,18 +231,22 @@ def table(record: Record) -> Table:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("prefill", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--prompt-tokens", nargs="+", type=positive, default=[512], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
     add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_peer_context(parser)
-    command.add_backend(parser)
-    command.add_passes(parser)
+    command.add_shared(
+        parser,
+        "--vllm-python",
+        "--llama-bench",
+        "--gguf-python",
+        "--peer-context",
+        "--backend",
+        "--enable",
+    )
     command.add_sampling(parser, 5)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.prompt_tokens)

@@ -230,7 +230,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("ranks", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--ranks", type=positive, default=2, metavar="N", help="how many beside one")
     add("--threads", type=positive, default=2, metavar="N", help="of all ranks together")
     add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")

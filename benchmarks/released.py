@@ -168,8 +168,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=64, metavar="N", help="tokens that are decoded")
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the timed prompt")
     add("--repeats", type=positive, default=5, metavar="N", help="samples of each")
-    command.add_threads(parser)
-    command.add_llama(parser)
+    command.add_shared(parser, "--threads", "--llama-bench", "--gguf-python")
     command.add_files(parser)
     return parser.parse_args(argv)
 

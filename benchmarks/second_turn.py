@@ -275,11 +275,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=8192, metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
     add("--repeats", type=positive, default=1, metavar="N", help="conversations")
-    command.add_threads(parser)
+    command.add_shared(parser, "--threads")
     add("--seed", type=int, default=0)
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_backend(parser)
+    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--backend")
     command.add_files(parser)
     return parser.parse_args(argv)
 

@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("serving", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
@@ -353,8 +353,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
     add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    command.add_vllm(parser)
-    command.add_backend(parser)
+    command.add_shared(parser, "--vllm-python", "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     return parser.parse_args(argv)

@@ -347,10 +347,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    command.add_vllm(parser)
+    command.add_shared(parser, "--vllm-python")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
     add("--max-len", type=positive, default=1024, metavar="N")

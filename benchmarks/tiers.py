@@ -272,14 +272,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("tiers", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
     add("--acceptance", nargs="+", type=float, default=[], metavar="P", help="synthetic")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     return parser.parse_args(argv)
