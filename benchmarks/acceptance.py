@@ -2,7 +2,7 @@
 
     python -m benchmarks.acceptance --out RESULTS.json
     python -m benchmarks.acceptance --quantize int4-g32 --vllm-python FILE --llama-bench DIRECTORY
-    python -m benchmarks.plot_acceptance RESULTS.json PICTURE.png
+    python -m benchmarks.plot RESULTS.json PICTURE.png
 
 The weights are random. The engine accepts each draft with a given probability, whatever the draft
 is (`synthetic_acceptance_rates`), and a step has its full cost. The speed-up over K = 0 shows from
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
@@ -34,6 +32,8 @@ from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
+    Columns,
+    Counts,
     Record,
     Table,
     sample_counts,
@@ -44,8 +44,6 @@ from benchmarks.harness.sampling import summarise as summarise_case
 from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import vllm_decoders
 
-COLUMNS = ("engine", "K", "batch", "synthetic acceptance", "tokens/step", "ms/step", "tokens/s",
-           "over K=0", "pays from", "GB/s", "samples")  # fmt: skip
 NOTES = (
     "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
     "before it are accepted. It is dictated; the weights are random.",
@@ -78,7 +76,7 @@ class SyntheticDecoder(MtpcDecoder):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """One K, batch and acceptance: medians over samples.
 
     Attributes:
@@ -89,10 +87,6 @@ class Row:
         tokens_per_step: tokens of one request, expected at this probability, or else measured.
         ms_per_step: milliseconds per step.
         accepted: share of the drafts that were accepted in the samples.
-        samples: number of samples that are kept.
-        discarded: number of samples that were dropped, because other processes used the CPU.
-        disturbed: whether all samples were disturbed, so that none was dropped.
-        taken: all samples.
         bandwidth_gb_s: memory bandwidth before and after the samples; None in older records.
     """
 
@@ -103,10 +97,6 @@ class Row:
     tokens_per_step: float
     ms_per_step: float
     accepted: float | None
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Any, ...]
     bandwidth_gb_s: float | None = None
 
     @property
@@ -159,29 +149,6 @@ def pays_from(rows: Sequence[Row], row: Row) -> float | None:
     return None
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's body."""
-    body = []
-    for row in rows:
-        start = None if row.synthetic_acceptance is None else pays_from(rows, row)
-        body.append(
-            [
-                row.engine,
-                str(row.spec_tokens),
-                str(row.batch),
-                "-" if row.synthetic_acceptance is None else f"{row.synthetic_acceptance:.0%}",
-                f"{row.tokens_per_step:.2f}",
-                f"{row.ms_per_step:.2f}",
-                f"{row.tokens_per_s:.1f}",
-                f"{over_plain(rows, row):.2f}x",
-                "-" if row.synthetic_acceptance is None else share(start),
-                "-" if row.bandwidth_gb_s is None else f"{row.bandwidth_gb_s:.1f}",
-                sample_counts(row),
-            ]
-        )
-    return body
-
-
 def share(start: float | None) -> str:
     """The cell "pays from"."""
     return "never" if start is None else f"{start:.0%}"
@@ -194,7 +161,27 @@ def rows_of(record: Record) -> list[Row]:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Speed by synthetic acceptance", COLUMNS, cells(rows_of(record)), NOTES)
+    rows = rows_of(record)
+
+    def known(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    columns: Columns[Row] = {
+        "engine": lambda row: row.engine,
+        "K": lambda row: str(row.spec_tokens),
+        "batch": lambda row: str(row.batch),
+        "synthetic acceptance": lambda row: known(row.synthetic_acceptance, ".0%"),
+        "tokens/step": lambda row: f"{row.tokens_per_step:.2f}",
+        "ms/step": lambda row: f"{row.ms_per_step:.2f}",
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "over K=0": lambda row: f"{over_plain(rows, row):.2f}x",
+        "pays from": lambda row: (
+            "-" if row.synthetic_acceptance is None else share(pays_from(rows, row))
+        ),
+        "GB/s": lambda row: known(row.bandwidth_gb_s, ".1f"),
+        "samples": sample_counts,
+    }
+    return Table.of("Speed by synthetic acceptance", columns, rows, NOTES)
 
 
 def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[list[Decoder]]:
@@ -224,19 +211,14 @@ def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Ite
     """K = 0, and every K at every acceptance."""
     for k in (0, *args.spec_tokens):
         tell(f"compile {engine} K={k}")
-        decoder = _compile(source, k, engine, args)
+        decoder = MtpcDecoder.compile(
+            source,
+            engine,
+            spec_tokens=k,
+            **command.decode_options(args),
+            synthetic_acceptance_rates=(0.0,) * k,
+        )
         yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
-
-
-def _compile(source: Any, spec_tokens: int, engine: str, args: argparse.Namespace) -> MtpcDecoder:
-    start = time.perf_counter()
-    model = mtpc.compile(
-        source,
-        spec_tokens=spec_tokens,
-        **command.decode_options(args),
-        synthetic_acceptance_rates=(0.0,) * spec_tokens,
-    )
-    return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
 def _measure(
@@ -277,18 +259,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("acceptance", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=positive, default=[1, 2, 3], metavar="K")
     add("--acceptance", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], metavar="P")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=64, metavar="N")
-    command.add_schemes(parser)
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_backend(parser)
+    command.add_shared(
+        parser, "--quantize", "--vllm-python", "--llama-bench", "--gguf-python", "--backend"
+    )
     command.add_sampling(parser, 3)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     return parser.parse_args(argv)
 

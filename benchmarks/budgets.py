@@ -26,7 +26,15 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
 from benchmarks.harness.sampling import Sampled
 from mtpc.acceptance import GOLDEN_LENGTHS
 from mtpc.step.synthetic import draws
@@ -35,7 +43,6 @@ EASY, HARD = 32, 288
 """Tokens of the prompts."""
 SPREAD = 0.8
 """How far the rates of easy and hard requests lie from the mean, of what is possible."""
-COLUMNS = ("case", "batch", "tokens/s", "tokens a step", "of best fixed", "of K=0", "samples")
 NOTES = (
     "tokens a step: of each request, those that it waited for included.",
     "budget: the engine chooses how many rows a step verifies, the step which.",
@@ -79,6 +86,16 @@ class Case(Sampled[Taken]):
         self.samples.append(Taken(count / seconds, per_step, watch.foreign_share()))
 
 
+@dataclass(frozen=True)
+class Row(Counts):
+    """The figures of a case: medians over samples."""
+
+    case: str
+    batch: int
+    tokens_per_s: float
+    tokens_per_step: float
+
+
 def rates(length: str, spec_tokens: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The acceptance rates of easy and of hard requests."""
     lengths = {0: 1.0, **GOLDEN_LENGTHS[length]}
@@ -96,24 +113,24 @@ def set_acceptance(model: mtpc.SpecModel, length: str) -> None:
     model.program.write(table, torch.where(is_hard, hard, easy))
 
 
-def cells(rows: Sequence[dict[str, object]]) -> list[list[str]]:
-    """The cells of the table."""
-    found = []
-    for row in rows:
-        others = [r for r in rows if r["batch"] == row["batch"] and str(r["case"]).startswith("K")]
-        speed = {str(r["case"]): float(str(r["tokens_per_s"])) for r in others}
-        own = float(str(row["tokens_per_s"]))
-        ratios = (own / max(speed.values()), own / speed["K=0"])
-        figures = (f"{own:.1f}", f"{float(str(row['tokens_per_step'])):.2f}")
-        taken = argparse.Namespace(**row)
-        shares = [f"{ratio:.2f}" for ratio in ratios]
-        found.append([str(row["case"]), str(row["batch"]), *figures, *shares, sample_counts(taken)])
-    return found
-
-
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("A budget of rows", COLUMNS, cells(record["rows"]), NOTES)
+    rows = [Row(**row) for row in record["rows"]]
+
+    def fixed(row: Row) -> list[float]:
+        """Tokens per second of each fixed K at a row's batch, from K = 0 on."""
+        return [r.tokens_per_s for r in rows if r.batch == row.batch and r.case.startswith("K")]
+
+    columns: Columns[Row] = {
+        "case": lambda row: row.case,
+        "batch": lambda row: str(row.batch),
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "tokens a step": lambda row: f"{row.tokens_per_step:.2f}",
+        "of best fixed": lambda row: f"{row.tokens_per_s / max(fixed(row)):.2f}",
+        "of K=0": lambda row: f"{row.tokens_per_s / fixed(row)[0]:.2f}",
+        "samples": sample_counts,
+    }
+    return Table.of("A budget of rows", columns, rows, NOTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,31 +164,32 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tell(f"{turn} {case.name} batch {case.batch}: {case.samples[-1].tokens_per_s:.1f}")
                 if turn == 0:
                     case.samples.clear()
-    publish("budgets", args, {"rows": [_row(case, args.max_foreign) for case in cases]}, table)
+    rows = [asdict(_row(case, args.max_foreign)) for case in cases]
+    publish("budgets", args, {"rows": rows}, table)
     return 0
 
 
-def _row(case: Case, max_foreign: float) -> dict[str, object]:
-    kept, counts = case.kept(max_foreign), case.counts(max_foreign)
-    return dict(
+def _row(case: Case, max_foreign: float) -> Row:
+    kept = case.kept(max_foreign)
+    return Row(
         case=case.name,
         batch=case.batch,
         tokens_per_s=median(sample.tokens_per_s for sample in kept),
         tokens_per_step=median(sample.tokens_per_step for sample in kept),
-        **counts | {"taken": [asdict(sample) for sample in case.samples]},
+        **case.counts(max_foreign),
     )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("budgets", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the largest")
     add("--batches", nargs="+", type=positive, default=[4, 8], metavar="N")
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
     add("--new-tokens", type=positive, default=128, metavar="N")
     add("--quantize", metavar="SCHEME", help="of all engines")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     args = parser.parse_args(argv)

@@ -29,11 +29,10 @@ from benchmarks.harness import command
 from benchmarks.harness.codes import MIMO_7B
 from benchmarks.harness.command import positive
 from benchmarks.harness.hollow import write_hollow
-from benchmarks.harness.machine import tree_bytes
+from benchmarks.harness.machine import FamilyWatch, tree_bytes
 from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.startup_child import StartError
-from benchmarks.startup import FamilyWatch
 
 MIB = 2**20
 LARGE = {
@@ -305,14 +304,14 @@ def _number(value: float | None) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("compile", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--layers", nargs="+", type=positive, default=[7, 14, 28, 36], metavar="N")
     add("--large", nargs="*", choices=LARGE, default=list(LARGE), metavar="NAME",
         help=f"also build these from headers: {', '.join(LARGE)}")  # fmt: skip
     add("--options", type=int, default=len(OPTIONS), metavar="N", help="rows of changed options")
     add("--buckets", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--max-len", type=positive, default=512, metavar="N")
-    command.add_vllm(parser)
+    command.add_shared(parser, "--vllm-python")
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

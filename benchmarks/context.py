@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,7 +33,6 @@ from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, Checkpoint, Shape, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers import vllm_host
 from benchmarks.peers.llama_decoder import llama_decoders
 from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
 from mtpc.config import KV_CACHE_DTYPES
@@ -66,8 +64,8 @@ HEADROOM = 64
 class ContextDecoder(MtpcDecoder):
     """A `SpecModel` whose pool holds the KV of prompts that were never computed."""
 
-    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
-        super().__init__(model, build_s, ENGINES[model.options.kv_cache_dtype])
+    def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str) -> None:
+        super().__init__(model, build_s, engine)
         program = model.engine.program
         for name, spec in program.layout.items():
             if spec.is_paged:
@@ -125,9 +123,9 @@ def _groups(
 def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     for k, kind in product(args.spec_tokens, args.kv_cache_dtypes):
         tell(f"compile K={k}, {kind}")
-        start = time.perf_counter()
-        model = mtpc.compile(
+        yield ContextDecoder.compile(
             checkpoint.directory,
+            ENGINES[kind],
             spec_tokens=k,
             batch_buckets=tuple(args.batches),
             max_len=_max_len(args, max(args.contexts)),
@@ -136,20 +134,22 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
             backend=args.backend,
             kv_cache_dtype=kind,
         )
-        yield ContextDecoder(model, time.perf_counter() - start)
 
 
 def _peers(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     for k in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM K={k}")
         longest = max(c for c in args.contexts if c <= args.peer_context)
-        options = vllm_host.arguments(
-            str(checkpoint.directory.absolute()), k, _max_len(args, longest), max(args.batches)
+        launch = partial(
+            VllmProcess.of,
+            args.vllm_python,
+            checkpoint.directory,
+            k,
+            _max_len(args, longest),
+            max(args.batches),
+            checkpoint.directory.parent / "vllm",
+            enable_prefix_caching=True,
         )
-        options |= dict(enable_prefix_caching=True)
-        kept = checkpoint.directory.parent / "vllm"
-        threads = torch.get_num_threads()
-        launch = partial(VllmProcess, args.vllm_python, options, kept.absolute(), threads)
         yield VllmDecoder(launch, relaunches=False)
     if args.llama_bench:
         tell("write a GGUF file")
@@ -199,13 +199,12 @@ def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc")
 def table(record: Record) -> Table:
     """A record's table."""
     shape = SHAPES[record["arguments"]["shape"]]
-    rows = [(row["context"], Row(**_without_context(row))) for row in record["rows"]]
+    rows = [
+        (row["context"], Row(**{name: v for name, v in row.items() if name != "context"}))
+        for row in record["rows"]
+    ]
     rows.sort(key=lambda pair: (pair[1].engine, pair[1].spec_tokens, pair[1].batch, pair[0]))
     return Table("Decoding at long contexts", COLUMNS, cells(rows, shape), NOTES)
-
-
-def _without_context(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "context"}
 
 
 def cells(rows: Sequence[tuple[int, Row]], shape: Shape) -> list[list[str]]:
@@ -249,7 +248,7 @@ def _key(context: int, row: Row) -> tuple[str, int, int, int]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("context", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     contexts = [512, 2048, 8192, 32768]
     add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
@@ -259,12 +258,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
     add("--new-tokens", type=positive, default=32, metavar="N")
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_peer_context(parser)
-    command.add_backend(parser)
+    command.add_shared(
+        parser, "--vllm-python", "--llama-bench", "--gguf-python", "--peer-context", "--backend"
+    )
     command.add_sampling(parser, 2)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.contexts)

@@ -20,14 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
@@ -231,22 +229,21 @@ def _compile(
             step = progress.key or f"{progress.total} steps"
             tell(f"compile {engine} K={spec_tokens}: {progress.stage}, {step}")
 
-    start = time.perf_counter()
-    model = mtpc.compile(
+    return MtpcDecoder.compile(
         target,
+        engine,
         progress=listen,
         spec_tokens=spec_tokens,
         **command.decode_options(args),
         enabled_passes=enabled,
         synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
-    return MtpcDecoder(model, time.perf_counter() - start, engine)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("decode", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
@@ -254,17 +251,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
     length = "accept drafts whatever they are: tokens per step, or a golden length by name"
     add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_schemes(parser)
+    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--quantize")
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
-    command.add_backend(parser)
-    command.add_passes(parser)
+    command.add_shared(parser, "--backend", "--enable")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=96, metavar="N")
     command.add_sampling(parser, 3)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:

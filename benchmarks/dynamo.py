@@ -26,7 +26,15 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, make_config
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
 from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
 from mtpc.integrations.dynamo import backend
 from mtpc.models.families.mimo import MIMO
@@ -38,7 +46,6 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "mtpc": {"backend": "mtpc", "options": {"fallback": "error"}},
 }
 """Name in the table -> torch.compile's backend; None does not compile."""
-COLUMNS = ("forward", "batch", "engine", "ms", "over Inductor", "first call, s", "samples")
 NOTES = (
     "ms: of one forward; medians. over Inductor: its time over the engine's; above 1 is faster.",
     "first call: with compilation.",
@@ -81,7 +88,7 @@ class Case(Sampled[Sample]):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """The figures of a case."""
 
     forward: str
@@ -89,10 +96,6 @@ class Row:
     engine: str
     ms: float
     first_s: float
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Sample, ...]
 
 
 def cases(model: Any, args: argparse.Namespace) -> Iterator[Case]:
@@ -145,28 +148,21 @@ def summarise(case: Case, max_foreign: float) -> Row:
     return Row(case.forward, case.batch, case.engine, ms, case.first_s, **counts)
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    inductor = {(row.forward, row.batch): row.ms for row in rows if row.engine == "Inductor"}
-    return [
-        [
-            row.forward,
-            str(row.batch),
-            row.engine,
-            f"{row.ms:.2f}",
-            f"{inductor[row.forward, row.batch] / row.ms:.2f}x",
-            f"{row.first_s:.1f}",
-            sample_counts(row),
-        ]
-        for row in rows
-    ]
-
-
 def table(record: Record) -> Table:
     """A record's table."""
-    told = record["arguments"]
+    told, rows = record["arguments"], [Row(**row) for row in record["rows"]]
+    inductor = {(row.forward, row.batch): row.ms for row in rows if row.engine == "Inductor"}
+    columns: Columns[Row] = {
+        "forward": lambda row: row.forward,
+        "batch": lambda row: str(row.batch),
+        "engine": lambda row: row.engine,
+        "ms": lambda row: f"{row.ms:.2f}",
+        "over Inductor": lambda row: f"{inductor[row.forward, row.batch] / row.ms:.2f}x",
+        "first call, s": lambda row: f"{row.first_s:.1f}",
+        "samples": sample_counts,
+    }
     title = f"torch.compile: prompts of {told['prompt_tokens']} tokens, {told['shape']}"
-    return Table(title, COLUMNS, cells([Row(**row) for row in record["rows"]]), NOTES)
+    return Table.of(title, columns, rows, NOTES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("dynamo", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--prompt-tokens", type=positive, default=512, metavar="N")
     add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N", help="of decode rows")
     add("--calls", type=positive, default=16, metavar="N", help="decode rows of a sample")

@@ -28,40 +28,11 @@ from xml.etree import ElementTree
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.machine import describe_machine, describe_versions
-from benchmarks.harness.results import (
-    Record,
-    Table,
-    add_result_files,
-    save,
-)
+from benchmarks.harness.results import Record, Table, add_result_files, save
 from benchmarks.harness.sampling import Tell
+from mtpc import models
 
-FAMILIES = (
-    "mimo",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v_moe",
-    "glm_moe_dsa",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "step3p5",
-    "step3p7",
-    "mimo_v2",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "nemotron_h",
-    "longcat_flash",
-    "qwen4_exp",
-    "gemma4",
-    "gemma4_unified",
-    "llama",
-    "qwen2",
-    "qwen3",
-)
+FAMILIES = (*(family.name for family in models.FAMILIES), "llama", "qwen2", "qwen3")
 """The last five have drafters of their own: Gemma 4's assistants, and EAGLE-3 heads."""
 _STEP3P5 = "models/test_step3p5.py"
 _RECURRENT = "models/test_recurrent.py"

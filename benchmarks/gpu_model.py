@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.count import Lowered, lowered
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
 from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
@@ -227,7 +227,7 @@ def step(
         prefill_chunk=64, sampling=case.sampled, token_mask=False,
         disabled_passes=disabled,
     )  # fmt: skip
-    backend = NullMachine().backend()
+    backend = Machine().backend()
     compiler = StepCompiler(loaded, make_plan(options), backend, new_buffer=Layout.reserve)
     compiler.weights.defers = True
     graph = compiler.rewritten(StepKey.decode(case.batch, case.spec_tokens))

@@ -96,7 +96,8 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
 
     compile_model = mtpc.compile
     before = _status("VmRSS")
-    model = compile_model(job["directory"], cache_dir=job["cache"], backend="cpu", **job["options"])
+    where = {"cache_dir": job["cache"], "backend": "cpu"}
+    model = compile_model(job["directory"], **where, **job["options"])
     model.generate(list(range(2, 34)), 16, ignore_eos=True)
     program = model.program
     tensors = [*program.shared.values(), *(t for s in program.steps.values() for t in
@@ -107,23 +108,24 @@ def _grow(job: dict[str, Any]) -> dict[str, float]:
     return dict(
         weights_bytes=weights,
         state_bytes=state,
-        planned_bytes=_planned(job),
+        planned_bytes=planned_bytes(job["directory"], {**job["options"], **where}),
         resident_bytes=resident,
         ratio=resident / (weights + state),
         peak_bytes=_status("VmHWM") - before,
     )
 
 
-def _planned(job: dict[str, Any]) -> int:
-    """The memory that mtpc plans for the steps in the cache."""
+def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int:
+    """The memory that mtpc plans for a rank's steps in the cache: weights and buffers."""
     from mtpc import CompileOptions
     from mtpc.layout import graph_keys
     from mtpc.program.open_cache import open_cache, plan_model
     from mtpc.program.program import need_of_steps
+    from mtpc.program.ranks import all_parts
 
-    asked = {**job["options"], "cache_dir": job["cache"], "backend": "cpu"}
-    source, plan = plan_model(job["directory"], CompileOptions.parse(asked))
-    cache = open_cache(source, plan, lambda line: None)
+    source, plan = plan_model(directory, CompileOptions.parse(options))
+    part = all_parts(options.get("tensor_parallel_size", 1))[rank]
+    cache = open_cache(source, plan, lambda line: None, part)
     steps = cache.find_all(graph_keys(plan, "fused")) if cache else None
     assert steps is not None
     need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
@@ -159,7 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--spec-tokens", type=int, default=3, metavar="K")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
     add("--max-len", type=positive, default=1024, metavar="N")
-    command.add_passes(parser)
+    command.add_shared(parser, "--enable")
     command.add_files(parser)
     add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

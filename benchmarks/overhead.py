@@ -32,10 +32,19 @@ import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
+from benchmarks.harness.decoders import Prompts
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
-from benchmarks.harness.sampling import ATTEMPTS, Tell
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
+from benchmarks.harness.sampling import ATTEMPTS, Plan, Tell
 from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
 from mtpc.program.program import CapturedStep, Program
@@ -45,7 +54,16 @@ from mtpc.server.run import Running, run_server
 GOALS = {"replay": 1.0, "Engine": 0.97, "AsyncEngine": 0.95, "mtpc serve": 0.90}
 """The goal: the least share of bare replay's tokens per second."""
 NAME = "model"
-COLUMNS = ("batch", "path", "tokens/s", "of replay", "goal", "steps", "ms/step", "samples")
+COLUMNS: Columns[Row] = {
+    "batch": lambda row: str(row.batch),
+    "path": lambda row: row.path,
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "of replay": lambda row: f"{row.of_replay:.1%}",
+    "goal": lambda row: f"{row.goal:.0%}",
+    "steps": lambda row: str(row.steps),
+    "ms/step": lambda row: f"{row.ms_per_step:.2f}",
+    "samples": sample_counts,
+}
 NOTES = (
     "tokens/s: all new tokens, over the time from the first request to the last token, prefill "
     "included; medians.",
@@ -59,7 +77,7 @@ NOTES = (
 class Work:
     """The requests of one batch, which arrive together and have equal lengths."""
 
-    prompts: list[list[int]]
+    prompts: Prompts
     new_tokens: int
 
     @property
@@ -217,7 +235,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """A path's figures."""
 
     batch: int
@@ -227,10 +245,6 @@ class Row:
     goal: float
     steps: int
     ms_per_step: float
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Sample, ...]
 
 
 def sample_in_turns(
@@ -284,27 +298,9 @@ def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
         )
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    return [
-        [
-            str(row.batch),
-            row.path,
-            f"{row.tokens_per_s:.1f}",
-            f"{row.of_replay:.1%}",
-            f"{row.goal:.0%}",
-            str(row.steps),
-            f"{row.ms_per_step:.2f}",
-            sample_counts(row),
-        ]
-        for row in rows
-    ]
-
-
 def table(record: Record) -> Table:
     """A record's table."""
-    rows = [Row(**row) for row in record["rows"]]
-    return Table("Overhead", COLUMNS, cells(rows), NOTES)
+    return Table.of("Overhead", COLUMNS, (Row(**row) for row in record["rows"]), NOTES)
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -359,9 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling=True,
             prefix_caching=False,
         )
-        generator = torch.Generator().manual_seed(args.seed)
-        size = (max(args.batches), args.prompt_tokens)
-        prompts = torch.randint(0, shape.vocab_size, size, generator=generator).tolist()
+        plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+        prompts = plan.prompts(max(args.batches), shape.vocab_size)
         works = [Work(prompts[:batch], args.new_tokens) for batch in args.batches]
         cases = [Case(path, work) for work in works for path in GOALS]
         with served(model) as running, clients() as client:
@@ -375,13 +370,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("overhead", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
     add("--spec-tokens", type=positive, default=3, metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--prompt-tokens", type=positive, default=32, metavar="N")
     add("--new-tokens", type=positive, default=128, metavar="N")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 5, "undisturbed rounds")
     command.add_files(parser)
     return parser.parse_args(argv)

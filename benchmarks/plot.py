@@ -1,13 +1,15 @@
-"""Draws a record of the decode benchmark.
+"""Draws a record of `benchmarks.decode`, `serving`, `acceptance`, `tiers`, `tier_grid` or `gpu`.
 
-    python -m benchmarks.plot benchmarks/results/decode-0.5b.json benchmarks/results/decode-0.5b.png
+    python -m benchmarks.plot benchmarks/results/xeon-amx/decode-0.5b.json PICTURE.png
 
-One row of panels per batch: tokens per second, and milliseconds per step with the part that reading
-the step's weights would take at the bandwidth measured with each sample.
+Of `decode`, one row of panels per batch: tokens per second, and milliseconds per step with the part
+that reading the step's weights would take at the bandwidth measured with each sample. The modules
+`plot_NAME` say what they draw of the others.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import command
+from benchmarks.harness.results import Record
 
 COLOURS = {
     "mtpc": "#1f6f8b",
@@ -27,24 +30,47 @@ COLOURS = {
 }
 LIMIT = "#2b2b2b"
 
+MODULES = {
+    "serving": "plot_serving",
+    "acceptance": "plot_acceptance",
+    "tiers": "plot_tiers",
+    "tier_grid": "plot_tiers",
+    "gpu_record": "plot_gpu",
+}
+"""A record's benchmark -> the module whose `figure` draws it, where that is not this one."""
+
 Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw."""
-    parser = command.new_plot_parser("plot", __doc__, "decode")
-    parser.add_argument("--model", default="mimo", help="which model's rows")
+    parser = command.new_plot_parser("plot", __doc__, "NAME")
+    parser.add_argument("--model", default="mimo", help="which model's rows, of decode")
     args = parser.parse_args(argv)
-    results = json.loads(args.results.read_text())
-    rows = [row for row in results["rows"] if row["model"] == args.model]
-    if not rows:
-        parser.error(f"{args.results} has no rows of {args.model}")
+    record = json.loads(args.results.read_text())
     mpl.rcParams["font.size"] = 9
-    _figure(rows, args.model, results).savefig(args.picture, dpi=150)
+    module = MODULES.get(record["benchmark"])
+    if module is not None:
+        picture = importlib.import_module(f"benchmarks.{module}").figure(record)
+    elif any(row["model"] == args.model for row in record["rows"]):
+        picture = _figure(record, args.model)
+    else:
+        parser.error(f"{args.results} has no rows of {args.model}")
+    picture.savefig(args.picture, dpi=150)
     return 0
 
 
-def _figure(rows: list[Row], model: str, results: dict[str, Any]) -> Figure:
+def measured_on(record: Record) -> str:
+    """What stands above a picture: processor, threads and versions."""
+    machine, versions = record["machine"], record["versions"]
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, "
+        f"commit {versions['commit']}"
+    )
+
+
+def _figure(record: Record, model: str) -> Figure:
+    rows = [row for row in record["rows"] if row["model"] == model]
     batches = sorted({row["batch"] for row in rows})
     figure = Figure(figsize=(11, 3.6 * len(batches)), layout="constrained")
     axes = figure.subplots(len(batches), 2, squeeze=False)
@@ -54,16 +80,8 @@ def _figure(rows: list[Row], model: str, results: dict[str, Any]) -> Figure:
         fastest = "accepting" if "accepting" in weights else "random"
         _draw_speed(speed, [row for row in of_batch if row["weights"] == fastest], batch)
         _draw_steps(step, [row for row in of_batch if row["weights"] == "random"], batch)
-    machine, versions = results["machine"], results["versions"]
-    figure.suptitle(
-        f"{model}, {machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, "
-        f"commit {versions['commit']}"
-    )
+    figure.suptitle(f"{model}, {measured_on(record)}")
     return figure
-
-
-def _label(row: Row) -> str:
-    return f"{row['engine']}\nK={row['spec_tokens']}"
 
 
 def _draw_speed(axes: Axes, rows: list[Row], batch: int) -> None:
@@ -91,7 +109,8 @@ def _draw_steps(axes: Axes, rows: list[Row], batch: int) -> None:
 
 def finish(axes: Axes, rows: Sequence[Row]) -> None:
     """Label the bars with engine and K."""
-    axes.set_xticks(range(len(rows)), [_label(row) for row in rows], rotation=45, ha="right")
+    labels = [f"{row['engine']}\nK={row['spec_tokens']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, rotation=45, ha="right")
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -1,6 +1,4 @@
-"""Draws tokens per second by acceptance length, of mtpc and other engines.
-
-    python -m benchmarks.plot_acceptance benchmarks/results/xeon-amx/acceptance.json PICTURE.png
+"""Draws tokens per second by acceptance length, of mtpc and other engines, for `benchmarks.plot`.
 
 One column of panels per batch, one row for engines of 16 bits a weight and one for 4 bits. A step
 of K drafts costs the same at any acceptance, so another engine's line follows from one measured
@@ -9,18 +7,15 @@ step.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.acceptance import Row, pays_from, rows_of, share
-from benchmarks.harness import command
 from benchmarks.harness.results import Record
+from benchmarks.plot import measured_on
 
 WEIGHTS = {
     "bfloat16 weights": ("mtpc", "vLLM", "llama.cpp BF16"),
@@ -31,23 +26,15 @@ COLOURS = {"mtpc": "#1f6f8b", "vLLM": "#c8553d", "llama.cpp": "#7a7a7a"}
 STYLES = {0: ":", 1: "--", 2: "-.", 3: "-"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw."""
-    parser = command.new_plot_parser("plot_acceptance", __doc__, "acceptance")
-    args = parser.parse_args(argv)
-    mpl.rcParams["font.size"] = 9
-    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
-    return 0
-
-
-def _figure(record: Record) -> Figure:
+def figure(record: Record) -> Figure:
+    """The picture."""
     rows = rows_of(record)
     batches = sorted({row.batch for row in rows})
     engines = {row.engine for row in rows}
     kinds = [kind for kind, those in WEIGHTS.items() if engines & set(those)]
     size = (5.2 * len(batches), 0.6 + 4.2 * len(kinds))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(kinds), len(batches), squeeze=False)
+    drawn = Figure(figsize=size, layout="constrained")
+    panels = drawn.subplots(len(kinds), len(batches), squeeze=False)
     for kind, line in zip(kinds, panels, strict=True):
         for batch, axes in zip(batches, line, strict=True):
             shown = [r for r in rows if r.batch == batch and r.engine in WEIGHTS[kind]]
@@ -56,12 +43,9 @@ def _figure(record: Record) -> Figure:
         line[0].set_ylabel("tokens/s")
     for axes in panels[-1]:
         axes.set_xlabel("tokens a step (SYNTHETIC acceptance)")
-    machine, versions, told = (record[name] for name in ("machine", "versions", "arguments"))
-    figure.suptitle(
-        f"Tokens a second by acceptance length: {told['shape']} MiMo shape, {machine['cpu']}, "
-        f"{machine['threads']} threads, commit {versions['commit']}"
-    )
-    return figure
+    of = f"Tokens a second by acceptance length: {record['arguments']['shape']} MiMo shape"
+    drawn.suptitle(f"{of}, {measured_on(record)}")
+    return drawn
 
 
 def _draw(rows: Sequence[Row], axes: Axes) -> None:
@@ -95,7 +79,3 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
     )
     axes.legend(frameon=False, fontsize=6.5, **below)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

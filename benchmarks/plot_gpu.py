@@ -1,21 +1,14 @@
-"""Draws a GPU's record: steps and the time of their weights, and attention by length.
-
-python -m benchmarks.plot_gpu benchmarks/results/h100/gpu.json benchmarks/results/h100/gpu.png
-"""
+"""Draws a GPU's record, for `benchmarks.plot`: steps by the time of their weights; attention."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.harness import command
 from benchmarks.harness.results import Record
 
 SHADES = {"second": "#c3d5dc", "third": "#7fa9b8", "seventh": "#1f6f8b"}
@@ -29,22 +22,15 @@ LIMIT = "#2b2b2b"
 Row = Mapping[str, Any]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw."""
-    args = command.new_plot_parser("plot_gpu", __doc__, "gpu_record").parse_args(argv)
-    mpl.rcParams["font.size"] = 9
-    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
-    return 0
-
-
-def _figure(record: Record) -> Figure:
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    steps, attention = figure.subplots(1, 2)
+def figure(record: Record) -> Figure:
+    """The picture."""
+    drawn = Figure(figsize=(11, 3.8), layout="constrained")
+    steps, attention = drawn.subplots(1, 2)
     _draw_steps(record["rows"], steps)
     _draw_attention(record["rows"], attention)
     machine, versions = record["machine"], record["versions"]
-    figure.suptitle(f"{machine['gpu']}, torch {versions['torch']}, commit {versions['commit']}")
-    return figure
+    drawn.suptitle(f"{machine['gpu']}, torch {versions['torch']}, commit {versions['commit']}")
+    return drawn
 
 
 def _draw_steps(rows: Sequence[Row], axes: Axes) -> None:
@@ -92,7 +78,3 @@ def _draw_attention(rows: Sequence[Row], axes: Axes) -> None:
     axes.set_ylabel("% of the copy bandwidth")
     axes.set_title("Attention alone")
     axes.legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,4 @@
-"""Draws a record of the serving benchmark.
-
-    python -m benchmarks.plot_serving benchmarks/results/serving-0.5b.json PICTURE.png
+"""Draws a record of the serving benchmark, for `benchmarks.plot`.
 
 One column of panels per load, and one row per figure: tokens per second, the time to the first
 token, and the gap between outputs, the two latter as the median and the 99th percentile.
@@ -8,17 +6,13 @@ token, and the gap between outputs, the two latter as the median and the 99th pe
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.harness import command
-from benchmarks.plot import COLOURS, Row, finish
+from benchmarks.harness.results import Record
+from benchmarks.plot import COLOURS, Row, finish, measured_on
 
 LATENCIES = (
     ("TTFT, s", "ttft_p50_s", "ttft_p99_s"),
@@ -26,31 +20,21 @@ LATENCIES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw."""
-    parser = command.new_plot_parser("plot_serving", __doc__, "serving")
-    args = parser.parse_args(argv)
-    mpl.rcParams["font.size"] = 9
-    _figure(json.loads(args.results.read_text())).savefig(args.picture, dpi=150)
-    return 0
-
-
-def _figure(results: dict[str, Any]) -> Figure:
-    rows: list[Row] = results["rows"]
+def figure(record: Record) -> Figure:
+    """The picture."""
+    rows: list[Row] = record["rows"]
     loads = list(dict.fromkeys(row["load"] for row in rows))
-    figure = Figure(figsize=(3.6 * len(loads), 9), layout="constrained")
-    axes = figure.subplots(1 + len(LATENCIES), len(loads), squeeze=False)
+    drawn = Figure(figsize=(3.6 * len(loads), 9), layout="constrained")
+    axes = drawn.subplots(1 + len(LATENCIES), len(loads), squeeze=False)
     for column, load in enumerate(loads):
         of_load = [row for row in rows if row["load"] == load]
         _draw_speed(axes[0, column], of_load, load)
         for panel, (title, *names) in zip(axes[1:, column], LATENCIES, strict=True):
             _draw_latency(panel, of_load, title, names)
-    machine, versions, told = (results[name] for name in ("machine", "versions", "arguments"))
-    figure.suptitle(
-        f"{told['shape']} MiMo shape, {told['weights']} weights, {machine['cpu']}, "
-        f"{machine['threads']} threads, torch {versions['torch']}, commit {versions['commit']}"
-    )
-    return figure
+    told = record["arguments"]
+    of = f"{told['shape']} MiMo shape, {told['weights']} weights"
+    drawn.suptitle(f"{of}, {measured_on(record)}")
+    return drawn
 
 
 def _draw_speed(axes: Axes, rows: Sequence[Row], load: str) -> None:
@@ -70,7 +54,3 @@ def _draw_latency(axes: Axes, rows: Sequence[Row], title: str, names: Sequence[s
         if alpha < 1:
             axes.bar_label(bars, fmt="%.3g", padding=2)
     finish(axes, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""Draws "auto" and every fixed K by load.
-
-    python -m benchmarks.plot_tiers benchmarks/results/xeon-amx/tiers-0.5b.json PICTURE.png
-    python -m benchmarks.plot_tiers benchmarks/results/paper/tier-grid.json PICTURE.png
+"""Draws "auto" and every fixed K by load, for `benchmarks.plot`.
 
 Of a record of `benchmarks.tiers`: one panel per load; bars are tokens per second of work, relative
 to K = 0 with the same weights. Of one of `benchmarks.tier_grid`: one panel per machine; each load
@@ -10,31 +7,23 @@ is a dot, the speed of "auto" relative to the best fixed K and to K = 0.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.harness import command
 from benchmarks.harness.results import Record
+from benchmarks.plot import measured_on
 from benchmarks.tier_grid import BEST
 from benchmarks.tiers import AUTO, Row, fixed
 
 AUTO_COLOUR, SHADES = "#c8553d", ("#b9cdd4", "#8fb2bf", "#5f93a6", "#1f6f8b")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw."""
-    args = command.new_plot_parser("plot_tiers", __doc__, "tiers").parse_args(argv)
-    mpl.rcParams["font.size"] = 9
-    record = json.loads(args.results.read_text())
-    draw = _grid if record["benchmark"] == "tier_grid" else _figure
-    draw(record).savefig(args.picture, dpi=150)
-    return 0
+def figure(record: Record) -> Figure:
+    """The picture."""
+    return _grid(record) if record["benchmark"] == "tier_grid" else _loads(record)
 
 
 def _grid(record: Record) -> Figure:
@@ -74,7 +63,7 @@ def _draw_dots(rows: Sequence[dict[str, Any]], key: str, axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(record: Record) -> Figure:
+def _loads(record: Record) -> Figure:
     rows = [Row(**row) for row in record["rows"]]
     loads = list(dict.fromkeys(row.load for row in rows))
     figure = Figure(figsize=(5.2 * len(loads), 3.6), layout="constrained")
@@ -82,11 +71,7 @@ def _figure(record: Record) -> Figure:
         _draw([row for row in rows if row.load == load], axes)
         axes.set_title(load)
         axes.set_ylabel("tokens/s over those of K = 0")
-    machine, versions = record["machine"], record["versions"]
-    figure.suptitle(
-        f"{record['arguments']['shape']} MiMo shape, {machine['cpu']}, {machine['threads']} "
-        f"threads, commit {versions['commit']}"
-    )
+    figure.suptitle(f"{record['arguments']['shape']} MiMo shape, {measured_on(record)}")
     return figure
 
 
@@ -104,7 +89,3 @@ def _draw(rows: Sequence[Row], axes: Axes) -> None:
     axes.set_xticks(range(len(weights)), weights)
     axes.legend(frameon=False, fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,15 +23,13 @@ from typing import Any
 
 import torch
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoded, Decoder, OneLaunch, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers import vllm_host
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
 from benchmarks.peers.vllm_decoder import VllmProcess
 
@@ -52,13 +50,8 @@ NOTES = (
 )
 
 
-class MtpcPrefill(OneLaunch):
+class MtpcPrefill(MtpcDecoder):
     """A `SpecModel` with a given prefill chunk."""
-
-    def __init__(self, model: mtpc.SpecModel, build_s: float) -> None:
-        self.model, self.build_s = model, build_s
-        self.spec_tokens = model.options.spec_tokens
-        self.engine = f"mtpc, chunks of {model.options.prefill_chunk}"
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """First tokens, one prompt after another; `new_tokens` is ignored."""
@@ -71,10 +64,10 @@ class MtpcPrefill(OneLaunch):
         return _timed(prompts, first_token)
 
 
-class TransformersPrefill(OneLaunch):
+class TransformersPrefill(Decoder):
     """transformers' `generate`, for one token."""
 
-    engine, spec_tokens, build_s = "transformers", 0, 0.0
+    engine, spec_tokens = "transformers", 0
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -90,7 +83,7 @@ class TransformersPrefill(OneLaunch):
         return _timed(prompts, first_token)
 
 
-class VllmPrefill(OneLaunch):
+class VllmPrefill(Decoder):
     """vLLM in its own process, which measures the time."""
 
     engine = "vLLM"
@@ -110,10 +103,10 @@ class VllmPrefill(OneLaunch):
         return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
 
 
-class LlamaPrefill(OneLaunch):
+class LlamaPrefill(Decoder):
     """llama-batched-bench, one process per sample, with its own prompts of the same length."""
 
-    spec_tokens, build_s, stays_warm = 0, 0.0, False
+    spec_tokens, stays_warm = 0, False
 
     def __init__(self, decoder: LlamaDecoder) -> None:
         self._decoder, self.engine = decoder, decoder.engine
@@ -169,37 +162,29 @@ def _engines(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> It
     for k in args.spec_tokens:
         for chunk in args.chunks:
             tell(f"compile K={k}, chunks of {chunk}")
-            yield _compile(target, k, chunk, args)
+            yield MtpcPrefill.compile(
+                target,
+                f"mtpc, chunks of {chunk}",
+                spec_tokens=k,
+                batch_buckets=(1,),
+                max_len=max(args.prompt_tokens) + NEW_TOKENS,
+                prefill_chunk=chunk,
+                prefix_caching=False,
+                backend=args.backend,
+                enabled_passes=tuple(args.enable),
+            )
     for k in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM K={k}")
-        directory = checkpoint.directory.absolute()
-        longest = max(n for n in args.prompt_tokens if n <= args.peer_context)
-        options = vllm_host.arguments(str(directory), k, longest + NEW_TOKENS, 1)
-        threads = torch.get_num_threads()
-        yield VllmPrefill(
-            VllmProcess(args.vllm_python, options, directory.parent / "vllm", threads)
-        )
+        directory = checkpoint.directory
+        longest = max(n for n in args.prompt_tokens if n <= args.peer_context) + NEW_TOKENS
+        kept = directory.parent / "vllm"
+        yield VllmPrefill(VllmProcess.of(args.vllm_python, directory, k, longest, 1, kept))
     if args.llama_bench:
         tell("write a GGUF file")
         for decoder in llama_decoders(
             args.llama_bench, args.gguf_python, checkpoint.directory, ("BF16",)
         ):
             yield LlamaPrefill(decoder)
-
-
-def _compile(target: Any, spec_tokens: int, chunk: int, args: argparse.Namespace) -> MtpcPrefill:
-    start = time.perf_counter()
-    model = mtpc.compile(
-        target,
-        spec_tokens=spec_tokens,
-        batch_buckets=(1,),
-        max_len=max(args.prompt_tokens) + NEW_TOKENS,
-        prefill_chunk=chunk,
-        prefix_caching=False,
-        backend=args.backend,
-        enabled_passes=tuple(args.enable),
-    )
-    return MtpcPrefill(model, time.perf_counter() - start)
 
 
 def cells(rows: Sequence[tuple[int, Row]], target_bytes: int) -> list[list[str]]:
@@ -246,18 +231,22 @@ def table(record: Record) -> Table:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("prefill", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--prompt-tokens", nargs="+", type=positive, default=[512], metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
     add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_peer_context(parser)
-    command.add_backend(parser)
-    command.add_passes(parser)
+    command.add_shared(
+        parser,
+        "--vllm-python",
+        "--llama-bench",
+        "--gguf-python",
+        "--peer-context",
+        "--backend",
+        "--enable",
+    )
     command.add_sampling(parser, 5)
-    command.add_probe(parser)
+    command.add_shared(parser, "--probe-mib")
     command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.prompt_tokens)

@@ -31,12 +31,9 @@ from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
-from mtpc import CompileOptions
-from mtpc.layout import graph_keys
+from benchmarks.memory import planned_bytes
 from mtpc.program.follow import LeadingProgram
-from mtpc.program.open_cache import open_cache, plan_model
-from mtpc.program.program import Program, need_of_steps
-from mtpc.program.ranks import all_parts
+from mtpc.program.program import Program
 
 MIB = 2**20
 COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
@@ -140,7 +137,8 @@ def _child(job: dict[str, Any]) -> None:
         figures = _decode(model, job)
         model.close()
     resident = (field_bytes("/proc/self/status", "VmRSS") or 0) - before
-    figures |= {"resident_bytes": resident, "held_bytes": _held_bytes(model, job)}
+    held = planned_bytes(job["directory"], job["options"], job["rank"])
+    figures |= {"resident_bytes": resident, "held_bytes": held}
     print(json.dumps(figures))
     if job["size"] > 1:
         dist.destroy_process_group()
@@ -204,18 +202,6 @@ def _is_inside(event: Any, names: set[str]) -> bool:
     return False
 
 
-def _held_bytes(model: mtpc.SpecModel, job: dict[str, Any]) -> int:
-    """Bytes of weights and buffers of this rank's steps, from the cache's records."""
-    options = {**job["options"], "batch_buckets": tuple(job["options"]["batch_buckets"])}
-    source, plan = plan_model(job["directory"], CompileOptions.parse(options))
-    part = all_parts(job["size"])[job["rank"]]
-    cache = open_cache(source, plan, lambda line: None, part)
-    steps = cache.find_all(graph_keys(plan, "fused")) if cache else None
-    assert steps is not None
-    need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
-    return need.weights + need.buffers
-
-
 def _rows(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """One row for each K, batch and number of ranks: medians of its samples."""
     names = ("spec_tokens", "batch", "ranks", "threads")
@@ -244,7 +230,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("ranks", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--ranks", type=positive, default=2, metavar="N", help="how many beside one")
     add("--threads", type=positive, default=2, metavar="N", help="of all ranks together")
     add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")

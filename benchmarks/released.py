@@ -24,10 +24,10 @@ import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import MtpcDecoder
-from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.machine import FamilyWatch
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Tell
-from benchmarks.peers.llama_decoder import LlamaDecoder, child_seconds
+from benchmarks.peers.llama_decoder import LlamaDecoder
 from benchmarks.real_size import start
 from mtpc.backends.cpu_kernels import build_kernels
 from mtpc.store.entries import EntryStore
@@ -81,9 +81,9 @@ def _starts(args: argparse.Namespace, cache: Path, tell: Tell) -> Iterator[dict[
     for name, count in (("cold", 1), ("warm", args.repeats)):
         found, foreign = list[dict[str, Any]](), list[float]()
         for _ in range(count):
-            watch, before = CpuWatch(), child_seconds()
+            watch = FamilyWatch()
             found.append(start(args.file.absolute(), cache, 0, 2, PROMPT))
-            foreign.append(watch.foreign_share(child_seconds() - before))
+            foreign.append(watch.foreign_share())
             tell(f"{name} start: {found[-1]['first_token_s']:.2f} s")
         common: dict[str, Any] = {"llama": [], "foreign": foreign}
         yield {"what": f"{name} start", "mtpc": [f["first_token_s"] for f in found], **common}
@@ -148,13 +148,13 @@ def _steps(args: argparse.Namespace, cache: Path, tell: Tell) -> list[dict[str, 
     ]
     for turn in range(args.repeats + 1):
         for row, (what, sample) in zip(rows, cases.items(), strict=True):
-            watch, before = CpuWatch(), child_seconds()
+            watch = FamilyWatch()
             ours, theirs = sample()
             tell(f"round {turn}: {what}: {ours:.3g}, llama.cpp {theirs}")
             if turn > 0:  # The first one warms up.
                 row["mtpc"].append(ours)
                 row["llama"] += [] if theirs is None else [theirs]
-                row["foreign"].append(watch.foreign_share(child_seconds() - before))
+                row["foreign"].append(watch.foreign_share())
     model.close()
     return rows
 
@@ -168,8 +168,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=64, metavar="N", help="tokens that are decoded")
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the timed prompt")
     add("--repeats", type=positive, default=5, metavar="N", help="samples of each")
-    command.add_threads(parser)
-    command.add_llama(parser)
+    command.add_shared(parser, "--threads", "--llama-bench", "--gguf-python")
     command.add_files(parser)
     return parser.parse_args(argv)
 

@@ -19,7 +19,7 @@ from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
 from mtpc.scale import DEVICES, RankModel
 
-DEVICE_COUNT, MAX_LEN, LATENCY_US = 8, 8192, 10.0
+MAX_LEN, LATENCY_US = 8192, 10.0
 BATCHES, DRAFTS = (1, 64), (0, 1, 2, 3)
 _QWEN_KINDS = (["linear_attention"] * 3 + ["full_attention"]) * 12
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -32,7 +32,6 @@ from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Tell
-from benchmarks.peers import vllm_host
 from benchmarks.peers.llama_decoder import LlamaFiles
 from benchmarks.peers.llama_server import LlamaServer
 from benchmarks.peers.vllm_decoder import VllmError, VllmProcess
@@ -239,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) -> Iterator[Chat]:
     """Yield the engines of a model. Each is started after the previous one has ended."""
-    longest, threads = args.prompt_tokens + 4 * ANSWER, torch.get_num_threads()
+    longest = args.prompt_tokens + 4 * ANSWER
     for spec_tokens in args.spec_tokens:
         tell(f"compile {model} K={spec_tokens}")
         yield MtpcChat(
@@ -253,11 +252,11 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
         )
     for spec_tokens in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM, {model} K={spec_tokens}")
-        options = vllm_host.arguments(str(directory.absolute()), spec_tokens, longest, 1)
-        options |= dict(enable_prefix_caching=True)
-        kept = directory.absolute().parent / "vllm" / model
+        sizes = (spec_tokens, longest, 1, directory.parent / "vllm" / model)
         try:
-            process = VllmProcess(args.vllm_python, options, kept, threads)
+            process = VllmProcess.of(
+                args.vllm_python, directory, *sizes, enable_prefix_caching=True
+            )
         except VllmError as error:
             tell(f"vLLM does not run {model} at K={spec_tokens}: {error}")
             continue
@@ -265,7 +264,7 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
     if args.llama_bench and model == "mimo":
         tell("start llama.cpp's server")
         files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
-        log = directory.parent / "llama-server.log"
+        log, threads = directory.parent / "llama-server.log", torch.get_num_threads()
         yield LlamaChat(LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log))
 
 
@@ -276,11 +275,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=8192, metavar="N")
     add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
     add("--repeats", type=positive, default=1, metavar="N", help="conversations")
-    command.add_threads(parser)
+    command.add_shared(parser, "--threads")
     add("--seed", type=int, default=0)
-    command.add_vllm(parser)
-    command.add_llama(parser)
-    command.add_backend(parser)
+    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--backend")
     command.add_files(parser)
     return parser.parse_args(argv)
 

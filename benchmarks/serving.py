@@ -20,23 +20,26 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Protocol
 
-import torch
-
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
 from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
-from benchmarks.peers import vllm_host
 from benchmarks.peers.vllm_decoder import VllmProcess
 
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
 MAX_LEN = 256
-COLUMNS = ("load", "engine", "K", "tokens/s", "over vLLM", "TTFT p50 s", "TTFT p99 s",
-           "gap p50 ms", "gap p99 ms", "ms/token p50", "host gap", "samples")  # fmt: skip
 NOTES = (
     "tokens/s: all new tokens, over the time from the first arrival to the last token.",
     "TTFT: from a request's arrival to its first token. gap: between a request's outputs, of one "
@@ -172,7 +175,7 @@ class Case(Sampled[Sample]):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """The figures that callers see, each the median over samples."""
 
     load: str
@@ -185,10 +188,6 @@ class Row:
     gap_p99_ms: float
     ms_per_token_p50: float
     host_gap_share: float | None
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Sample, ...]
 
 
 def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell) -> None:
@@ -274,35 +273,30 @@ def summarise(case: Case, max_foreign: float) -> Row:
     )
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    theirs = {(r.load, r.spec_tokens): r.tokens_per_s for r in rows if r.engine == "vLLM"}
-    table = []
-    for row in rows:
-        peer = theirs.get((row.load, row.spec_tokens))
-        table.append(
-            [
-                row.load,
-                row.engine,
-                str(row.spec_tokens),
-                f"{row.tokens_per_s:.1f}",
-                f"{row.tokens_per_s / peer:.2f}x" if peer and row.engine == "mtpc" else "-",
-                f"{row.ttft_p50_s:.2f}",
-                f"{row.ttft_p99_s:.2f}",
-                f"{row.gap_p50_ms:.1f}",
-                f"{row.gap_p99_ms:.1f}",
-                f"{row.ms_per_token_p50:.1f}",
-                "-" if row.host_gap_share is None else f"{row.host_gap_share:.2%}",
-                sample_counts(row),
-            ]
-        )
-    return table
-
-
 def table(record: Record) -> Table:
     """A record's table."""
     rows = [Row(**row) for row in record["rows"]]
-    return Table("Serving", COLUMNS, cells(rows), NOTES)
+    theirs = {(r.load, r.spec_tokens): r.tokens_per_s for r in rows if r.engine == "vLLM"}
+
+    def over_vllm(row: Row) -> str:
+        peer = theirs.get((row.load, row.spec_tokens))
+        return f"{row.tokens_per_s / peer:.2f}x" if peer and row.engine == "mtpc" else "-"
+
+    columns: Columns[Row] = {
+        "load": lambda row: row.load,
+        "engine": lambda row: row.engine,
+        "K": lambda row: str(row.spec_tokens),
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "over vLLM": over_vllm,
+        "TTFT p50 s": lambda row: f"{row.ttft_p50_s:.2f}",
+        "TTFT p99 s": lambda row: f"{row.ttft_p99_s:.2f}",
+        "gap p50 ms": lambda row: f"{row.gap_p50_ms:.1f}",
+        "gap p99 ms": lambda row: f"{row.gap_p99_ms:.1f}",
+        "ms/token p50": lambda row: f"{row.ms_per_token_p50:.1f}",
+        "host gap": lambda r: "-" if r.host_gap_share is None else f"{r.host_gap_share:.2%}",
+        "samples": sample_counts,
+    }
+    return Table.of("Serving", columns, rows, NOTES)
 
 
 def servers(
@@ -312,7 +306,6 @@ def servers(
     directory = workdir / "checkpoint"
     tell(f"write {directory}")
     write_checkpoint(directory, "mimo", SHAPES[args.shape], args.weights == "accepting", args.seed)
-    kept, threads = workdir.absolute() / "vllm", torch.get_num_threads()
     for k in (0, args.spec_tokens):
         tell(f"compile mtpc K={k}")
         model = mtpc.compile(
@@ -327,10 +320,10 @@ def servers(
         yield MtpcServer(model)
         if args.vllm_python:
             tell(f"start vLLM K={k}")
-            options = vllm_host.arguments(
-                str(directory.absolute()), k, MAX_LEN, max(args.batch_buckets)
+            most = max(args.batch_buckets)
+            process = VllmProcess.of(
+                args.vllm_python, directory, k, MAX_LEN, most, workdir / "vllm"
             )
-            process = VllmProcess(args.vllm_python, options, kept, threads)
             closing.callback(process.close)
             yield VllmServer(process)
 
@@ -352,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("serving", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
@@ -360,8 +353,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
     add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    command.add_vllm(parser)
-    command.add_backend(parser)
+    command.add_shared(parser, "--vllm-python", "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     return parser.parse_args(argv)

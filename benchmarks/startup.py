@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -32,10 +31,11 @@ import torch
 from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
 from benchmarks.harness.command import positive
-from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.machine import FamilyWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
+    Counts,
     Record,
     Table,
     new_record,
@@ -106,7 +106,7 @@ class Case(Sampled[Sample]):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """The figures of a case, from undisturbed samples if there are any; None if it never ran."""
 
     workload: str
@@ -115,11 +115,7 @@ class Row:
     median_s: float | None
     stages: dict[str, float]
     cache_bytes: int
-    samples: int
-    discarded: int
-    disturbed: bool
     not_run: str | None
-    taken: tuple[Sample, ...]
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
@@ -136,22 +132,6 @@ def summarise(case: Case, max_foreign: float) -> Row:
         not_run=case.failure,
         **case.counts(max_foreign),
     )
-
-
-class FamilyWatch(CpuWatch):
-    """Counts child processes of this one as its own."""
-
-    def __init__(self) -> None:
-        self._children = _children_seconds()
-        super().__init__()
-
-    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
-        """The share of all CPUs' time that other processes used, 0 to 1."""
-        return super().foreign_share(child_cpu_s + _children_seconds() - self._children)
-
-
-def _children_seconds() -> float:
-    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 class Starter:
@@ -367,10 +347,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = command.new_parser("startup", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    command.add_vllm(parser)
+    command.add_shared(parser, "--vllm-python")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
     add("--max-len", type=positive, default=1024, metavar="N")

@@ -29,7 +29,15 @@ from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival
 from benchmarks.harness.command import positive
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Columns,
+    Counts,
+    Record,
+    Table,
+    publish,
+    sample_counts,
+)
 from benchmarks.harness.sampling import Tell
 from benchmarks.serving import (
     MAX_LEN,
@@ -47,8 +55,6 @@ from mtpc.engine.tiers import Place, TierPolicy
 
 WEIGHTS = ("accepting", "random")
 AUTO, AGAIN = "auto", "auto, costs known"
-COLUMNS = ("weights", "load", "K", "tokens/s", "of best fixed", "of K=0", "ms/token p50",
-           "tokens by K", "samples")  # fmt: skip
 NOTES = (
     "tokens/s: all new tokens, over the seconds in which there was work: at a low load most are "
     "spent waiting for requests.",
@@ -117,7 +123,7 @@ class SyntheticServer(TierServer):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """The figures of a load: medians over samples.
 
     Attributes:
@@ -127,10 +133,6 @@ class Row:
         tokens_per_s: new tokens divided by seconds with work.
         ms_per_token_p50: median over requests, after the first token.
         tokens_by_k: tokens of decode steps of all kept samples, by the step's K.
-        samples: number of samples that are kept.
-        discarded: number of samples that were dropped, because other processes used the CPU.
-        disturbed: whether all samples were disturbed, so that none was dropped.
-        taken: all samples.
     """
 
     weights: str
@@ -139,10 +141,6 @@ class Row:
     tokens_per_s: float
     ms_per_token_p50: float
     tokens_by_k: dict[int, int]
-    samples: int
-    discarded: int
-    disturbed: bool
-    taken: tuple[Sample, ...]
 
 
 def tokens_per_s(sample: Sample) -> float:
@@ -181,28 +179,23 @@ def fixed(rows: Sequence[Row], row: Row) -> dict[int | str, float]:
     }
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    return [
-        [
-            row.weights,
-            row.load,
-            str(row.spec_tokens),
-            f"{row.tokens_per_s:.1f}",
-            f"{row.tokens_per_s / max(fixed(rows, row).values()):.2f}",
-            f"{row.tokens_per_s / fixed(rows, row)[0]:.2f}",
-            f"{row.ms_per_token_p50:.1f}",
-            "-" if isinstance(row.spec_tokens, int) else shares(row.tokens_by_k),
-            sample_counts(row),
-        ]
-        for row in rows
-    ]
-
-
 def table(record: Record) -> Table:
     """A record's table."""
     rows = [Row(**row) for row in record["rows"]]
-    return Table("K by load", COLUMNS, cells(rows), NOTES)
+    columns: Columns[Row] = {
+        "weights": lambda row: row.weights,
+        "load": lambda row: row.load,
+        "K": lambda row: str(row.spec_tokens),
+        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+        "of best fixed": lambda r: f"{r.tokens_per_s / max(fixed(rows, r).values()):.2f}",
+        "of K=0": lambda row: f"{row.tokens_per_s / fixed(rows, row)[0]:.2f}",
+        "ms/token p50": lambda row: f"{row.ms_per_token_p50:.1f}",
+        "tokens by K": lambda row: (
+            "-" if isinstance(row.spec_tokens, int) else shares(row.tokens_by_k)
+        ),
+        "samples": sample_counts,
+    }
+    return Table.of("K by load", columns, rows, NOTES)
 
 
 def shares(tokens: dict[int, int]) -> str:
@@ -279,14 +272,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("tiers", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
     add("--acceptance", nargs="+", type=float, default=[], metavar="P", help="synthetic")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=positive, default=24, metavar="N", help="of each load")
     add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    command.add_backend(parser)
+    command.add_shared(parser, "--backend")
     command.add_sampling(parser, 3)
     command.add_files(parser)
     return parser.parse_args(argv)

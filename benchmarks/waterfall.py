@@ -171,13 +171,13 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("waterfall", __doc__)
     add = parser.add_argument
-    command.add_model(parser)
+    command.add_shared(parser, "--shape")
     add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
     add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    command.add_passes(parser)
+    command.add_shared(parser, "--enable")
     add("--quantize", choices=SCHEMES, metavar="SCHEME", help="measure a quantised copy")
     add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
-    command.add_disturbance(parser)
+    command.add_shared(parser, "--max-foreign")
     command.add_files(parser)
     return parser.parse_args(argv)
 

@@ -42,7 +42,7 @@ from benchmarks.gpu.gate import (
     check_shape,
 )
 from benchmarks.gpu.kernels import kernel_times
-from benchmarks.gpu.machine import GpuMachine, Machine, NullMachine
+from benchmarks.gpu.machine import GpuMachine, Machine
 from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import Row, RowFile, findings
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        machine: Machine = NullMachine() if args.dry_run else GpuMachine()
+        machine = Machine() if args.dry_run else GpuMachine()
     except MtpcError as error:
         print(f"{error}; --dry-run goes through every step on the null device", file=sys.stderr)
         return 2

@@ -67,14 +67,9 @@ class Call:
 def kernel_times(machine: Machine) -> Iterator[tuple[Row, Callable[[Row], Row]]]:
     """The row of every call, and the function that fills it."""
     for call in _calls():
-        yield (
-            Row("time", machine.name, call.what, _title(call), 0, call.rows),
-            partial(_fill, machine, call),
-        )
-
-
-def _title(call: Call) -> str:
-    return ", ".join(filter(None, (call.name, call.configs)))
+        title = ", ".join(filter(None, (call.name, call.configs)))
+        row = Row("time", machine.name, call.what, title, 0, call.rows)
+        yield row, partial(_fill, machine, call)
 
 
 def _fill(machine: Machine, call: Call, row: Row) -> Row:

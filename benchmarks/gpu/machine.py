@@ -35,52 +35,6 @@ class Clock(Protocol):
         ...
 
 
-class Machine(Protocol):
-    """The operations that the benchmark needs of a device.
-
-    Attributes:
-        name: name of the device.
-        device: torch's name of the device.
-        is_dry: whether this is a dry run, whose times mean nothing.
-    """
-
-    name: str
-    device: str
-    is_dry: bool
-
-    def backend(self, batch_invariant: bool = False) -> CudaBackend:
-        """The cuda backend, with a memory pool of its own."""
-        ...
-
-    def reference(self) -> CudaBackend:
-        """A backend with the reference operators, neither compiled nor captured."""
-        ...
-
-    def graphs(self) -> Graphs:
-        """What captures, with a memory pool of its own."""
-        ...
-
-    def lower(self, graph: StepGraph) -> Run:
-        """What compiles."""
-        ...
-
-    def clock(self) -> Clock:
-        """A new clock."""
-        ...
-
-    def copy_bandwidth(self) -> float:
-        """Bytes read and written a second by a plain copy."""
-        ...
-
-    def direct(self) -> CudaBackend:
-        """A backend that launches mtpc's kernels one by one, for steps that are not measured."""
-        ...
-
-    def profiler(self) -> Profiler:
-        """A new profiler."""
-        ...
-
-
 class DirectGraphs:
     """`graphs.Graphs` that captures nothing: a replay runs the step."""
 
@@ -101,45 +55,53 @@ class DirectGraphs:
         return None
 
 
-class NullMachine:
-    """The null device. It runs every part of the benchmark, without meaningful times."""
+class Machine:
+    """The operations that the benchmark needs of a device; here the null device, without a GPU.
+
+    It runs every part of the benchmark, without meaningful times.
+
+    Attributes:
+        name: name of the device.
+        device: torch's name of the device.
+        is_dry: whether this is a dry run, whose times mean nothing.
+    """
 
     name, device, is_dry = "null device", "cpu", True
 
     def backend(self, batch_invariant: bool = False) -> CudaBackend:
-        """The cuda backend on recorded graphs, with the reference operators."""
+        """The cuda backend on graphs, with a memory pool of its own; here with the references."""
         return CudaBackend(NullGraphs(), self.lower, (), device="cpu")
 
     def reference(self) -> CudaBackend:
-        """The same, not recorded."""
+        """A backend with the reference operators, neither compiled nor captured."""
         return CudaBackend(DirectGraphs(), self.lower, (), device="cpu")
 
     def graphs(self) -> Graphs:
-        """A recorder."""
+        """What captures, with a memory pool of its own."""
         return NullGraphs()
 
     def lower(self, graph: StepGraph) -> Run:
-        """The eager callable."""
+        """What compiles; here the eager callable."""
         return EagerBackend().lower(graph)
 
     def clock(self) -> Clock:
-        """The host's."""
+        """A new clock; here the host's."""
         return _HostClock()
 
     def copy_bandwidth(self) -> float:
-        """Of the host's memory, over a small buffer."""
+        """Bytes read and written a second by a plain copy; here over a small buffer."""
         return _copy_bandwidth(1 << 20, _HostClock())
 
     def direct(self) -> CudaBackend:
-        """The reference."""
+        """A backend that launches kernels one by one, for steps that are not measured."""
         return self.reference()
 
     def profiler(self) -> Profiler:
-        """Of operators, each of which is a kernel here."""
+        """A new profiler; here of operators."""
         return OperatorProfiler()
 
 
-class GpuMachine:
+class GpuMachine(Machine):
     """This machine's GPU.
 
     Raises:

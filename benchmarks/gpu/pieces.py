@@ -62,9 +62,9 @@ def _draft_starts(nodes: list[fx.Node]) -> Iterator[int]:
 
 
 def _part(nodes: list[fx.Node]) -> Part:
-    inside = set(nodes)
+    inside, end = set(nodes), nodes[0].graph.output_node()
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    outputs = [n for n in nodes if n.users.keys() - inside - {_output(n)}]
+    outputs = [n for n in nodes if n.users.keys() - inside - {end}]
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for index, node in enumerate(inputs):
         env[node] = graph.placeholder(f"input_{index}")
@@ -74,10 +74,6 @@ def _part(nodes: list[fx.Node]) -> Part:
     graph.output(tuple(env[node] for node in outputs))
     module = fx.GraphModule(nn.Module(), graph)
     return Part(module, tuple(map(_name, inputs)), tuple(map(_name, outputs)))
-
-
-def _output(node: fx.Node) -> fx.Node:
-    return next(n for n in reversed(node.graph.nodes) if n.op == "output")
 
 
 def _name(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,28 +38,13 @@ class Spent:
     seconds: float = 0.0
 
 
-class Profiler(Protocol):
-    """Runs steps, and profiles some of them.
+class Profiler(ABC):
+    """Runs steps, and profiles a few of them after some that warm up.
 
     Attributes:
         spent: by kernel.
         steps: how many were looked at.
     """
-
-    spent: dict[str, Spent]
-    steps: int
-
-    def run(self, work: Run) -> None:
-        """One step."""
-        ...
-
-    def read(self) -> list[float]:
-        """Nothing: it is no clock."""
-        ...
-
-
-class _Sampler(ABC):
-    """Profiles a few steps after some warm-up steps."""
 
     def __init__(self) -> None:
         self.spent: dict[str, Spent] = {}
@@ -89,7 +74,7 @@ class _Sampler(ABC):
         spent.seconds += seconds
 
 
-class DeviceProfiler(_Sampler):
+class DeviceProfiler(Profiler):
     """By torch's profiler, on a GPU."""
 
     def look(self, work: Run) -> None:
@@ -103,7 +88,7 @@ class DeviceProfiler(_Sampler):
                 self.add(event.name, 1e-6 * event.time_range.elapsed_us())
 
 
-class OperatorProfiler(_Sampler):
+class OperatorProfiler(Profiler):
     """By operator, with the host's time: the null device has no kernels."""
 
     def look(self, work: Run) -> None:
@@ -112,7 +97,7 @@ class OperatorProfiler(_Sampler):
 
 
 class _Timed(TorchDispatchMode):
-    def __init__(self, sampler: _Sampler):
+    def __init__(self, sampler: Profiler):
         super().__init__()
         self._sampler = sampler
 

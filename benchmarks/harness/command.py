@@ -73,14 +73,60 @@ def new_plot_parser(name: str, doc: str | None, benchmark: str) -> argparse.Argu
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The option that sizes the model."""
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="sizes of the model")
+_SHARED: dict[str, dict[str, Any]] = {
+    "--shape": dict(choices=SHAPES, default="0.5b", help="sizes of the model"),
+    "--backend": dict(default="auto", help="mtpc's backend"),
+    "--enable": dict(
+        action="append", default=[], metavar="PASS", help="a pass that is off by default"
+    ),
+    "--quantize": dict(
+        nargs="+",
+        choices=SCHEMES,
+        default=[],
+        metavar="SCHEME",
+        help="schemes by which mtpc quantises all weights, in engines of their own",
+    ),
+    "--vllm-python": dict(
+        type=Path, metavar="FILE", help="interpreter of an environment with vLLM"
+    ),
+    "--llama-bench": dict(
+        type=_llama_programs,
+        metavar="DIRECTORY",
+        help="directory with llama-batched-bench, -quantize and -server of llama.cpp",
+    ),
+    "--gguf-python": dict(
+        type=Path,
+        default=Path(sys.executable),
+        metavar="FILE",
+        help="interpreter that has the package gguf; default: this one",
+    ),
+    "--peer-context": dict(
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="the longest context that peers are measured at, for they compute it",
+    ),
+    "--threads": dict(type=positive, metavar="N", help="torch's threads; default: as torch has it"),
+    "--max-foreign": dict(
+        type=float, default=0.05, metavar="SHARE", help="CPU time that other processes may use"
+    ),
+    "--seed": dict(type=int, default=0),
+    "--probe-mib": dict(
+        type=positive, default=BUFFER_BYTES >> 20, metavar="N", help="read by the probe"
+    ),
+}
+"""Options that several benchmarks have."""
 
 
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    """The option that chooses mtpc's backend."""
-    parser.add_argument("--backend", default="auto", help="mtpc's backend")
+def add_shared(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Add some of them."""
+    for flag in flags:
+        parser.add_argument(flag, **_SHARED[flag])
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The option that `begin` sets torch's threads by."""
+    add_shared(parser, "--threads")
 
 
 def max_len(args: argparse.Namespace) -> int:
@@ -99,33 +145,6 @@ def decode_options(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def add_passes(parser: argparse.ArgumentParser) -> None:
-    """The option that enables passes."""
-    help_ = "a pass that is off by default"
-    parser.add_argument("--enable", action="append", default=[], metavar="PASS", help=help_)
-
-
-def add_vllm(parser: argparse.ArgumentParser) -> None:
-    """The option that adds vLLM."""
-    help_ = "interpreter of an environment with vLLM"
-    parser.add_argument("--vllm-python", type=Path, metavar="FILE", help=help_)
-
-
-def add_llama(parser: argparse.ArgumentParser) -> None:
-    """The options that add llama.cpp."""
-    add = parser.add_argument
-    help_ = "directory with llama-batched-bench, -quantize and -server of llama.cpp"
-    add("--llama-bench", type=_llama_programs, metavar="DIRECTORY", help=help_)
-    help_ = "interpreter that has the package gguf; default: this one"
-    add("--gguf-python", type=Path, default=Path(sys.executable), metavar="FILE", help=help_)
-
-
-def add_peer_context(parser: argparse.ArgumentParser) -> None:
-    """The option that leaves peers out of the longest contexts; see `check_peer_context`."""
-    help_ = "the longest context that peers are measured at, for they compute it"
-    parser.add_argument("--peer-context", type=positive, default=8192, metavar="N", help=help_)
-
-
 def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Sequence[int]) -> None:
     """Refuse, as the parser does, peers that no context is left for.
 
@@ -141,25 +160,6 @@ def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Seq
         )
 
 
-def add_schemes(parser: argparse.ArgumentParser) -> None:
-    """The option that adds mtpc on quantised copies of the checkpoint."""
-    help_ = "schemes by which mtpc quantises all weights, in engines of their own"
-    add = parser.add_argument
-    add("--quantize", nargs="+", choices=SCHEMES, default=[], metavar="SCHEME", help=help_)
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """The option that `begin` sets torch's threads by."""
-    help_ = "torch's threads; default: as torch has it"
-    parser.add_argument("--threads", type=positive, metavar="N", help=help_)
-
-
-def add_disturbance(parser: argparse.ArgumentParser) -> None:
-    """The option that says what counts as disturbed."""
-    help_ = "CPU time that other processes may use"
-    parser.add_argument("--max-foreign", type=float, default=0.05, metavar="SHARE", help=help_)
-
-
 def add_sampling(
     parser: argparse.ArgumentParser, repeats: int, wanted: str = "undisturbed samples per row"
 ) -> None:
@@ -172,15 +172,7 @@ def add_sampling(
     """
     add = parser.add_argument
     add("--repeats", type=positive, default=repeats, metavar="N", help=wanted)
-    add_disturbance(parser)
-    add_threads(parser)
-    add("--seed", type=int, default=0)
-
-
-def add_probe(parser: argparse.ArgumentParser) -> None:
-    """The option that sizes a `BandwidthProbe`, in MiB."""
-    default, help_ = BUFFER_BYTES >> 20, "read by the probe"
-    parser.add_argument("--probe-mib", type=positive, default=default, metavar="N", help=help_)
+    add_shared(parser, "--max-foreign", "--threads", "--seed")
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -48,7 +48,7 @@ class Decoded:
         return self.tokens / self.seconds
 
 
-class Decoder(Protocol):
+class Decoder:
     """One engine with one number of drafts.
 
     Attributes:
@@ -62,40 +62,24 @@ class Decoder(Protocol):
 
     engine: str
     spec_tokens: int
-    build_s: float
-    launches: int
-    largest_batch: int | None
-    stays_warm: bool
-
-    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """Continue prompts greedily, by exactly `new_tokens` each."""
-        ...
-
-    def renew(self) -> bool:
-        """Before another round, restart if that is wanted; returns whether it did."""
-        ...
-
-    def close(self) -> None:
-        """Free what is not freed with the object."""
-        ...
-
-
-class OneLaunch:
-    """Of a decoder that is started once; what it has is freed as other objects are."""
-
+    build_s = 0.0
     launches = 1
     largest_batch: int | None = None
     stays_warm = True
 
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        raise NotImplementedError
+
     def renew(self) -> bool:
-        """Its samples are of one launch."""
+        """Before another round, restart if that is wanted; returns whether it did."""
         return False
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Free what is not freed with the object."""
 
 
-class MtpcDecoder(OneLaunch):
+class MtpcDecoder(Decoder):
     """A `SpecModel`; step times are the engine's own.
 
     Counted are steps of the whole batch: who is prefilled first decodes beside the others' prompts,
@@ -105,6 +89,13 @@ class MtpcDecoder(OneLaunch):
     def __init__(self, model: mtpc.SpecModel, build_s: float, engine: str = "mtpc") -> None:
         self.model, self.build_s, self.engine = model, build_s, engine
         self.spec_tokens = model.options.spec_tokens
+
+    @classmethod
+    def compile(cls, source: Any, engine: str = "mtpc", **options: Any) -> Self:
+        """Of a model that is compiled now, with options of `mtpc.compile`."""
+        start = time.perf_counter()
+        model = mtpc.compile(source, **options)
+        return cls(model, time.perf_counter() - start, engine)
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         engine, steps = self.model.engine, list[DecodeCounts]()
@@ -131,7 +122,7 @@ class MtpcDecoder(OneLaunch):
         )
 
 
-class TransformersDecoder(OneLaunch):
+class TransformersDecoder(Decoder):
     """transformers' `generate`, with `use_mtp=True` where it drafts (one token: one MTP layer).
 
     Loading the MTP layer, which `generate` repeats in every call, is not counted.
@@ -142,7 +133,6 @@ class TransformersDecoder(OneLaunch):
     """
 
     engine = "transformers"
-    build_s = 0.0
 
     def __init__(self, model: Any, spec_tokens: int) -> None:
         self.model, self.spec_tokens = model, spec_tokens

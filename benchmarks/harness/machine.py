@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import subprocess
 import time
 from contextlib import suppress
@@ -115,6 +116,23 @@ class CpuWatch:
         own = time.process_time() - self._own + child_cpu_s
         foreign = _busy_seconds() - self._busy - own
         return min(max(foreign / elapsed, 0.0), 1.0)
+
+
+class FamilyWatch(CpuWatch):
+    """Counts child processes of this one as its own."""
+
+    def __init__(self) -> None:
+        self._children = child_seconds()
+        super().__init__()
+
+    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
+        """The share of all CPUs' time that other processes used, 0 to 1."""
+        return super().foreign_share(child_cpu_s + child_seconds() - self._children)
+
+
+def child_seconds() -> float:
+    """The CPU seconds of all ended child processes."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _busy_seconds() -> float:

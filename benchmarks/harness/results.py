@@ -10,10 +10,10 @@ import argparse
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self, TypeVar
 
 from benchmarks.harness.machine import describe_machine, describe_versions
 from mtpc.cli.tables import output, print_table
@@ -27,22 +27,31 @@ SAMPLES_NOTE = (
 )
 
 
-class Counted(Protocol):
-    """A row with the number of its samples."""
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The samples that a row is of.
 
-    @property
-    def samples(self) -> int: ...
+    Attributes:
+        samples: how many are kept.
+        discarded: how many were dropped, because other processes used the CPU.
+        disturbed: whether all were disturbed, so that none was dropped.
+        taken: all of them.
+    """
 
-    @property
-    def discarded(self) -> int: ...
+    samples: int
+    discarded: int
+    disturbed: bool
+    taken: tuple[Any, ...]
 
-    @property
-    def disturbed(self) -> bool: ...
 
-
-def sample_counts(row: Counted) -> str:
+def sample_counts(row: Counts) -> str:
     """The cell that `SAMPLES_NOTE` explains."""
     return f"{row.samples}+{row.discarded}{'*' * row.disturbed}"
+
+
+R = TypeVar("R")
+Columns = Mapping[str, Callable[[R], str]]
+"""Heading of a column -> the cell of a row."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,12 @@ class Table:
     columns: Sequence[str]
     cells: Sequence[Sequence[str]]
     notes: Sequence[str]
+
+    @classmethod
+    def of(cls, title: str, columns: Columns[R], rows: Iterable[R], notes: Sequence[str]) -> Self:
+        """A line for each row."""
+        body = [[cell(row) for cell in columns.values()] for row in rows]
+        return cls(title, list(columns), body, notes)
 
     def print(self) -> None:
         """Write it to standard output."""
@@ -187,14 +202,12 @@ def pipes(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 def to_csv(record: Record) -> str:
     """A line per row, with the processor and the versions; samples and the like left out."""
     facts = {"cpu": record["machine"]["cpu"], **record["versions"]}
-    rows = [{**_numbers(row), **facts} for row in record["rows"]]
+    rows = [
+        {n: v for n, v in row.items() if not isinstance(v, (list, tuple, dict))} | facts
+        for row in record["rows"]
+    ]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a row that fit into a cell."""
-    return {name: v for name, v in row.items() if not isinstance(v, (list, tuple, dict))}

@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded, Decoder, Prompts
 from benchmarks.harness.machine import CpuWatch, memory_shortage
+from benchmarks.harness.results import Counts
 
 Tell = Callable[[str], None]
 """Receives lines of progress."""
@@ -89,11 +90,7 @@ class Sampled(Generic[S]):
         return self.undisturbed(max_foreign) or self.samples
 
     def counts(self, max_foreign: float) -> dict[str, Any]:
-        """Fields that every row has.
-
-        They are `samples` (how many are kept), `discarded` (how many are left out), `disturbed`
-        (no sample was undisturbed, so all are kept) and `taken` (every sample).
-        """
+        """The fields of `Counts`."""
         kept = self.kept(max_foreign)
         return dict(
             samples=len(kept),
@@ -187,7 +184,7 @@ def _take(case: Case, prompts: Prompts, new_tokens: int, probe: BandwidthProbe) 
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Counts):
     """What the samples of a case say: medians, over undisturbed samples where there is one.
 
     Of a decoder that started anew for each, the sample alone that was fastest for the bandwidth
@@ -196,10 +193,6 @@ class Row:
     Attributes:
         roofline_ms: the time that reading the step's weights takes at the adjacent bandwidth.
         efficiency: roofline over measured time, sample by sample.
-        samples: how many there are to choose from.
-        discarded: how many were left out as disturbed.
-        disturbed: every sample was disturbed; the medians are of all of them.
-        taken: every sample, those left out too.
     """
 
     model: str
@@ -214,11 +207,7 @@ class Row:
     step_bytes: int
     roofline_ms: float
     efficiency: float
-    samples: int
-    discarded: int
-    disturbed: bool
     build_s: float
-    taken: tuple[Sample, ...]
 
 
 def summarise(case: Case, max_foreign: float) -> Row:

@@ -3,8 +3,8 @@
     python -m benchmarks.peers.gguf_converter SOURCES CHECKPOINT FILE
 
 The file includes MTP layers. SOURCES is the directory of llama.cpp's sources, because no package
-has the converter. Prompts are token ids, so the vocabulary is artificial: bytes, then fillers. The
-ids of its BOS and EOS tokens are those of config.json, where it has them.
+has the converter. The vocabulary is that of `gguf_writer`; the ids of its BOS and EOS tokens are
+those of config.json, where it has them.
 """
 
 from __future__ import annotations
@@ -14,34 +14,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BYTES = 256
-"""The number of byte tokens at the start of a GPT-2 vocabulary."""
-
 
 def main(sources: str, checkpoint: str, file: str) -> None:
     """Convert the checkpoint."""
     if not (Path(sources) / "conversion").is_dir():
         raise SystemExit(f"{sources} has no directory conversion; expected llama.cpp's sources")
     sys.path[:0] = [sources, f"{sources}/gguf-py"]
-    import gguf
     import torch
     from conversion import get_model_class
     from conversion.base import ModelBase, ModelType, get_model_architecture
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from gguf import LlamaFileType
+
+    from benchmarks.peers.gguf_writer import add_vocabulary
 
     def read_config(directory: Any, *_: Any, **__: Any) -> Any:
         # Not by transformers, which would rename entries that the converter looks up.
         return json.loads((Path(directory) / "config.json").read_text())
 
     def set_vocabulary(self: Any) -> None:
-        writer, size = self.gguf_writer, self.hparams["vocab_size"]
-        tokens = [*bytes_to_unicode().values(), *(f"<filler {i}>" for i in range(BYTES, size))]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(tokens[:size])
-        writer.add_token_types([gguf.TokenType.NORMAL] * size)
-        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-        writer.add_add_bos_token(False)
+        writer = self.gguf_writer
+        add_vocabulary(writer, self.hparams["vocab_size"])
         for name in ("bos_token_id", "eos_token_id"):
             if isinstance(self.hparams.get(name), int):
                 getattr(writer, f"add_{name}")(self.hparams[name])
@@ -50,8 +42,7 @@ def main(sources: str, checkpoint: str, file: str) -> None:
     family = get_model_class(get_model_architecture(read_config(checkpoint), ModelType.TEXT))
     family.set_vocab = set_vocabulary
     with torch.inference_mode():
-        form = gguf.LlamaFileType.MOSTLY_BF16
-        family(Path(checkpoint), form, Path(file), eager=True).write()
+        family(Path(checkpoint), LlamaFileType.MOSTLY_BF16, Path(file), eager=True).write()
 
 
 if __name__ == "__main__":

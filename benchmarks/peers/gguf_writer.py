@@ -46,7 +46,7 @@ def main(checkpoint: str, file: str) -> None:
         raise SystemExit(f"{checkpoint} is a {config['model_type']}; expected MiMo or Qwen2")
     writer = gguf.GGUFWriter(file, "qwen2")
     _add_sizes(writer, config)
-    _add_vocabulary(writer, config["vocab_size"])
+    add_vocabulary(writer, config["vocab_size"])
     for name, data in _tensors(Path(checkpoint) / "model.safetensors"):
         renamed = _rename(name)
         if renamed is None:
@@ -74,7 +74,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta") or 10000.0)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     """Write the 256 byte characters, and fillers up to the size."""
     # GPT-2 represents unprintable bytes by the characters from 256 on.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

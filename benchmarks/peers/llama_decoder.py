@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.machine import child_seconds
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
 """Types of files to run, by llama-quantize's names."""
@@ -74,7 +74,7 @@ class LlamaFiles:
         return [self.python.absolute(), WRITER, self.checkpoint, plain]
 
 
-class LlamaDecoder(OneLaunch):
+class LlamaDecoder(Decoder):
     """A GGUF file in llama-batched-bench, which makes prompts of the same length itself.
 
     Each sample is a process of its own.
@@ -86,7 +86,7 @@ class LlamaDecoder(OneLaunch):
         threads: number of llama.cpp's threads.
     """
 
-    spec_tokens, build_s, stays_warm = 0, 0.0, False
+    spec_tokens, stays_warm = 0, False
 
     def __init__(self, programs: Path, file: Path, kind: str, threads: int) -> None:
         self.engine = f"llama.cpp {kind}"
@@ -146,9 +146,3 @@ def _run(command: list[object]) -> str:
         tail = "\n".join(done.stderr.splitlines()[-8:])
         raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
     return done.stdout
-
-
-def child_seconds() -> float:
-    """The CPU seconds of all ended child processes."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

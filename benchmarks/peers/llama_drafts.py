@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.decoders import Decoded, OneLaunch, Prompts
-from benchmarks.peers.llama_decoder import LlamaError, LlamaFiles, child_seconds
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.machine import child_seconds
+from benchmarks.peers.llama_decoder import LlamaError, LlamaFiles
 from benchmarks.peers.llama_server import SERVER, LlamaServer
 
 KINDS = ("Q4_0", "Q8_0", "BF16")
@@ -33,7 +34,7 @@ class ConvertedFiles(LlamaFiles):
         return [sys.executable, "-m", CONVERTER, sources, self.checkpoint, plain]
 
 
-class ServerDecoder(OneLaunch):
+class ServerDecoder(Decoder):
     """A GGUF file in llama-server. The server's own `timings` are the result.
 
     Args:
@@ -43,8 +44,6 @@ class ServerDecoder(OneLaunch):
         spec_tokens: number of drafts of the file's MTP layer in a step.
         threads: number of llama.cpp's threads.
     """
-
-    build_s = 0.0
 
     def __init__(
         self, programs: Path, file: Path, kind: str, spec_tokens: int, threads: int

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts
 from benchmarks.peers import vllm_host
 
 VLLM = "vLLM"
@@ -58,6 +58,22 @@ class VllmProcess:
         self._read()
         self.build_s = time.perf_counter() - start
 
+    @classmethod
+    def of(
+        cls,
+        python: Path,
+        checkpoint: Path,
+        spec_tokens: int,
+        max_len: int,
+        max_seqs: int,
+        kept: Path,
+        **more: Any,
+    ) -> Self:
+        """On a checkpoint, with as many threads as torch has; `more` is for `vllm.LLM`."""
+        path = str(checkpoint.absolute())
+        options = vllm_host.arguments(path, spec_tokens, max_len, max_seqs) | more
+        return cls(python, options, kept.absolute(), torch.get_num_threads())
+
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Send a job and return its result; `vllm_host` describes jobs."""
         assert self._process.stdin is not None
@@ -81,7 +97,7 @@ class VllmProcess:
         return json.loads(line)
 
 
-class VllmDecoder:
+class VllmDecoder(Decoder):
     """vLLM as a decoder of the decode benchmark.
 
     Args:
@@ -89,9 +105,6 @@ class VllmDecoder:
         relaunches: whether each round starts a new process.
         engine: its name in tables.
     """
-
-    largest_batch: int | None = None
-    stays_warm = True
 
     def __init__(
         self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM
@@ -144,8 +157,7 @@ def vllm_decoders(
         relaunches: whether each round starts a new process.
         engine: its name in tables.
     """
-    threads, kept = torch.get_num_threads(), (workdir / engine.replace(" ", "-")).absolute()
+    kept = workdir / engine.replace(" ", "-")
     for k in numbers:
-        options = vllm_host.arguments(str(checkpoint.absolute()), k, max_len, max_seqs)
-        launch = partial(VllmProcess, python, options, kept, threads)
+        launch = partial(VllmProcess.of, python, checkpoint, k, max_len, max_seqs, kept)
         yield VllmDecoder(launch, relaunches, engine)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, decode, plot_acceptance
-from benchmarks.harness.decoders import Decoded, OneLaunch
+from benchmarks import acceptance, decode, plot
+from benchmarks.harness.decoders import Decoded, Decoder
+
+COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
 
 
 def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
-    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, 2, 0, False, ())
+    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, **COUNTS)
 
 
 def test_figures() -> None:
@@ -24,13 +27,13 @@ def test_figures() -> None:
     assert acceptance.pays_from(rows, rows[1]) == pytest.approx(0.5)
     assert acceptance.pays_from(rows, rows[3]) is None
     assert acceptance.pays_from([rows[0], row(1, 0.0, 1, 10)], rows[1]) == 0
-    body = acceptance.cells(rows)
+    body = acceptance.table({"rows": [*map(asdict, rows)]}).cells
     assert [line[8] for line in body] == ["-", "50%", "50%", "never"]
     assert [line[3] for line in body] == ["-", "0%", "100%", "0%"]
     assert "SYNTHETIC" in acceptance.NOTES[0]
 
 
-class Peer(OneLaunch):
+class Peer(Decoder):
     """Takes a second for ten steps; knows how many like it live."""
 
     engine, build_s, living = "vLLM", 0.0, 0
@@ -70,7 +73,7 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found == [*ours, *theirs]
     assert [r["tokens_per_step"] for r in rows] == [1, 1, 2, 1, 1]
     assert [r["ms_per_step"] for r in rows[3:]] == [100, 100]
-    assert plot_acceptance.main([str(out), str(picture)]) == 0
+    assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def _row(engine: str, *ms: float) -> Row:
 def test_cells() -> None:
     """Medians of undisturbed samples; Inductor's time over the engine's."""
     rows = [_row("Inductor", 30.0, 20.0, 25.0), _row("mtpc", 20.0, 500.0)]
-    assert dynamo.cells(rows) == [
+    record = {"arguments": {"prompt_tokens": 1, "shape": "tiny"}, "rows": [*map(asdict, rows)]}
+    assert dynamo.table(record).cells == [
         ["decode", "4", "Inductor", "25.00", "1.00x", "1.5", "3+0"],
         ["decode", "4", "mtpc", "20.00", "1.25x", "1.5", "1+1"],
     ]

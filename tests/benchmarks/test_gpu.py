@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 import mtpc
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.engines import Fused
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import build, weigh
 from benchmarks.gpu.op_inputs import CALLS
 from benchmarks.gpu.ops import difference
@@ -171,7 +171,7 @@ def test_nothing_is_begun_that_would_end_late() -> None:
 def test_errors_are_rows_and_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     plan = Plan(4, 4, 64, None, tmp_path)
-    session = gpu.Session(NullMachine(), Schedule(1e9), RowFile(path), lambda line: None, plan)
+    session = gpu.Session(Machine(), Schedule(1e9), RowFile(path), lambda line: None, plan)
     rows = [Row("gate", "d", name, "x", 3, 2) for name in ("a", "b")]
 
     def work(wanted: Sequence[Row]) -> Iterator[Row]:
@@ -241,7 +241,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("family", ["mimo", "step3p7@3", "glm4_moe"])
 def test_pieces_do_what_the_whole_does(family: str, checkpoint: Callable[..., Path]) -> None:
     """Partial acceptance, joins and leaves; the same bits from one graph, from many, from none."""
-    machine, loaded = NullMachine(), load(checkpoint(family), "float64", True)
+    machine, loaded = Machine(), load(checkpoint(family), "float64", True)
     options = plan_of(
         spec_tokens=3, batch_buckets=(2,), max_len=64, prefill_chunk=8, sampling=False
     )

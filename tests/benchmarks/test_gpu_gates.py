@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from benchmarks.gpu.gate import COMPARED, check_family, check_shape
 from benchmarks.gpu.lockstep import Errors, Found, row_errors
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend
@@ -21,7 +21,7 @@ from mtpc.capture.graph import StepGraph
 Plant = Callable[[fx.Graph], None]
 
 
-class _Faulty(NullMachine):
+class _Faulty(Machine):
     """A device whose compiler has a fault; its reference has none."""
 
     def __init__(self, plant: Plant):

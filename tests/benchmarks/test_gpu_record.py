@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import gpu_record, plot_gpu
+from benchmarks import gpu_record, plot
 from benchmarks.gpu.rows import FUSED, Row, RowFile
 
 
@@ -35,5 +35,5 @@ def test_a_record_of_two_runs(tmp_path: Path) -> None:
         ["third", "time", "batch 4, 1024 tokens"],
     ]
     assert "ops: 1 of 2 cases passed: accept, sample" in table.notes
-    assert plot_gpu.main([str(out), str(picture)]) == 0
+    assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"

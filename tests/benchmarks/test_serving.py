@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plot_serving, serving
+from benchmarks import plot, serving
 from benchmarks.harness.arrivals import Arrival, draw_arrivals, serve
 
 
@@ -102,6 +102,6 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(row["tokens_per_s"] > 0 for row in rows)
     assert all(0 < row["host_gap_share"] < 1 for row in rows)
     picture = tmp_path / "out.png"
-    assert plot_serving.main([str(out), str(picture)]) == 0
+    assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "TTFT" in capsys.readouterr().out

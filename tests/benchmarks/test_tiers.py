@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import ROOT, plot_tiers, serving, tier_grid, tiers
+from benchmarks import ROOT, plot, serving, tier_grid, tiers
 from benchmarks.harness.arrivals import Arrival
+
+COUNTS: dict[str, Any] = dict(samples=2, discarded=1, disturbed=False, taken=())
 
 
 def row(spec_tokens: int | str, tokens_per_s: float, load: str = "low") -> tiers.Row:
     by_k = {0: 30, 3: 10} if spec_tokens == "auto" else {}
-    return tiers.Row("random", load, spec_tokens, tokens_per_s, 5.0, by_k, 2, 1, False, ())
+    return tiers.Row("random", load, spec_tokens, tokens_per_s, 5.0, by_k, **COUNTS)
+
+
+def cells(rows: list[tiers.Row]) -> Any:
+    return tiers.table({"rows": [*map(asdict, rows)]}).cells
 
 
 def test_figures() -> None:
@@ -26,9 +33,9 @@ def test_figures() -> None:
         tiers.tokens_per_s(serving.Sample([0.0], [[(1.0, 1)]], 0.0))
     rows = [row(0, 20.0), row(3, 10.0), row("auto", 15.0), row(0, 99.0, "high")]
     assert tiers.fixed(rows, rows[2]) == {0: 20.0, 3: 10.0}
-    table = tiers.cells(rows)
+    table = cells(rows)
     assert [line[4] for line in table] == ["1.00", "0.50", "0.75", "1.00"]
-    assert [line[5] for line in tiers.cells([row(0, 5.0), row(3, 10.0)])] == ["1.00", "2.00"]
+    assert [line[5] for line in cells([row(0, 5.0), row(3, 10.0)])] == ["1.00", "2.00"]
     assert [line[7] for line in table] == ["-", "-", "0: 75%, 3: 25%", "-"]
     assert {line[8] for line in table} == {"2+1"}
 
@@ -36,7 +43,7 @@ def test_figures() -> None:
 @pytest.mark.parametrize("record", ["xeon-amx/tiers-0.5b.json", "paper/tier-grid.json"])
 def test_picture(record: str, tmp_path: Path) -> None:
     picture = tmp_path / "tiers.png"
-    assert plot_tiers.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
+    assert plot.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -15,7 +15,7 @@ from helpers.tiny import make_checkpoint
 from helpers.whole_steps import beside
 
 from benchmarks.gpu.count import Lowered, lowered
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from mtpc.layout import Layout, StepKey
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
@@ -35,7 +35,7 @@ OPTIONS = plan_of(
 @cache
 def _compiler(checkpoint: Path, **more: Any) -> StepCompiler:
     loaded, options = load(checkpoint, "bfloat16", True), changed(OPTIONS, **more)
-    return StepCompiler(loaded, options, NullMachine().backend(), new_buffer=Layout.reserve)
+    return StepCompiler(loaded, options, Machine().backend(), new_buffer=Layout.reserve)
 
 
 def _pool_bytes(compiler: StepCompiler) -> int:
@@ -120,7 +120,7 @@ def test_a_dense_layer_adds_no_kernel_that_inductor_generates(
 def test_routers_and_heads_choose_by_operators(family: str, tmp_path: Path) -> None:
     """One for each mixture and each head, and fewer kernels that Inductor generates beside them."""
     directory = make_checkpoint(family, tmp_path, vocab_size=8192)
-    first, backend = _compiler(directory), NullMachine().backend()
+    first, backend = _compiler(directory), Machine().backend()
     found, before = (
         lowered(
             beside(first, changed(OPTIONS, disabled_passes=disabled), backend).rewritten(
@@ -153,7 +153,7 @@ def test_joint_weights_take_the_place_of_their_parts(checkpoint: Callable[..., P
     loaded = load(checkpoint("glm4_moe", "random"), "bfloat16", True)
     attention = loaded.target.get_decoder().layers[0].self_attn
     before = attention.k_proj.weight.clone()
-    compiler = StepCompiler(loaded, OPTIONS, NullMachine().backend())
+    compiler = StepCompiler(loaded, OPTIONS, Machine().backend())
     with torch.no_grad():
         compiler.rewritten(StepKey.decode(1, 1))
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]

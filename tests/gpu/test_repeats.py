@@ -15,7 +15,7 @@ from helpers.whole_steps import values_after
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from mtpc.backends import cuda
 from mtpc.backends.cuda import cut_step
 from mtpc.backends.repeats import cut_repeats
@@ -45,7 +45,7 @@ def deep_step(
     """A step for GPUs of a tiny model of many layers, on the reference operators."""
     tiny.make_checkpoint(family, directory, **DEEP[family](layers))
     loaded = load(directory, dtype, True)
-    return StepCompiler(loaded, OPTIONS, NullMachine().backend()).rewritten(key)
+    return StepCompiler(loaded, OPTIONS, Machine().backend()).rewritten(key)
 
 
 def same_after(graph: StepGraph, run: Any, within: float = 0) -> None:

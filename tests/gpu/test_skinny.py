@@ -14,7 +14,7 @@ from helpers.plans import plan_of
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from benchmarks.gpu.machine import NullMachine
+from benchmarks.gpu.machine import Machine
 from mtpc.backends.gpu.ops.skinny import MOST_ROWS
 from mtpc.layout import StepKey
 from mtpc.models.load import load
@@ -102,7 +102,7 @@ def rewritten(directory: Path, key: StepKey) -> list[fx.Node]:
     """Calls of a step."""
     sizes = {"batch_buckets": (key.bucket.num_reqs,), "max_len": 64}
     options = plan_of(spec_tokens=key.spec_tokens, **sizes)  # type: ignore[arg-type]
-    compiler = StepCompiler(load(directory, "bfloat16", True), options, NullMachine().backend())
+    compiler = StepCompiler(load(directory, "bfloat16", True), options, Machine().backend())
     graph = compiler.rewritten(key).graph
     return [node for node in graph.nodes if node.op == "call_function"]
 
