@@ -243,8 +243,8 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 15300,
-    "capture": 1310,
+    "backends": 15010,
+    "capture": 1290,
     "certificate": 1550,
     "cli": 5070,
     "engine": 5910,
@@ -252,15 +252,15 @@ LINES = {
     "host": 520,
     "integrations": 4800,
     "layout": 1210,
-    "models": 9520,
-    "ops": 2710,
-    "passes": 2560,
-    "program": 5040,
+    "models": 9460,
+    "ops": 2690,
+    "passes": 2540,
+    "program": 5010,
     "server": 4420,
     "step": 2010,
     "store": 1010,
     "tuning": 1820,
-    "weights": 8760,
+    "weights": 8710,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

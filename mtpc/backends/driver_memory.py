@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from mtpc.backends.triton_kernels import NAMESPACES
 from mtpc.capture.effects import analyse
@@ -33,29 +32,24 @@ def kernel_count(graph: StepGraph) -> int:
     effects, count = analyse(graph.graph), 0
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
-            if node.op == "call_function" and (node in effects.roots[node] or effects.writes[node]):
-                count += _launches(node)
+            acts = node in effects.roots[node] or effects.writes[node]
+            if node.op != "call_function" or not acts:
+                continue
+            if str(node.target).partition(".")[0] in NAMESPACES:
+                from mtpc.backends.triton_kernels.plans import node_launches
+
+                count += len(node_launches(node))
+            else:
+                count += 1
     return count
-
-
-def _launches(node: fx.Node) -> int:
-    if str(node.target).partition(".")[0] not in NAMESPACES:
-        return 1
-    from mtpc.backends.triton_kernels.plans import node_launches
-
-    return len(node_launches(node))
 
 
 def workspace_bytes(device: str) -> int:
     """Bytes of the workspaces of libraries for matrix products; those of a Hopper where `device` is
     no GPU, as in a plan for another machine."""
-    return _STREAMS * _workspace(device)
-
-
-def _workspace(device: str) -> int:
     if not device.startswith("cuda"):
-        return _HOPPER
+        return _STREAMS * _HOPPER
     if torch.version.hip:
-        return _ROCM
+        return _STREAMS * _ROCM
     major, _ = torch.cuda.get_device_capability(device)
-    return _HOPPER if major >= 9 else _AMPERE
+    return _STREAMS * (_HOPPER if major >= 9 else _AMPERE)

@@ -101,7 +101,10 @@ class _Lowering:
         """Hold a result that depends on no tensor and is never written; False for other nodes."""
         if self.node.all_input_nodes or self.is_written or len(self.results) != 1:
             return False
-        self.tape.hold(self.out, _computed(self.node))
+        target: Any = self.node.target
+        with unset_fake_temporarily():
+            result = target(*self.node.args, **{**self.node.kwargs, "device": "cpu"})
+            self.tape.hold(self.out, list(result.reshape(-1).tolist()))
         return True
 
     def _between(self) -> bool:
@@ -129,14 +132,6 @@ class _Lowering:
 
 
 Call = Callable[[], None]
-
-
-def _computed(node: fx.Node) -> list[Any]:
-    """The numbers of a result of no tensor, in the order of its memory."""
-    target: Any = node.target
-    with unset_fake_temporarily():
-        result = target(*node.args, **{**node.kwargs, "device": "cpu"})
-        return list(result.reshape(-1).tolist())
 
 
 def _unary(at: _Lowering) -> Call | None:
@@ -241,18 +236,14 @@ def _copy(at: _Lowering) -> Call | None:
     elif at.name in _COPIES and not at.in_place:
         source, out = values["self"], at.out
         if source.numel() == out.numel() and source.shape != out.shape:
-            return _reshape(at, source)
+            if not out.is_contiguous():
+                return None
+            out = out.view(source.shape)  # Of dense memory.
+            return lambda: at.tape.map("copy", out, source, kind=out.dtype)
     else:
         return None
     kind = torch.promote_types(source.dtype, out.dtype)
     return lambda: at.tape.map("copy", out, source, kind=kind)
-
-
-def _reshape(at: _Lowering, source: Tensor) -> Call | None:
-    """A copy into memory that is dense, where it has the shape of the source."""
-    if not at.out.is_contiguous():
-        return None
-    return lambda: at.tape.map("copy", at.out.view(source.shape), source, kind=at.out.dtype)
 
 
 def _join(at: _Lowering) -> Call | None:

@@ -116,20 +116,21 @@ class _Trial:
                 return Tuned(fastest(self._measured()))
             found = self._read(store, notes)
             if found is None:
-                found = self._under_lock(store)
+                with store.lock(digest(self.fields), self.table.report):
+                    # The process that held it may have written the row; damage was noted before.
+                    found = self._read(store, []) or self._kept(store)
             return Tuned(found, tuple(notes))
         except CacheError as error:
             notes.append(f"the autotune row of {what} is not kept: {error}")
             return Tuned(fastest(self._measured()), tuple(notes))
 
-    def _under_lock(self, store: EntryStore) -> str:
-        with store.lock(digest(self.fields), self.table.report):
-            # The process that held the lock may have written it; damage was noted before.
-            found = self._read(store, [])
-            if found is None:
-                found = fastest(self._measured())
-                _write(store, self.fields, found, self.times)
-            return found
+    def _kept(self, store: EntryStore) -> str:
+        """A new measurement's choice; the row of it is written."""
+        times = self._measured()
+        seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
+        row = json.dumps({"choice": fastest(times), "seconds": seconds}, indent=1) + "\n"
+        keep(store, self.fields, {ROW: row.encode()})
+        return fastest(times)
 
     def _measured(self) -> dict[str, float]:
         if not self.times:
@@ -166,9 +167,3 @@ def _choice(entry: Entry, known: tuple[str, ...]) -> str:
             f"{entry.directory / ROW} chooses {choice!r}; expected one of {', '.join(known)}"
         )
     return str(choice)
-
-
-def _write(store: EntryStore, fields: Fields, choice: str, times: Mapping[str, float]) -> None:
-    seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
-    row = json.dumps({"choice": choice, "seconds": seconds}, indent=1) + "\n"
-    keep(store, fields, {ROW: row.encode()})

@@ -114,7 +114,10 @@ class Pool:
 
     def _take(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of its own on the smallest free block that is large enough, or on a new one."""
-        self._release()
+        for pointer, use in list(self._uses.items()):
+            if use.storage.expired():  # No tensor is on the block any more.
+                self._free.append(use.block)
+                del self._uses[pointer]
         fits = [block for block in self._free if block.numel() >= nbytes]
         if fits:
             block = min(fits, key=Tensor.numel)
@@ -126,13 +129,6 @@ class Pool:
         self._uses[storage.data_ptr()] = _Use(block, nbytes, StorageWeakRef(storage))
         self.peak = max(self.peak, sum(use.nbytes for use in self._uses.values()))
         return storage
-
-    def _release(self) -> None:
-        """Free each block that no tensor is on any more."""
-        for pointer, use in list(self._uses.items()):
-            if use.storage.expired():
-                self._free.append(use.block)
-                del self._uses[pointer]
 
 
 @dataclass(frozen=True)
@@ -162,10 +158,13 @@ class Tape:
     host_writes: int = 0
 
     def replay(self) -> None:
-        """Repeat the operators on the same memory."""
+        """Repeat the operators on the same memory; results go where they were at capture."""
         with torch.inference_mode():
             for entry in self.entries:
-                _repeat(entry)
+                fresh = tensors_in(entry.op(*entry.args, **entry.kwargs))
+                for captured, new in zip(entry.outputs, fresh, strict=True):
+                    if captured.data_ptr() != new.data_ptr():
+                        captured.copy_(new)
         self.replays += 1
 
 
@@ -299,11 +298,3 @@ class _Replay:
             self.tape.host_writes += self._batch[name]._version - version
         self.tape.replay()
         self._versions = {name: tensor._version for name, tensor in self._batch.items()}
-
-
-def _repeat(entry: TapeEntry) -> None:
-    """Run one operator again, and put its results into the captured memory."""
-    fresh = tensors_in(entry.op(*entry.args, **entry.kwargs))
-    for captured, new in zip(entry.outputs, fresh, strict=True):
-        if captured.data_ptr() != new.data_ptr():
-            captured.copy_(new)

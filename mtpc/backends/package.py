@@ -87,7 +87,13 @@ class TapeArtifact:
         if refusal is not None:
             raise BackendError(f"a step does not fit: {refusal}; build it for these options")
         tensors = {name: tensor_of(name).detach() for name in self.package.tensors}
-        _check_signatures(self.package, tensors, sizes)
+        for name, form in self.package.tensors.items():
+            found, wanted = signature(tensors[name]), sized(form, sizes)
+            if found != wanted:
+                raise BackendError(
+                    f"{name} is {found}; the package was compiled for {wanted}; pass the tensors "
+                    "of the model that it was built for"
+                )
 
         def named(name: str) -> Tensor:
             if name not in tensors:
@@ -98,19 +104,6 @@ class TapeArtifact:
             return tensors[name]
 
         return OpenStep(open_tape(self.files[TAPE], named, sizes))
-
-
-def _check_signatures(
-    package: Package, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> None:
-    """Compare tensors with what the package was compiled for."""
-    for name, form in package.tensors.items():
-        found, wanted = signature(tensors[name]), sized(form, sizes)
-        if found != wanted:
-            raise BackendError(
-                f"{name} is {found}; the package was compiled for {wanted}; pass the tensors of "
-                "the model that it was built for"
-            )
 
 
 def signature(tensor: Tensor) -> str:

@@ -130,7 +130,10 @@ class Inliner:
             elif node.op == "get_attr":
                 inner[node] = self._attribute(get_tensor(piece, str(node.target)), None)
             elif node.op == "output":
-                return _unwrap(fx.node.map_arg(node.args[0], inner.__getitem__))
+                result = fx.node.map_arg(node.args[0], inner.__getitem__)
+                # Export puts a single result into a tuple.
+                is_one = isinstance(result, (tuple, list)) and len(result) == 1
+                return result[0] if is_one else result
             else:
                 inner[node] = self._call(
                     node, inner, piece=str(call.target).removeprefix("pieces.")
@@ -177,8 +180,3 @@ class Inliner:
 def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
     """Arguments, with each node of the source replaced by what it became."""
     return fx.node.map_aggregate(value, lambda a: env[a] if isinstance(a, fx.Node) else a)
-
-
-def _unwrap(result: Any) -> Any:
-    """The result of a piece; export puts a single one into a tuple."""
-    return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result

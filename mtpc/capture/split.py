@@ -128,17 +128,13 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
         written = effects.buffer_writes(node)
         if not written.isdisjoint(results) or node.meta.get("piece") == "target":
             network.add_edge("verify", node)  # Without a capacity, an edge is never cut.
-        if _drafts(node) or any(name.startswith("state.") for name in written):
+        drafts = any(str(arg.target).startswith(PROPOSE_INPUTS) for arg in node.all_input_nodes)
+        if drafts or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))
     for earlier, later in _effect_order(graph, effects):
         network.add_edge(later, earlier)
     _, (_, propose_side) = nx.minimum_cut(network, "verify", "propose")
     return {node for node in propose_side if isinstance(node, fx.Node)}
-
-
-def _drafts(node: fx.Node) -> bool:
-    """Whether a node reads a weight of an MTP layer, or a mask that a host writes after verify."""
-    return any(str(arg.target).startswith(PROPOSE_INPUTS) for arg in node.all_input_nodes)
 
 
 def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:

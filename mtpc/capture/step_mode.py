@@ -52,13 +52,10 @@ class StepMode(FakeTensorMode):
         self._names = {ours: symbol for symbol, ours in self._open.items()}
         for spec in layout.values():
             for form in map(self.form, spec.dims):
-                if not isinstance(form, int):
-                    self._fix(form.atoms(Application))
-
-    def _fix(self, functions: set[sympy.Expr]) -> None:
-        """Fix the sizes that functions take: floor, Min, Max."""
-        for symbol in set[sympy.Symbol]().union(*(each.free_symbols for each in functions)):
-            self._env.evaluate_expr(sympy.Eq(self._open[symbol], self._layout.sizes[symbol]))
+                # The sizes that functions take, floor, Min and Max, are fixed.
+                functions = () if isinstance(form, int) else form.atoms(Application)
+                for symbol in set[sympy.Symbol]().union(*(f.free_symbols for f in functions)):
+                    self._env.evaluate_expr(sympy.Eq(self._open[symbol], layout.sizes[symbol]))
 
     def form(self, dim: Dim) -> Dim:
         """A buffer's dimension with numbers for all sizes that are not open."""

@@ -65,7 +65,9 @@ class ModelTraces(nn.Module):
             example, sizes = (ids, *metadata), ({0}, *given)
             if self.drafting.hands_on:
                 example = (ids, fed, *metadata, _example(self.drafts[-1], 1))
-                sizes = ({0}, {0}, *given, _open_dims(_result(self.drafts[-1], 1)))
+                handed = enumerate(_result(self.drafts[-1], 1).shape)
+                is_open = {dim for dim, size in handed if isinstance(size, torch.SymInt)}
+                sizes = ({0}, {0}, *given, {0, *is_open})
             self.later_draft = export_piece(model.later_draft, example, sizes)
         place = model.drafting.head_reads
         read = _example(self.drafts[0], place) if place else fed
@@ -81,11 +83,6 @@ class ModelTraces(nn.Module):
             self.draft_tokens = export_piece(model.draft_tokens, (torch.zeros_like(ids),))
             self.draft_logits = export_piece(model.draft_logits, (logits,))
         self.vocab_size = model.vocab_size
-
-
-def _open_dims(value: Tensor) -> set[int]:
-    """The first dimension of a result, and those whose sizes are symbolic."""
-    return {0, *(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))}
 
 
 def _example_metadata(layout: Layout, device: torch.device) -> Metadata:
@@ -198,7 +195,9 @@ def trace_step(
     drafts = key.spec_tokens > 0
     has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout and drafts)
     pieces = _pieces(key, traces, layout)
-    choice = _choice(layout)
+    choice = Choice()
+    if SAMPLING_INTS in layout:
+        choice = SampledChoice("batch.token_mask" in layout, "batch.draft_mask" in layout)
     step = Step(key, pieces, buffers, choice, traces.drafting, *has, layout.is_ragged)
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
@@ -214,13 +213,6 @@ def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
                 name.removeprefix("batch."), layout.allocate(name, device), persistent=False
             )
     return batch
-
-
-def _choice(layout: Layout) -> Choice:
-    """How a step with these buffers chooses tokens."""
-    if SAMPLING_INTS not in layout:
-        return Choice()
-    return SampledChoice("batch.token_mask" in layout, "batch.draft_mask" in layout)
 
 
 def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:

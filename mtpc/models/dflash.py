@@ -31,9 +31,9 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.models.dflash2 import CandidateSelector, ConvolvedLayer, DFlash2Config, Selection
 from mtpc.models.drafter import (
     CapturingTarget,
+    DrafterConfig,
     DrafterLayer,
     DrafterPass,
-    check_ends,
     check_layer_ids,
     check_stream,
     draft_vocabulary,
@@ -66,14 +66,10 @@ _SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
-    """What config.json of a drafter says.
+class DFlashConfig(DrafterConfig):
+    """What config.json of a block drafter says.
 
-    Attributes:
-        layers: transformers' config of its layers.
-        layer_ids: the target's layers whose inputs are captured, ascending.
-        draft_vocab_size: rows of the head.
-        target_width: width of a captured row.
+    Attributes, in addition to those of `DrafterConfig`:
         mask_id: the mask's token.
         causal: for each layer, whether rows of a block see earlier ones of it only.
         skips: whether the first row of a block, the last token's, gives no draft.
@@ -83,10 +79,6 @@ class DFlashConfig:
         embedding_scale: of the embeddings of a block's rows.
     """
 
-    layers: Any
-    layer_ids: tuple[int, ...]
-    draft_vocab_size: int
-    target_width: int
     mask_id: int
     causal: tuple[bool, ...]
     skips: bool
@@ -94,10 +86,6 @@ class DFlashConfig:
     confidence_width: int
     second: DFlash2Config | None
     embedding_scale: float
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.layers.vocab_size)
 
     @classmethod
     def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> DFlashConfig:
@@ -316,11 +304,9 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         CheckpointError: the drafter does not fit the target, or lacks what it needs.
         UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
     """
-    where, stored = checkpoint.draft.directory, checkpoint.draft.tensors
-    check_stream(family, where, "a block drafter")
+    check_stream(family, checkpoint.draft.directory, "a block drafter")
     layers = target.num_hidden_layers // family.caches_per_layer
     config = DFlashConfig.read(checkpoint, target, layers)
-    check_ends(stored, config.layers.hidden_size, config.draft_vocab_size, target, where)
     wiring = MTPWiring(
         embedding_norm="",
         hidden_norm="hidden_norm",
@@ -329,13 +315,10 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="before",
         only_rules=("embedding", "head"),
     )
+    given = (family, checkpoint, target, config, wiring)
     return family_with(
-        family,
-        wiring,
-        config.layers,
-        config.layers.num_hidden_layers,
-        lambda wiring, index, own: DFlashLayer(wiring, config, index, own),
-        stored,
+        *given,
+        DFlashLayer,
         block_prefix="layers.",
         parts=_parts(config),
     )

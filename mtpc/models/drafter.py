@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,30 @@ from mtpc.models.hf import (
 )
 from mtpc.models.seams import StepContext
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
+
+Config = TypeVar("Config", bound="DrafterConfig")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What config.json of a drafter with layers of its own says.
+
+    Attributes:
+        layers: transformers' config of its layers; their attention and caches are mtpc's.
+        layer_ids: the target's layers whose inputs are captured, ascending; the number of layers
+            stands for the input of the final norm.
+        draft_vocab_size: rows of the head.
+        target_width: width of a captured row.
+    """
+
+    layers: Any
+    layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    target_width: int
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.layers.vocab_size)
 
 
 class CapturingTarget(HFTarget):
@@ -110,31 +134,37 @@ class DrafterPass(nn.Module):
 
 def family_with(
     family: ModelFamily,
+    checkpoint: PairedCheckpoint,
+    target: Any,
+    config: Config,
     wiring: MTPWiring,
-    config: Any,
-    num_layers: int,
-    make_layer: Callable[[MTPWiring, int, Collection[str]], Any],
-    stored: Collection[str],
+    kind: Callable[[MTPWiring, Config, int, Collection[str]], Any],
     **more: Any,
 ) -> ModelFamily:
     """A target's family with a drafter whose layers have pages of keys and values.
 
     Args:
         family: the target's.
+        checkpoint: the target's, with the drafter's.
+        target: the target's config, of its language model.
+        config: the drafter's.
         wiring: names the drafter's parts.
-        config: transformers', of the drafter's layers.
-        num_layers: so many of them.
-        make_layer: (wiring, layer index, what it has of its own) -> the drafter.
-        stored: names of its tensors.
+        kind: (wiring, config, layer index, what it has of its own) -> the drafter.
         **more: further fields of the family.
+
+    Raises:
+        CheckpointError: the drafter lacks an embedding or a head that the target's cannot stand
+            for.
     """
-    mapped = {TOKEN_MAP} & set(stored)
+    stored, layers = checkpoint.draft.tensors, config.layers
+    mapped, rows = {TOKEN_MAP} & set(stored), config.draft_vocab_size
+    _check_ends(stored, layers.hidden_size, rows, target, checkpoint.draft.directory)
 
     def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
         if layer < of.num_hidden_layers:
             return family.cache_specs(of, layer, dtype)
-        caches = range(layer, layer + num_layers)
-        return tuple(spec for i in caches for spec in paged_kv_specs(config, i, dtype))
+        caches = range(layer, layer + layers.num_hidden_layers)
+        return tuple(spec for i in caches for spec in paged_kv_specs(layers, i, dtype))
 
     return replace(
         family,
@@ -142,7 +172,7 @@ def family_with(
         num_mtp_layers=lambda of: 1,
         layer_prefix=lambda layers, index: DRAFT,
         cache_specs=cache_specs,
-        make_layer=lambda wiring, index, own: make_layer(wiring, index, {*own, *mapped}),
+        make_layer=lambda wiring, index, own: kind(wiring, config, index, {*own, *mapped}),
         shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
         **more,
     )
@@ -264,7 +294,7 @@ def check_layer_ids(ids: Any, layers: int, where: Any, entry: str) -> tuple[int,
     return found
 
 
-def check_ends(stored: Collection[str], width: int, rows: int, target: Any, where: Any) -> None:
+def _check_ends(stored: Collection[str], width: int, rows: int, target: Any, where: Any) -> None:
     """Refuse a drafter without an embedding or a head that the target's cannot stand for.
 
     Args:

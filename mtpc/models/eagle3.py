@@ -27,9 +27,9 @@ from transformers.models.llama import modeling_llama as llama
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.drafter import (
     CapturingTarget,
+    DrafterConfig,
     DrafterLayer,
     DrafterPass,
-    check_ends,
     check_layer_ids,
     check_stream,
     draft_vocabulary,
@@ -66,33 +66,20 @@ _UNKNOWN = ("norm_before_fc", "fc_norm")
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(DrafterConfig):
     """What config.json of a head says.
 
-    Attributes:
-        llama: of the head's layer; its attention and cache are mtpc's.
-        layer_ids: the target's layers whose inputs are captured, ascending; the number of layers
-            stands for the input of the final norm.
-        draft_vocab_size: rows of the head.
-        target_width: width of a captured row.
+    Attributes, in addition to those of `DrafterConfig`:
         norm_first: whether the residual is taken after the norm of the features.
         norm_output: whether the next draft is fed what the head's norm gives (EAGLE-3.1).
         mask_id: of P-EAGLE, the mask's token; None: drafts follow from each other.
         mask_shape: of P-EAGLE, the shape of `mask_hidden`.
     """
 
-    llama: Any
-    layer_ids: tuple[int, ...]
-    draft_vocab_size: int
-    target_width: int
     norm_first: bool
     norm_output: bool
     mask_id: int | None = None
     mask_shape: tuple[int, ...] = ()
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.llama.vocab_size)
 
     @classmethod
     def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> Eagle3Config:
@@ -170,21 +157,21 @@ class Eagle3Layer(DrafterLayer):
     def __init__(self, wiring: MTPWiring, config: Eagle3Config, index: int, own: Collection[str]):
         nn.Module.__init__(self)
         self.wiring, self.config = wiring, config
-        hidden, eps = config.llama.hidden_size, config.llama.rms_norm_eps
+        hidden, eps = config.layers.hidden_size, config.layers.rms_norm_eps
         self.embedding_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         self.hidden_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         captured = len(config.layer_ids) * config.target_width
         self.projection = nn.Linear(captured, hidden, bias=False)
-        first, later = Eagle3Block(config.llama, index), range(1, config.llama.num_hidden_layers)
-        others = [llama.LlamaDecoderLayer(config.llama, index + i) for i in later]
+        first, later = Eagle3Block(config.layers, index), range(1, config.layers.num_hidden_layers)
+        others = [llama.LlamaDecoderLayer(config.layers, index + i) for i in later]
         self.block: Any = nn.ModuleList([first, *others]) if others else first
         if config.mask_id is not None:
             self.mask_hidden = nn.Parameter(torch.empty(config.mask_shape))
         self.final_norm = llama.LlamaRMSNorm(hidden, eps=eps)
         with torch.device("cpu"):  # Frequencies are computed, not read.
-            self.rotary = llama.LlamaRotaryEmbedding(config.llama)
+            self.rotary = llama.LlamaRotaryEmbedding(config.layers)
         self.add_ends(hidden, config.vocab_size, config.draft_vocab_size, own)
-        rules = config.llama.base_model_tp_plan
+        rules = config.layers.base_model_tp_plan
         blocks = "block.*" if others else "block"
         self.tp_plan = {name.replace("layers.*", blocks): style for name, style in rules.items()}
 
@@ -274,12 +261,10 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         CheckpointError: the head does not fit the target, or lacks what it needs.
         UnsupportedModelError: the head or the target has parts that mtpc does not know.
     """
-    where = checkpoint.draft.directory
-    check_stream(family, where, "an EAGLE-3 head")
+    check_stream(family, checkpoint.draft.directory, "an EAGLE-3 head")
     layers = target.num_hidden_layers // family.caches_per_layer
     config = Eagle3Config.read(checkpoint, target, layers)
     stored = checkpoint.draft.tensors
-    check_ends(stored, config.llama.hidden_size, config.draft_vocab_size, target, where)
     block = next((b for b in _BLOCKS if any(name.startswith(b) for name in stored)), _BLOCKS[0])
     wiring = MTPWiring(
         embedding_norm=f"{block}input_layernorm",
@@ -289,13 +274,10 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="after" if config.norm_output else "before",
         only_rules=("next_features", "embedding"),
     )
+    given = (family, checkpoint, target, config, wiring)
     return family_with(
-        family,
-        wiring,
-        config.llama,
-        config.llama.num_hidden_layers,
-        lambda wiring, index, own: Eagle3Layer(wiring, config, index, own),
-        stored,
-        block_prefix=block if config.llama.num_hidden_layers == 1 else "layers.",
+        *given,
+        Eagle3Layer,
+        block_prefix=block if config.layers.num_hidden_layers == 1 else "layers.",
         parts=_parts(config),
     )

@@ -255,7 +255,7 @@ def check_computed(entries: Mapping[str, Any], computed: Mapping[str, Any]) -> N
         found: Any = entries
         for part in name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
-        if found not in (None, value):
+        if found not in (None, value) and (found or value is not None):
             raise UnsupportedModelError(
                 f"the config has {name} {found!r}; expected {value!r}, which is what mtpc computes "
                 "with transformers' layers"

@@ -452,7 +452,10 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None)
         check_same_weights(model, checkpoint, family)
         layers = load_mtp_layers(checkpoint, family, target)
     ends = tokenizer_ends(checkpoint.directory) if checkpoint else ()
-    ends = tuple(dict.fromkeys((*_stop_ids(model), *ends)))
+    # Of the generation config or, if it has none, of the config.
+    own = getattr(model.generation_config, "eos_token_id", None)
+    own = getattr(model.config, "eos_token_id", None) if own is None else own
+    ends = tuple(dict.fromkeys((*as_ids(own), *ends)))
     return LoadedModel(family, target, layers, ends, source, checkpoint)
 
 
@@ -468,9 +471,3 @@ def _share(model: Any, family: ModelFamily, source: str, has_values: bool = True
     if has_values:
         check_finite(model.named_parameters(), source)
     return share_model(model, family.canonical)
-
-
-def _stop_ids(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids in a model's generation config or, if it has none, in its config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    return as_ids(getattr(model.config, "eos_token_id", None) if ids is None else ids)

@@ -21,12 +21,12 @@ from mtpc import ops
 from mtpc.errors import OptionError
 from mtpc.layout import NO_SLOT
 from mtpc.models.caches import PagedKV
-from mtpc.models.families.deepseek_v32 import rotate_halves
 from mtpc.models.hf import TextRotary
 from mtpc.models.recurrent import RecurrentState
 from mtpc.models.seams import CACHE, StepContext
 from mtpc.models.slot_rings import Rows, SlotRing
 from mtpc.ops.choose_slots import choose_slots
+from mtpc.ops.fused import rotate_halves
 from mtpc.ops.ragged import request_of
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
@@ -163,11 +163,6 @@ def first_rank(value: Tensor, group: str) -> Tensor:
     return told
 
 
-@all_reduce.register_fake
-def _(part: Tensor, group: str) -> Tensor:
-    return part.new_empty(part.shape)
-
-
 @all_gather.register_fake
 def _(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     return part.new_empty([size if i == dim else length for i, length in enumerate(part.shape)])
@@ -190,6 +185,5 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-@first_rank.register_fake
-def _(value: Tensor, group: str) -> Tensor:
-    return value.new_empty(value.shape)
+all_reduce.register_fake(as_first)
+first_rank.register_fake(as_first)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpc.ops.attention import write_cache
 from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 
 _CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
@@ -41,11 +41,6 @@ def rms_norm(
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     scaled = normed * (1.0 + weight.float()) if plus_one else normed.to(x.dtype) * weight
     return keep_rows(scaled.to(x.dtype).contiguous(), rows)
-
-
-@rms_norm.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 @operator(Traits("row", "sums", rows="x added"))
@@ -98,6 +93,17 @@ def _(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
+
+    Feature i pairs with feature i + rope / 2. The other features stay as they are.
+    """
+    turned, plain = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    across = torch.cat([-second, first], -1)
+    return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
+
+
 @operator(Traits("row", "elements", rows="x cos sin", features=None))
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
     """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves of a head paired.
@@ -113,17 +119,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
     Returns:
         As x.
     """
-    turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
-    first, second = turned.chunk(2, -1)
-    across = torch.cat([-second, first], -1)
-    turned = turned * cos[:, None] + across * sin[:, None]
-    out = torch.cat([turned, rest], -1)
+    out = rotate_halves(x, cos, sin)
     return keep_rows(out.flatten(1), rows).view(out.shape)
-
-
-@rotate.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 @operator(
@@ -174,6 +171,6 @@ def rotate_and_write(
     return rotate(q, cos, sin, rows)
 
 
-@rotate_and_write.register_fake
-def _(q: Tensor, *_: Any, **__: Any) -> Tensor:
-    return q.new_empty(q.shape)
+rms_norm.register_fake(as_first)
+rotate.register_fake(as_first)
+rotate_and_write.register_fake(as_first)

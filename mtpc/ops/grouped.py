@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpc.ops.experts import sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 from mtpc.weights.grouped import GroupedWeight, codes_of, form_of, unpack_codes, unpack_scales
 from mtpc.weights.packing import TILE
 
@@ -245,6 +245,4 @@ def grouped_experts(
     return keep_rows(out.to(x.dtype), rows)
 
 
-@grouped_experts.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x.new_empty(x.shape)
+grouped_experts.register_fake(as_first)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 
 
 @operator(
@@ -69,9 +67,7 @@ def slot_attention(
     return _attend(query, torch.cat(keys, 1), torch.cat(seen, 1), fresh, sees_fresh, sinks, scale)
 
 
-@slot_attention.register_fake
-def _(query: Tensor, *_: Any, **__: Any) -> Tensor:
-    return query.new_empty(query.shape)
+slot_attention.register_fake(as_first)
 
 
 def _attend(

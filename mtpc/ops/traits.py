@@ -118,6 +118,11 @@ def operator(
     return declare
 
 
+def as_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The fake of operators whose result is as their first argument, and dense."""
+    return first.new_empty(first.shape)
+
+
 _ATEN: tuple[tuple[Arithmetic, Dims | None, str], ...] = (
     ("elements", "broadcast", "floor_divide __and__ __or__"),
     ("moves", "cast", "to _to_copy type_as"),

@@ -125,8 +125,11 @@ def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
         ]
         if names and len(found) == len(names):
             specs[node] = tuple(found)
-    forms = dict.fromkeys(specs.values())
-    return sum(_place_linears(graph, specs, form, stem) for form in forms) + exchange_experts(
+    placed = 0
+    for form in dict.fromkeys(specs.values()):
+        groups = linear_groups(graph, lambda node, _, form=form: specs.get(node) == form)  # type: ignore[misc]
+        placed += replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
+    return placed + exchange_experts(
         graph,
         lambda node, _: node in specs,
         lambda graph, node: _grouped_experts(graph, node, specs[node], stem),
@@ -152,17 +155,6 @@ def _place_embeddings(graph: StepGraph) -> int:
             rows = emit(graph.graph, torch.ops.mtpc.grouped_embedding.default, args, node)
         node.replace_all_uses_with(rows)
     return tidy(graph, len(found))
-
-
-def _place_linears(
-    graph: StepGraph,
-    specs: Mapping[fx.Node, tuple[GroupSpec, ...]],
-    form: tuple[GroupSpec, ...],
-    stem: str,
-) -> int:
-    """Replace the linears on weights of one form; returns how many calls take their place."""
-    groups = linear_groups(graph, lambda node, _: specs.get(node) == form)
-    return replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
 
 
 def _grouped_linear(group: LinearGroup, spec: GroupSpec, stem: str) -> fx.Node:

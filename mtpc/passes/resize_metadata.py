@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -53,15 +53,8 @@ def row_demands(graph: StepGraph) -> dict[str, int]:
         if node.target is not aten.slice.Tensor:
             continue
         x, dim, _, end, _ = arguments(node).values()
-        if _is_batch_buffer(x) and dim == 0 and end is not None and int(end) < _OPEN_END:
-            name = str(x.target)
+        name = str(x.target) if isinstance(x, fx.Node) and x.op == "get_attr" else ""
+        is_first = name.startswith("batch.") and dim == 0 and end is not None
+        if is_first and int(end) < _OPEN_END:
             demands[name] = max(demands.get(name, 0), int(end))
     return demands
-
-
-def _is_batch_buffer(node: Any) -> bool:
-    return (
-        isinstance(node, fx.Node)
-        and node.op == "get_attr"
-        and str(node.target).startswith("batch.")
-    )

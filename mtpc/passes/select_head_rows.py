@@ -85,7 +85,9 @@ def _push_up(node: fx.Node, rows: fx.Node, dim: int) -> None:
     with graph.inserting_before(first):
         for name in row_wise:
             if _has_rows(values[name], dim, size):
-                values[name] = _select(graph, values[name], rows, dim, node)
+                place = values[name].meta["val"].dim() + dim
+                args = (values[name], place, rows)
+                values[name] = emit(graph, aten.index_select.default, args, node)
         new = emit_named(graph, node.target, values, node)
     for select in selects:
         select.replace_all_uses_with(new)
@@ -98,8 +100,3 @@ def _has_rows(argument: Any, dim: int, size: int) -> bool:
     if not isinstance(value, Tensor) or value.dim() < -dim:
         return False
     return bool(value.shape[dim] == size and size > 1)
-
-
-def _select(graph: fx.Graph, operand: fx.Node, rows: fx.Node, dim: int, like: fx.Node) -> fx.Node:
-    positive = operand.meta["val"].dim() + dim
-    return emit(graph, aten.index_select.default, (operand, positive, rows), like)

@@ -163,19 +163,17 @@ def check_values(graph: StepGraph, pass_name: str) -> None:
     last = "its first node"
     try:
         for node, value in evaluate(graph):
-            _compare(value, node, pass_name)
+            claimed = node.meta.get("val")
+            if isinstance(value, Tensor) and isinstance(claimed, Tensor):
+                found, wanted = ((t.dtype, tuple(t.shape)) for t in (value, claimed))
+                if found != wanted:
+                    raise GraphError(
+                        f"after {pass_name}: {node} is {found}; its metadata says {wanted}"
+                    )
             _compare_memory(value, node, memory, pass_name)
             last = node.name
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise GraphError(f"after {pass_name}: the node after {last} fails: {error}") from error
-
-
-def _compare(value: Any, node: fx.Node, pass_name: str) -> None:
-    claimed = node.meta.get("val")
-    if isinstance(value, Tensor) and isinstance(claimed, Tensor):
-        found, wanted = (value.dtype, tuple(value.shape)), (claimed.dtype, tuple(claimed.shape))
-        if found != wanted:
-            raise GraphError(f"after {pass_name}: {node} is {found}; its metadata says {wanted}")
 
 
 def _compare_memory(value: Any, node: fx.Node, memory: dict[int, int], pass_name: str) -> None:

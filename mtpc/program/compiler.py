@@ -222,12 +222,16 @@ class StepCompiler:
                 f"num_pages is {pages}, one of them reserved: too small for any request; expected "
                 f"at least {plan.blocks_per_request(2) + 1}"
             )
+        # A prefill step may give all its rows to one request.
+        most_rows = [
+            k.bucket.num_tokens if k.phase == "prefill" else k.max_emitted for k in self.keys
+        ]
         sizes = {
             R: key.bucket.num_reqs,
             Q: key.bucket.query_len,
             K: key.spec_tokens,
             K_MAX: plan.spec_tokens,
-            C: max(map(_rows_of_one_request, self.keys)) + self.loaded.chain_window,
+            C: max(most_rows) + self.loaded.chain_window,
             **{symbol: shared[str(symbol)] for symbol in OPEN_SIZES},
             P: plan.page_size,
             E: MAX_STOP_IDS,
@@ -473,8 +477,3 @@ class _Timer:
         yield
         seconds = self.seconds.get(stage, 0.0) + time.perf_counter() - start
         self.seconds[stage] = round(seconds, 3)
-
-
-def _rows_of_one_request(key: StepKey) -> int:
-    """The most: a prefill step may give all its rows to one request."""
-    return key.bucket.num_tokens if key.phase == "prefill" else key.max_emitted

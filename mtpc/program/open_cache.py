@@ -153,8 +153,10 @@ def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] |
         model: a `PreTrainedModel`.
         checkpoint: holds its MTP tensors; None if there is none.
     """
-    if any(_is_patched(module) for module in model.modules()):
-        return None
+    for module in model.modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        if "forward" in module.__dict__ or any(hooks):
+            return None
     stored = checkpoint.tensors if checkpoint else {}
     return {
         "model.source": "object",
@@ -174,12 +176,6 @@ def _draft_fields(checkpoint: Checkpoint | None) -> dict[str, str]:
         return {}
     fields = _config_fields(checkpoint.draft.config)
     return {f"{DRAFT}{name}": value for name, value in fields.items()}
-
-
-def _is_patched(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks, or a forward that replaces the one of its class."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return "forward" in module.__dict__ or any(hooks)
 
 
 def _class_fields(model: Any) -> dict[str, str]:
@@ -290,7 +286,12 @@ def open_cache(
                 f"use backend={PACKAGING!r}"
             )
         return None
-    model = _model_fields(source, plan)
+    model: dict[str, str] | None = {}
+    if isinstance(source, Checkpoint):
+        model = checkpoint_fields(source)
+    elif isinstance(source, torch.nn.Module) and hasattr(source, "name_or_path"):
+        model = object_fields(source, checkpoint_of(source, False, plan.drafter))
+    # Where it is no transformers model, loading it raises the error.
     if model is None:
         if plan.frozen:
             raise OptionError(
@@ -302,14 +303,6 @@ def open_cache(
     part = "" if ranks is None else ranks.part
     fields = program_fields(PACKAGING, model, plan, part)
     return StepCache(EntryStore(plan.cache_dir), fields, plan, tell)
-
-
-def _model_fields(source: Any, plan: Plan) -> dict[str, str] | None:
-    if isinstance(source, Checkpoint):
-        return checkpoint_fields(source)
-    if not isinstance(source, torch.nn.Module) or not hasattr(source, "name_or_path"):
-        return {}  # It is no transformers model; loading it raises the error.
-    return object_fields(source, checkpoint_of(source, False, plan.drafter))
 
 
 def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:

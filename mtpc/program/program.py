@@ -219,14 +219,14 @@ class HostCopies:
     """
 
     def __init__(self, results: Mapping[str, Tensor]):
-        self._source = _whole(next(iter(results.values())))
-        self._turns = itertools.cycle([self._place(results) for _ in range(2)])
-
-    def _place(self, results: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """New memory for a copy; and the results in it."""
-        source = self._source
-        copy = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        return copy, {name: _like(tensor, copy) for name, tensor in results.items()}
+        first = next(iter(results.values()))
+        # All the memory that they are a part of, as bytes.
+        source = first.new_empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+        self._source, places = source, list[tuple[Tensor, dict[str, Tensor]]]()
+        for _ in range(2):
+            copy = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+            places.append((copy, {name: _like(each, copy) for name, each in results.items()}))
+        self._turns = itertools.cycle(places)
 
     def take(self) -> Mapping[str, Tensor]:
         """Copy the results behind the work that is launched already; the host does not wait.
@@ -237,11 +237,6 @@ class HostCopies:
         copy, results = next(self._turns)
         copy.copy_(self._source, non_blocking=True)
         return results
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All the memory that a tensor is a part of, as bytes."""
-    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _like(tensor: Tensor, packed: Tensor) -> Tensor:

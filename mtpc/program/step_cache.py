@@ -104,13 +104,15 @@ def program_fields(backend: str, model: Fields, plan: Plan, part: str = "") -> d
         part: of which rank they are a part; "": the whole.
     """
     sizes_state = plan.images or _has_rings(model)  # Whether prefill rows size any state.
+    # Whether angles depend on `max_len`; see `mtpc.models.rotary`.
+    has_lengths = any(v == '"longrope"' for name, v in model.items() if name.endswith("type"))
     fields = {
         "kind": KIND,
         "format": str(FORMAT),
         "backend": backend,
         **model,
         **{f"options.{name}": text(getattr(plan, name)) or "none" for name, text in KEYED.items()},
-        "options.angles": str(plan.max_len) if _has_lengths(model) else "none",
+        "options.angles": str(plan.max_len) if has_lengths else "none",
         "options.rows_in_rings": str(plan.prefill_chunk) if sizes_state else "none",
         **environment_fields(),
     }
@@ -129,11 +131,6 @@ def size_fields(plan: Plan, fixed: Collection[str]) -> dict[str, str]:
         field: str(number) if size in fixed or PAGES in fixed else ANY
         for field, (number, size) in given.items()
     }
-
-
-def _has_lengths(model: Fields) -> bool:
-    """Whether angles of rotary embeddings depend on `max_len`; see `mtpc.models.rotary`."""
-    return any(v == '"longrope"' for name, v in model.items() if name.endswith("type"))
 
 
 def _has_rings(model: Fields) -> bool:
@@ -273,14 +270,10 @@ class StepCache(OwnSteps):
                 held.enter_context(self.store.lock(name, self._tell))
             except CacheWriteError as error:
                 self.note(f"not kept in the cache: {error}")
-            return self._built_meanwhile(key, part) or self._build(key, part, build)
-
-    def _built_meanwhile(self, key: StepKey, part: Part) -> CachedStep | None:
-        """The step, if another process built it while this one waited for the lock."""
-        try:
-            return self._look_up(key, part)
-        except DamagedEntryError:
-            return None  # `find` has noted the damage.
+            # Another process may have built it while this one waited for the lock.
+            with suppress(DamagedEntryError):  # `find` has noted the damage.
+                found = self._look_up(key, part)
+            return found or self._build(key, part, build)
 
     def fields(
         self, key: StepKey, part: Part = "step", fixed: Collection[str] = ()
@@ -319,8 +312,11 @@ class StepCache(OwnSteps):
         entries = [*peek(self.store)]
         rows = (nearest(entries, self.fields(key, part, fixed)) for fixed in _FIXED)
         found = [row.differences for row in rows if row is not None]
-        # Where some are equally near, the one that says by which size the entry differs.
-        return min(found, key=lambda rows: (len(rows), sum(map(_is_open, rows))), default=None)
+        # Where some are equally near, the one that says by which size the entry differs: `ANY` of
+        # a step is another number than the entry's.
+        return min(
+            found, key=lambda rows: (len(rows), sum(r.wanted == ANY for r in rows)), default=None
+        )
 
     def seconds_of_nearest(self, graphs: Graphs) -> Iterator[Mapping[str, float]]:
         """For each graph, the seconds of each stage of the nearest entry's build.
@@ -337,15 +333,11 @@ class StepCache(OwnSteps):
                 yield {}
                 continue
             if row.digest not in seconds:
-                seconds[row.digest] = self._seconds_of(row.digest)
+                seconds[row.digest] = {}
+                with suppress(CacheError):
+                    entry = self.store.read(row.digest)
+                    seconds[row.digest] = read_record(entry).seconds if entry else {}
             yield seconds[row.digest]
-
-    def _seconds_of(self, name: str) -> Mapping[str, float]:
-        try:
-            entry = self.store.read(name)
-            return read_record(entry).seconds if entry else {}
-        except CacheError:
-            return {}
 
     def miss(self, key: StepKey, part: Part = "step") -> str:
         """One line that says why a step is not in the cache."""
@@ -380,11 +372,6 @@ class StepCache(OwnSteps):
         """Report and count that the cache could not serve or keep something."""
         self.notes[line] += 1
         self._tell(line)
-
-
-def _is_open(difference: Difference) -> bool:
-    """Whether any size will do, and the entry has only one."""
-    return difference.wanted == ANY
 
 
 def read_record(entry: Entry) -> StepRecord:

@@ -213,7 +213,10 @@ class Forecast:
     """
 
     def __init__(self, expected: Mapping[Any, Mapping[str, float]] | None = None, workers: int = 1):
-        known = {graph: _seconds(stages) for graph, stages in (expected or {}).items()}
+        known = dict[Any, list[float]]()
+        for graph, stages in (expected or {}).items():  # From a file, which may hold anything.
+            found = (stages.get(stage, 0.0) for stage in STAGES)
+            known[graph] = [float(s) if 0 <= s < _LONGEST_S else 0.0 for s in found]
         self._left = known if all(sum(seconds) for seconds in known.values()) else {}
         self._total_s = sum(map(sum, self._left.values()))
         self._workers, self._start = workers, time.perf_counter()
@@ -240,9 +243,3 @@ class Forecast:
         elapsed_s = time.perf_counter() - self._start
         whole_s = elapsed_s + to_come * self._total_s / self._workers
         return 1 - to_come, to_come * whole_s
-
-
-def _seconds(stages: Mapping[str, float]) -> list[float]:
-    """Seconds by stage. They come from a file, which may hold anything."""
-    found = (stages.get(stage, 0.0) for stage in STAGES)
-    return [float(seconds) if 0 <= seconds < _LONGEST_S else 0.0 for seconds in found]

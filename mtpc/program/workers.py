@@ -99,22 +99,20 @@ class Workers:
         _end_all(self._processes)
 
     def _hear(self, wait_s: float = 0.0) -> None:
-        """Pass on what workers have reported; wait up to `wait_s` seconds for the first report."""
+        """Pass on what workers have reported; wait up to `wait_s` seconds for the first report.
+
+        Raises:
+            MtpcError: a worker ended with it, or died.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
                 kind, data = self._events.get(timeout=wait_s)
-                self._pass_on(kind, data)
+                if kind == "error":
+                    name, message = data
+                    raise getattr(errors, name)(message)
+                getattr(self._tell, kind)(*data)
                 wait_s = 0.0
-        self._check_alive()
-
-    def _pass_on(self, kind: str, data: tuple[Any, ...]) -> None:
-        if kind == "error":
-            name, message = data
-            raise getattr(errors, name)(message)
-        getattr(self._tell, kind)(*data)
-
-    def _check_alive(self) -> None:
-        """End the build if a worker died without an error, usually for want of memory."""
+        # One may have died without an error, usually for want of memory.
         dead = [each.exitcode for each in self._processes if each.exitcode not in (None, 0)]
         if dead:
             raise BackendError(

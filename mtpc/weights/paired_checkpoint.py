@@ -6,10 +6,10 @@ key and the binding of weights see one checkpoint, whichever directory holds a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
+from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.hub import Needs, find_directory
-from mtpc.weights.read_ahead import Span
 from mtpc.weights.tensor_file import TensorFile
 
-Answer = TypeVar("Answer")
+Method = TypeVar("Method", bound=Callable[..., Any])
 DRAFT = "draft."
 """Prefix of the names of the drafter's tensors."""
 TOKEN_MAP, INVERSE_MAP = "d2t", "t2d"
@@ -32,6 +31,17 @@ DRAFT_VOCAB = "draft_vocab.txt"
 """Beside MTP layers: the ids of the tokens that they were trained for, a line each."""
 TOKEN_ORDER = "masked_embedding.token_ordering"
 """Name of the tokens by cluster that an assistant of Gemma 4 may have, int [V]."""
+
+
+def _of_either(method: Method) -> Method:
+    """A method of `Checkpoint` with a tensor's name: asked of the target, or of the drafter."""
+
+    def ask(pair: PairedCheckpoint, name: str) -> Any:
+        if name in pair.target_tensors or not name.startswith(DRAFT):
+            return method(pair, name)
+        return method(pair.draft, name.removeprefix(DRAFT))
+
+    return cast(Method, ask)
 
 
 class PairedCheckpoint(Checkpoint):
@@ -130,49 +140,19 @@ class PairedCheckpoint(Checkpoint):
     def notes(self) -> tuple[str, ...]:
         return (*super().notes, *(f"draft: {note}" for note in self.draft.notes))
 
-    def tensor(self, name: str) -> Tensor:
-        return self._ask(Checkpoint.tensor, name)
-
-    def peek(self, name: str) -> Tensor:
-        return self._ask(Checkpoint.peek, name)
-
-    def grouped(self, name: str) -> GroupedRows:
-        return self._ask(Checkpoint.grouped, name)
-
-    def meta_tensor(self, name: str) -> Tensor:
-        return self._ask(Checkpoint.meta_tensor, name)
-
     @property
     def files(self) -> Iterable[TensorFile]:
         return (*super().files, *self.draft.files)
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        own = self._ask(Checkpoint.parts_of, name)
+        own = _of_either(Checkpoint.parts_of)(self, name)
         return own if name in self.target_tensors else tuple(DRAFT + part for part in own)
 
-    def read(self, name: str) -> Tensor:
-        return self._ask(Checkpoint.read, name)
-
-    def spans(self, name: str) -> list[Span]:
-        return self._ask(Checkpoint.spans, name)
-
-    def piece_spans(self, name: str) -> list[Span]:
-        return self._ask(Checkpoint.piece_spans, name)
-
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        return self._ask(Checkpoint.pieces, name)
-
-    def is_plain(self, name: str) -> bool:
-        return self._ask(Checkpoint.is_plain, name)
-
-    def release(self, name: str) -> None:
-        self._ask(Checkpoint.release, name)
-
-    def _ask(self, method: Callable[[Checkpoint, str], Answer], name: str) -> Answer:
-        """What a method of `Checkpoint` gives for a tensor: of the target, or of the drafter."""
-        if name in self.target_tensors or not name.startswith(DRAFT):
-            return method(self, name)
-        return method(self.draft, name.removeprefix(DRAFT))
+    tensor, peek = _of_either(Checkpoint.tensor), _of_either(Checkpoint.peek)
+    grouped, meta_tensor = _of_either(Checkpoint.grouped), _of_either(Checkpoint.meta_tensor)
+    read, pieces = _of_either(Checkpoint.read), _of_either(Checkpoint.pieces)
+    spans, piece_spans = _of_either(Checkpoint.spans), _of_either(Checkpoint.piece_spans)
+    is_plain, release = _of_either(Checkpoint.is_plain), _of_either(Checkpoint.release)
 
 
 def _span(ids: Tensor) -> str:

@@ -100,7 +100,8 @@ class StoredWeights:
         for end in sorted(self._ends.intersection(names(recipe))):
             for name in names(self._recipes[end]):
                 self._find_copy(name)
-        return substitute(substitute(recipe, self._recipes.__getitem__), self._first_copy)
+        stored = substitute(recipe, self._recipes.__getitem__)
+        return substitute(stored, lambda name: self._copies.get(name, name))
 
     def make(self, recipe: Recipe) -> dict[Recipe, Tensor]:
         """The tensor of a recipe over stored tensors, in the host's memory or the mapped files; see
@@ -199,10 +200,6 @@ class StoredWeights:
             for part in parts_read(take_early(stored, self._checkpoint.meta_tensor)):
                 is_whole = not isinstance(part, Rows)
                 yield from self._checkpoint.spans(next(names(part))) if is_whole else ()
-
-    def _first_copy(self, name: str) -> str:
-        """The first of equal embeddings or heads; for any other tensor, its own name."""
-        return self._copies.get(name, name)
 
     def _find_copy(self, name: str) -> None:
         """Find an equal embedding or head among those that were used so far."""

@@ -25,17 +25,7 @@ from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.family import layers_after
 from mtpc.ops.choose_slots import choose_slots
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
-
-    Feature i pairs with feature i + rope / 2. The other features stay as they are.
-    """
-    turned, plain = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    first, second = turned.chunk(2, -1)
-    across = torch.cat([-second, first], -1)
-    return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
+from mtpc.ops.fused import rotate_halves
 
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

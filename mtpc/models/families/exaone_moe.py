@@ -22,23 +22,6 @@ from mtpc.models.families.qwen3_next import QWEN3_NEXT
 from mtpc.models.family import layers_after
 
 _SLIDING = "sliding_attention"
-_UNKNOWN = ("sliding_windows", "mtp_sliding_windows", "swiglu_limits")
-"""Entries of newer configs that transformers' ExaoneMoe does not read."""
-
-
-def _config_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries as they are.
-
-    Raises:
-        UnsupportedModelError: transformers' layers cannot be built as the entries say.
-    """
-    for name in _UNKNOWN:
-        if entries.get(name):
-            raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected none, as transformers' "
-                "ExaoneMoe builds layers of one window and without limits"
-            )
-    return entries
 
 
 def _block_config(config: Any) -> Any:
@@ -73,6 +56,7 @@ EXAONE_MOE = replace(
     cache_kinds=(),
     block_config=_block_config,
     canonical={},
-    config_entries=_config_entries,
+    # What newer configs have, and transformers' ExaoneMoe does not read.
+    computed=dict.fromkeys(("sliding_windows", "mtp_sliding_windows", "swiglu_limits")),
     stored_names=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
 )

@@ -13,38 +13,17 @@ Source: transformers' Gemma4 and Gemma4Unified, as they are, without towers for 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_pool_specs, ring_kv_specs
 from mtpc.models.family import NO_LAYERS, ModelFamily
 
 _SLIDING = "sliding_attention"
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "use_bidirectional_attention": ("all", "'vision' or null: a decoder attends to earlier tokens"),
-}
-"""Entries of config.json that mtpc cannot run -> the value, and what is expected."""
-
-
-_NO_EXPERTS = {"enable_moe_block": (True, "false: transformers' Gemma4Unified has no experts")}
-
-
-def _config_entries(known: dict[str, tuple[Any, str]], entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries as they are.
-
-    Raises:
-        UnsupportedModelError: one asks for what mtpc does not run.
-    """
-    for name, (refused, expected) in known.items():
-        if entries.get(name) == refused:
-            raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected {expected}"
-            )
-    return entries
+_COMPUTED = {"use_bidirectional_attention": "vision"}
+"""A decoder's text attends to earlier tokens."""
 
 
 def kv_layer(config: Any, kind: str) -> int | None:
@@ -86,7 +65,7 @@ GEMMA4 = ModelFamily(
     hf_config_class="Gemma4TextConfig",
     cache_specs=_cache_specs,
     canonical={"Gemma4TextAttention": _reads_shared},
-    config_entries=partial(_config_entries, _REFUSED),
+    computed=_COMPUTED,
     stored_prefixes=(("model.", "model.language_model."),),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
@@ -96,6 +75,6 @@ GEMMA4_UNIFIED = replace(
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
     hf_config_class="Gemma4UnifiedTextConfig",
     canonical={"Gemma4UnifiedTextAttention": _reads_shared},
-    config_entries=partial(_config_entries, _REFUSED | _NO_EXPERTS),
+    computed={**_COMPUTED, "enable_moe_block": False},
 )
 """Gemma 4 12B, whose text model has the same layers without inputs of their own."""

@@ -99,11 +99,17 @@ def _common(of: Metadata, family: Family) -> dict[str, Any]:
     kinds = {stored.block.name for stored in of.tensors.values()}
     plain = "float32" if kinds == {"F32"} else "float16"
     dtype = plain if kinds <= {"F32", "F16"} else "bfloat16"
-    tokens = {
-        "bos_token_id": of.token("bos"),
-        "eos_token_id": _ends(of),
-        "pad_token_id": of.token("padding"),
-    }
+    # The end of a sequence, and the end of a turn if that is another id.
+    found = dict.fromkeys(i for i in (of.token("eos"), of.token("eot")) if i is not None)
+    ends = [*found] if len(found) > 1 else next(iter(found), None)
+    tokens = {"bos_token_id": of.token("bos"), "eos_token_id": ends}
+    tokens["pad_token_id"] = of.token("padding")
+    epsilons: dict[str, float]
+    if of.get("attention.layer_norm_epsilon") is None:
+        epsilons = {"rms_norm_eps": of.number("attention.layer_norm_rms_epsilon")}
+    else:  # By transformers' names of it.
+        epsilon = of.number("attention.layer_norm_epsilon")
+        epsilons = dict.fromkeys(("norm_epsilon", "layer_norm_eps"), epsilon)
     return {
         "architectures": [family.architecture],
         "dtype": dtype,
@@ -112,26 +118,11 @@ def _common(of: Metadata, family: Family) -> dict[str, Any]:
         "hidden_size": of.size("embedding_length"),
         "num_hidden_layers": of.layers,
         "max_position_embeddings": of.size("context_length"),
-        **_epsilon(of),
+        **epsilons,
         "num_attention_heads": of.row("attention.head_count")[0],
         "tie_word_embeddings": "output.weight" not in of.tensors,
         **{name: value for name, value in tokens.items() if value is not None},
     }
-
-
-def _epsilon(of: Metadata) -> dict[str, float]:
-    """The norms' epsilon, by transformers' names of it."""
-    if of.get("attention.layer_norm_epsilon") is None:
-        return {"rms_norm_eps": of.number("attention.layer_norm_rms_epsilon")}
-    epsilon = of.number("attention.layer_norm_epsilon")
-    return dict.fromkeys(("norm_epsilon", "layer_norm_eps"), epsilon)
-
-
-def _ends(of: Metadata) -> list[int] | int | None:
-    """Ids that end a text: the end of a sequence, and the end of a turn if that is another id."""
-    found = of.token("eos"), of.token("eot")
-    known = list(dict.fromkeys(i for i in found if i is not None))
-    return known if len(known) > 1 else (known[0] if known else None)
 
 
 def _qwen_changes(of: Metadata) -> dict[str, Change]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import is_finite, refuse_not_finite
-from mtpc.weights.gguf.blocks import BLOCKS, Block, Parts
+from mtpc.weights.gguf.blocks import BLOCKS, Parts
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
-from mtpc.weights.gguf.header import MAGIC, StoredBlocks
+from mtpc.weights.gguf.header import MAGIC
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -76,19 +76,24 @@ def write_rounded(
     Raises:
         CheckpointError: weights are not finite, or the file cannot be written.
     """
-    types = {name: _type(stored, matrices.get(name)) for name, stored in _stored(file)}
-    sizes = {
-        name: prod(stored.shape) // BLOCKS[types[name]].inputs * BLOCKS[types[name]].nbytes
-        for name, stored in _stored(file)
-    }
+    number_of = {block: number for number, block in BLOCKS.items()}
+    types, sizes = dict[str, int](), dict[str, int]()
+    for name, stored in file.header.tensors.items():
+        own = number_of[stored.block]
+        types[name] = matrices[name].number if name in matrices else own
+        block = BLOCKS[types[name]]
+        sizes[name] = prod(stored.shape) // block.inputs * block.nbytes
     scratch = out.with_name(f".{out.name}.mtpc-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as target:
             target.write(_header(file, types, sizes, usual))
-            for done, (name, stored) in enumerate(_stored(file)):
+            for done, (name, stored) in enumerate(file.header.tensors.items()):
                 tell(f"quantise {len(sizes)} tensors", done / len(sizes))
                 _pad(target, file.header.alignment)
-                for raw in _data(file, name, stored.begin, sizes[name], matrices.get(name)):
+                if name not in matrices:
+                    target.write(file.raw(stored.begin, stored.begin + sizes[name]))
+                    continue
+                for raw in _rounded(file.plain(name), matrices[name], f"{name} of {file.path}"):
                     target.write(raw)
             _pad(target, file.header.alignment)
         scratch.rename(out)
@@ -97,26 +102,6 @@ def write_rounded(
     finally:
         scratch.unlink(missing_ok=True)
     return sum(sizes.values())
-
-
-def _data(
-    file: GgufFile, name: str, begin: int, size: int, matrix: Matrix | None
-) -> Iterator[memoryview | bytes]:
-    """The bytes of a tensor, some at a time."""
-    if matrix is not None:
-        yield from _rounded(file.plain(name), matrix, f"{name} of {file.path}")
-    else:
-        yield file.raw(begin, begin + size)
-
-
-def _stored(file: GgufFile) -> list[tuple[str, StoredBlocks]]:
-    return list(file.header.tensors.items())
-
-
-def _type(stored: StoredBlocks, matrix: Matrix | None) -> int:
-    if matrix is not None:
-        return matrix.number
-    return next(number for number, block in BLOCKS.items() if block == stored.block)
 
 
 def _pad(target: IO[bytes], alignment: int) -> None:
@@ -151,17 +136,13 @@ def _rounded(tensor: Tensor, matrix: Matrix, what: str) -> Iterator[memoryview]:
     rows = tensor.reshape(-1, tensor.shape[-1])
     spec, block = SCHEMES[matrix.scheme].spec(rows.shape[1], rows.dtype), BLOCKS[matrix.number]
     assert spec is not None
+    assert block.encode is not None
+    count = rows.shape[1] // block.inputs
     step = max(1, _AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), step):
         weight = quantise(rows[start : start + step], spec, matrix.moments)
-        yield _encoded(weight.codes, weight.scales, block).numpy().data
-
-
-def _encoded(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
-    assert block.encode is not None
-    count = codes.shape[1] // block.inputs
-    parts = Parts(*(part.unflatten(-1, (count, -1)) for part in (codes, scales)))
-    return block.encode(parts).contiguous()
+        codes, scales = (t.unflatten(-1, (count, -1)) for t in (weight.codes, weight.scales))
+        yield block.encode(Parts(codes, scales)).contiguous().numpy().data
 
 
 def in_file_order(moments: Tensor, stored: StoredTensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.grouped import pack_scales, raw_codes
 from mtpc.weights.packing import fill_packed, unpack
@@ -193,6 +193,4 @@ def packed_experts(
     return keep_rows(mixed, rows)
 
 
-@packed_experts.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x.new_empty(x.shape)
+packed_experts.register_fake(as_first)

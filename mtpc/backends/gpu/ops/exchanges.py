@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpc.ops.collectives import gathered, group_of, summed
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, as_first, operator
 
 _exchange = dist.all_to_all_single
 
@@ -51,11 +51,6 @@ def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Te
     return found
 
 
-@exchange_ranks.register_fake
-def _(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    return parts.new_empty(parts.shape)
-
-
 @operator(Traits("row", "elements", rows="part"))
 def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """As `all_reduce`: a small sum as one exchange, for which GPUs that share memory have a kernel.
@@ -71,6 +66,5 @@ def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     return summed(part, group)
 
 
-@sum_ranks.register_fake
-def _(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
-    return part.new_empty(part.shape)
+exchange_ranks.register_fake(as_first)
+sum_ranks.register_fake(as_first)

@@ -47,7 +47,8 @@ class SpellCollectives:
             spell = _SPELLINGS.get(node.target) if node.op == "call_function" else None
             if spell is not None:
                 with graph.graph.inserting_before(node):
-                    new = spell(_Emitter(graph.graph, node, self.sharding), **_given(node))
+                    given = {n: each for n, each in arguments(node).items() if n != "group"}
+                    new = spell(_Emitter(graph.graph, node, self.sharding), **given)
                 _take_over(node, new)
                 rewrites += 1
         _keep_order(graph.graph)
@@ -86,10 +87,6 @@ class _Emitter:
 def _value(node: fx.Node) -> Tensor:
     value: Tensor = node.meta["val"]
     return value
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    return {name: value for name, value in arguments(node).items() if name != "group"}
 
 
 def _take_over(node: fx.Node, new: fx.Node | tuple[fx.Node, ...]) -> None:
