@@ -260,16 +260,16 @@ class _Head(nn.Module):
         super().__init__()
         self.norm = nn.Identity() if norm is None else norm
         self.vocab_size = vocab_size
-        self.called = HostCall(head, vocab_size) if isinstance(head, nn.Module) else None
-        self.weight = (
-            nn.Parameter(head.detach(), requires_grad=False) if self.called is None else None
-        )
+        self.logits: nn.Module
+        if isinstance(head, nn.Module):
+            self.logits = HostCall(head, vocab_size)
+        else:
+            self.logits = nn.Linear(*head.shape[::-1], bias=False, device="meta")
+            self.logits.weight = nn.Parameter(head.detach(), requires_grad=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        normed = self.norm(features)
-        if self.called is not None:
-            return self.called(normed)
-        return nn.functional.linear(normed, self.weight)[:, : self.vocab_size]
+        logits: Tensor = self.logits(self.norm(features))
+        return logits[:, : self.vocab_size]
 
 
 class _Chain(nn.Module):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.backends import make_backend
-from mtpc.errors import CapacityError, UnsupportedModelError
+from mtpc.errors import CapacityError, GraphError, UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.draft import DraftOptions, TracedDraft
+from mtpc.integrations.host_calls import HostCall
 from mtpc.integrations.layer_sites import HostLayers, LinearSite
 from mtpc.models.mtp_layers import stored_tensors
 
@@ -252,6 +253,16 @@ def test_a_chain_over_the_hosts_layers(family: str, ranks: int) -> None:
     assert len(calls) == STEPS * (layers + 2)
     own = {name for name, _ in chains[0]._weights.items() if "_proj" in name}
     assert own == {n for n in own if n.endswith("kv_b_proj.weight")}
+
+
+def test_a_host_that_does_not_keep_its_word_is_named() -> None:
+    rows, kept = torch.zeros(3, 4), nn.Linear(4, 6)
+    with pytest.raises(
+        GraphError, match=r"Linear of the host returned \(3, 6\).*expected \(3, 5\)"
+    ):
+        HostCall(kept, 5)(rows)
+    with pytest.raises(GraphError, match="which is gone; keep the draft and the head"):
+        HostCall(nn.Linear(4, 6), 6)(rows)
 
 
 def test_a_chain_is_one_flat_graph_that_passes_have_rewritten(
