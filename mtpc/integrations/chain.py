@@ -264,7 +264,8 @@ class _Head(nn.Module):
         if isinstance(head, nn.Module):
             self.logits = HostCall(head, vocab_size)
         else:
-            self.logits = nn.Linear(*head.shape[::-1], bias=False, device="meta")
+            rows, width = head.shape
+            self.logits = nn.Linear(width, rows, bias=False, device="meta")
             self.logits.weight = nn.Parameter(head.detach(), requires_grad=False)
 
     def forward(self, features: Tensor) -> Tensor:

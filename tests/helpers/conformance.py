@@ -109,11 +109,10 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "SGLang's own layers, which a draft model and the graph of `MTPC` call; on two ranks, "
             "never with NCCL",
             (
-                PLUGIN,
+                *(CONTRACT, PLUGIN),
                 "integrations/test_host_layers.py::test_hosts_layers_are_the_oracles",
                 "integrations/test_draft_chain.py::test_a_chain_over_the_hosts_layers",
                 f"{SEAMS}::test_a_quantised_draft_is_chained_as_one_graph",
-                f"{SEAMS}::test_a_head_that_ranks_share_is_gathered",
             ),
         ),
         Row(
