@@ -250,7 +250,7 @@ LINES = {
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
-    "integrations": 4800,
+    "integrations": 5150,
     "layout": 1210,
     "models": 9460,
     "ops": 2690,

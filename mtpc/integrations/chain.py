@@ -3,7 +3,8 @@
 The host runs verify, acceptance and the first draft (the pass over the verified rows). The other
 drafts of the chain are one step graph here: K - 1 single-row draft steps, with their attention
 metadata and token choices. The same passes rewrite it as mtpc's own steps, and the same backends
-lower and capture it, once per bucket of requests. This module depends on no particular host.
+lower and capture it, once per bucket of requests. Layers that the host computes, cut among ranks or
+quantised, are calls of the host's modules in this graph. This module depends on no particular host.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.trace import TRACE_REQS, TRACE_TOKENS, LeafTracer, export_piece
 from mtpc.errors import CapacityError, UnsupportedModelError
 from mtpc.integrations.draft import TracedDraft
+from mtpc.integrations.host_calls import HostCall, with_host_calls
 from mtpc.layout import HOST, BufferSpec, Layout, StepKey
 from mtpc.models.caches import CachePool
-from mtpc.models.hf import run_mtp_layer
+from mtpc.models.hf import MTPLayer, run_mtp_layer
 from mtpc.models.seams import StepContext
 from mtpc.plan import make_plan
 from mtpc.program.compiler import Lowering
@@ -54,7 +56,12 @@ class HostPools:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return next(iter(self.tensors.values())).shape[1]
+        return self.like.shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the pools, whose dtype and device are the weights', too."""
+        return next(iter(self.tensors.values()))
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,10 @@ class DraftChain:
     """The drafts of a chain after the first one, for each request of a batch, as one replay.
 
     Args:
-        draft: the traced draft, with its embedding set and its weights loaded.
-        head: the output head, [V or more, H].
+        draft: the traced draft, with its embedding set and its weights loaded. If the host has its
+            layers, it has its embedding, too.
+        head: the output head, [V or more, H]; or the host's module, which maps [R, H] to the logits
+            of all ranks, [R, V].
         pools: the host's cache of the draft's one attention layer.
         plan: sizes of the graphs.
         backend: lowers and captures the graphs.
@@ -88,7 +97,12 @@ class DraftChain:
     """
 
     def __init__(
-        self, draft: TracedDraft, head: Tensor, pools: HostPools, plan: ChainPlan, backend: Backend
+        self,
+        draft: TracedDraft,
+        head: Tensor | nn.Module,
+        pools: HostPools,
+        plan: ChainPlan,
+        backend: Backend,
     ):
         if len(draft.sites) != 1:
             raise UnsupportedModelError(
@@ -106,9 +120,9 @@ class DraftChain:
         self._buffer_names = layer.buffer_names()
         self._lowering = Lowering(backend, self._buffer_names, make_plan(CompileOptions()))
         self._weights = Weights(_weights(layer, heads, self._buffer_names))
-        self._pieces = _export(layer, heads, pools)
-        self._width, self._dtype = head.shape[1], head.dtype
-        self._device = head.device
+        self._width = draft.config.get_text_config(decoder=True).hidden_size
+        self._pieces = _export(layer, heads, pools, self._width)
+        self._called = (draft, head)  # The graphs call their modules by number.
         with torch.no_grad():
             self._captured = {
                 count: self._capture(count) for count in sorted(plan.buckets, reverse=True)
@@ -164,7 +178,7 @@ class DraftChain:
             BufferSpec(f"batch.{name}", (num_reqs, *width), dtype, 0, HOST)
             for name, width, dtype in (
                 ("first_ids", (), torch.int64),
-                ("features", (self._width,), self._dtype),
+                ("features", (self._width,), self.pools.like.dtype),
                 ("context_lens", (), torch.int32),
                 ("active", (), torch.bool),
                 ("block_table", (self.pools.num_blocks,), torch.int32),
@@ -180,7 +194,7 @@ class DraftChain:
 
     def _capture(self, num_reqs: int) -> CapturedStep:
         key, layout = StepKey.decode(num_reqs, self.plan.steps), self._layout(num_reqs)
-        chain = _Chain(key, self._pieces, layout, self.pools.page_size, self._device)
+        chain = _Chain(key, self._pieces, layout, self.pools.page_size, self.pools.like.device)
         graph = StepGraph(
             fx.GraphModule(chain, LeafTracer().trace(chain)),
             key,
@@ -206,10 +220,16 @@ class _ChainedLayer(nn.Module):
 
     def __init__(self, draft: TracedDraft, pools: HostPools):
         super().__init__()
-        self.layer, self.rotary = draft.layer, draft.graph.get_submodule("inner.rotary")
-        self.normed = draft.returns_normed
-        self.embedding = nn.Parameter(draft.embedding.weight.detach(), requires_grad=False)
+        self.rotary, self.normed = draft.graph.get_submodule("inner.rotary"), draft.returns_normed
         text = draft.config.get_text_config(decoder=True)
+        self.layer: MTPLayer
+        self.embedding: nn.Module
+        if draft.hosted:
+            self.layer = with_host_calls(draft, pools.like)
+            self.embedding = HostCall(draft.embedding, text.hidden_size, pools.like.dtype)
+        else:
+            self.layer = draft.layer
+            self.embedding = nn.Embedding.from_pretrained(draft.embedding.weight.detach())
         index = text.num_hidden_layers + draft.index
         named = {f"kv.{index}.{role}": tensor for role, tensor in pools.tensors.items()}
         self.pool = CachePool(named, num_slots=1)
@@ -229,22 +249,28 @@ class _ChainedLayer(nn.Module):
         none = torch.zeros_like(rows.seq_lens)  # No state by request slot, and no row is certain.
         metadata = (*rows, block_table, none, none)
         context = StepContext.of(metadata, self.pool.layers())
-        embedding = nn.functional.embedding(ids, self.embedding)
-        hidden, _ = run_mtp_layer(self.layer, self.rotary, embedding, features, context)  # type: ignore[arg-type]
+        hidden, _ = run_mtp_layer(self.layer, self.rotary, self.embedding(ids), features, context)  # type: ignore[arg-type]
         return self.layer.final_norm(hidden) if self.normed else hidden
 
 
 class _Head(nn.Module):
     """Features [R, H] -> logits [R, V]."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, norm: nn.Module | None):
+    def __init__(self, head: Tensor | nn.Module, vocab_size: int, norm: nn.Module | None):
         super().__init__()
         self.norm = nn.Identity() if norm is None else norm
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.vocab_size = vocab_size
+        self.logits: nn.Module
+        if isinstance(head, nn.Module):
+            self.logits = HostCall(head, vocab_size)
+        else:
+            rows, width = head.shape
+            self.logits = nn.Linear(width, rows, bias=False, device="meta")
+            self.logits.weight = nn.Parameter(head.detach(), requires_grad=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(self.norm(features), self.weight)[:, : self.vocab_size]
+        logits: Tensor = self.logits(self.norm(features))
+        return logits[:, : self.vocab_size]
 
 
 class _Chain(nn.Module):
@@ -293,13 +319,12 @@ def _weights(layer: nn.Module, head: nn.Module, buffers: Mapping[int, str]) -> d
 
 
 def _export(
-    layer: _ChainedLayer, head: _Head, pools: HostPools
+    layer: _ChainedLayer, head: _Head, pools: HostPools, width: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Trace layer and head with symbolic numbers of rows and requests, once for all buckets."""
-    weight = head.weight
-    rows = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=weight.device)
-    requests = torch.zeros(TRACE_REQS, dtype=torch.int32, device=weight.device)
-    features = weight.new_zeros(TRACE_TOKENS, weight.shape[1])
+    rows = torch.zeros(TRACE_TOKENS, dtype=torch.int64, device=pools.like.device)
+    requests = torch.zeros(TRACE_REQS, dtype=torch.int32, device=pools.like.device)
+    features = pools.like.new_zeros(TRACE_TOKENS, width)
     tables = requests.new_zeros(TRACE_REQS, pools.num_blocks)
     starts = requests.new_zeros(TRACE_REQS + 1)
     where = Rows(rows.clone(), rows.clone(), requests, starts)

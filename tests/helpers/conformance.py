@@ -78,7 +78,7 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "Target and draft do not see each other's run-time state",
             "yes",
-            "one `DraftRun` for each draft; nothing is global in the process",
+            "one `DraftRun` for each draft; a chain's graph calls the modules of its own draft",
             (
                 "integrations/test_traced_draft.py::test_drafts_of_one_process_share_nothing",
                 "host/test_isolation.py::test_one_process_has_several_models",
@@ -105,9 +105,15 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Tensor parallelism and quantised weights",
-            "partly",
-            "draft models: SGLang's own layers. `MTPC` computes the layers itself: it refuses both",
-            (PLUGIN, "integrations/test_host_layers.py::test_hosts_layers_are_the_oracles"),
+            "yes",
+            "SGLang's own layers, which a draft model and the graph of `MTPC` call; on two ranks, "
+            "never with NCCL",
+            (
+                *(CONTRACT, PLUGIN),
+                "integrations/test_host_layers.py::test_hosts_layers_are_the_oracles",
+                "integrations/test_draft_chain.py::test_a_chain_over_the_hosts_layers",
+                f"{SEAMS}::test_a_quantised_draft_is_chained_as_one_graph",
+            ),
         ),
         Row(
             "Accuracy and acceptance of the released model",
@@ -229,9 +235,14 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Paged continuous batching does not bypass MTP in silence",
-            "partly",
-            "refused by name by a generator; a bare `model.generate` warns and goes its own way",
-            ("integrations/test_transformers_calls.py::test_use_mtp_never_runs_the_hosts_loop",),
+            "yes",
+            "`Generator.generate_batch`, and `model.generate_batch` after `attach`, run on mtpc's "
+            "engine; transformers' manager and `paged` are refused by name. Without `attach` mtpc "
+            "sees no call of the model's",
+            (
+                "integrations/test_transformers_calls.py::test_use_mtp_never_runs_the_hosts_loop",
+                "integrations/test_transformers_calls.py::test_prompts_of_any_lengths",
+            ),
         ),
         Row(
             "MTP layers stand outside of the base model, and load from its checkpoint",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -303,18 +303,23 @@ def chain_speculative_sampling(
     return emitted
 
 
+def _alone(part: Tensor, dim: int) -> Tensor:
+    """`GroupCoordinator.all_gather` (distributed/parallel_state.py:1374) of one rank."""
+    return part
+
+
 HOST = SimpleNamespace(
     backend=None,
     platform=SimpleNamespace(is_hip=False),
     arguments=SimpleNamespace(speculative_algorithm="MTPC"),
     kernel=SimpleNamespace(dsv4_attn_backend="auto"),
     unified_kv_fp8=False,
-    parallel=SimpleNamespace(tp_size=1, pp_size=1, attn_dp_size=1, attn_cp_size=1, moe_ep_size=1),
+    parallel=SimpleNamespace(
+        **dict(tp_size=1, pp_size=1, attn_dp_size=1, attn_cp_size=1, moe_ep_size=1),
+        tp_group=SimpleNamespace(all_gather=_alone),
+    ),
 )
 """What SGLang's runtime context answers; `installed` sets it back."""
-
-_UNUSED = ("ColumnParallelLinear", "ReplicatedParallelGroup", "RowParallelLinear")
-"""Names of layers.linear that mtpc's modules import and that no test with this fake calls."""
 
 
 def _modules() -> dict[str, dict[str, Any]]:
@@ -346,10 +351,17 @@ def _modules() -> dict[str, dict[str, Any]]:
         "speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "speculative.eagle_worker_v2": {"EAGLEWorkerV2": EAGLEWorkerV2},
         "layers.linear": {
+            "ColumnParallelLinear": layers.ColumnParallelLinear,
             "ReplicatedLinear": layers.ReplicatedLinear,
-            **dict.fromkeys(_UNUSED, object),
+            "ReplicatedParallelGroup": layers.ReplicatedParallelGroup,
+            "RowParallelLinear": layers.RowParallelLinear,
         },
         "layers.moe": {"get_moe_a2a_backend": lambda: layers.NO_EXCHANGE},
+        "layers.moe.utils": {
+            "speculative_moe_a2a_backend_context": nullcontext,
+            "speculative_moe_backend_context": nullcontext,
+        },
+        "speculative.spec_utils": {"draft_tp_context": nullcontext},
         "layers.moe.fused_moe_triton": {"FusedMoE": layers.FusedMoE},
         "layers.moe.topk": {"StandardTopKOutput": layers.TopK},
         "model_loader.weight_utils": {"default_weight_loader": layers.load_whole},
@@ -372,6 +384,7 @@ def installed() -> Iterator[SimpleNamespace]:
         yield HOST
     finally:
         HOST.backend, HOST.platform.is_hip, HOST.unified_kv_fp8 = None, False, False
+        HOST.parallel.tp_group.all_gather = _alone
         HOST.arguments.speculative_algorithm, HOST.kernel.dsv4_attn_backend = "MTPC", "auto"
         SpeculativeAlgorithm.registered.clear()
         for name in list(sys.modules):

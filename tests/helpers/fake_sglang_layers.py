@@ -69,6 +69,29 @@ class ReplicatedLinear(Weights):
         return nn.functional.linear(x, self.get("weight")), None
 
 
+class ReplicatedParallelGroup(NamedTuple):
+    """layers/linear.py:62: how many consecutive ranks share a part."""
+
+    group: str
+    replica_size: int
+
+
+class ColumnParallelLinear(ReplicatedLinear):
+    """layers/linear.py:395, of one rank."""
+
+    def __init__(self, parallel_group: ReplicatedParallelGroup, **options: Any):
+        super().__init__(**options)
+        assert parallel_group == ("tp", 1)
+
+
+class RowParallelLinear(ReplicatedLinear):
+    """layers/linear.py:1503, of one rank."""
+
+    def __init__(self, parallel_group: str, **options: Any):
+        super().__init__(**options)
+        assert parallel_group == "tp"
+
+
 class FusedMoE(Weights):
     """layers/moe/fused_moe_triton/layer.py:338."""
 

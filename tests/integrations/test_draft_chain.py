@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny, uncached
+from helpers.plain_host import Group, Host, Linear
 from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.backends import make_backend
-from mtpc.errors import CapacityError, UnsupportedModelError
+from mtpc.errors import CapacityError, GraphError, UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
 from mtpc.integrations.draft import DraftOptions, TracedDraft
+from mtpc.integrations.host_calls import HostCall
+from mtpc.integrations.layer_sites import HostLayers, LinearSite
 from mtpc.models.mtp_layers import stored_tensors
 
 STEPS, PAGES = 3, 40
@@ -64,15 +68,18 @@ def make_pools(site: AttentionSite, page_size: int) -> dict[str, Tensor]:
 class Hosted:
     """A tiny model whose draft stands over pools, its prompts' rows stored."""
 
-    def __init__(self, family: str, page_size: int):
-        self.family, self.page_size = family, page_size
+    def __init__(self, family: str, page_size: int, layers: HostLayers | None = None):
+        self.family, self.page_size, self.layers = family, page_size, layers
         self.target = tiny.build_target(family, experts_implementation="eager").double()
         self.layer = tiny.build_mtp_layer(family, self.target).double()
+        if layers is not None:
+            round_weights(self.layer)
         self.pools: dict[str, Tensor] = {}
         self.draft = TracedDraft(
             self.target.config,
             self._attention,
             DraftOptions(dtype=torch.float64, architecture=tiny.family_of(family).architectures[0]),
+            layers,
         )
         self.draft.embedding = self.target.get_input_embeddings()
         prefix, row = self.draft.prefix, tiny.family_of(family)
@@ -124,7 +131,22 @@ class Hosted:
     def make_chain(self, buckets: tuple[int, ...], backend: str = "eager") -> DraftChain:
         plan = ChainPlan(STEPS, buckets, vocab_size=96)
         pools = HostPools(self.pools, self.blocks)
-        return DraftChain(self.draft, self.head.detach(), pools, plan, make_backend(backend))
+        head = self.head.detach() if self.layers is None else self.target.get_output_embeddings()
+        return DraftChain(self.draft, head, pools, plan, make_backend(backend))
+
+    @torch.no_grad()
+    def rounds(self, index: int) -> tuple[Tensor, Tensor, list[int]]:
+        """A stored prompt's first draft, the features that proposed it, and the drafts after it, by
+        uncached steps."""
+        ids, features = self.prompt(index)
+        last = fed = self.uncached(ids, features)
+        first, *more = [(last @ self.head.T).argmax(-1)]
+        for _ in range(STEPS):
+            ids = torch.cat([ids, (more or [first])[-1][None]], 1)
+            features = torch.cat([features, last[:, None]], 1)
+            last = self.uncached(ids, features)
+            more.append((last @ self.head.T).argmax(-1))
+        return first, fed, torch.cat(more).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -159,31 +181,88 @@ def test_the_chain_drafts_what_uncached_steps_draft(
 ) -> None:
     """A ragged batch in a bucket that is too large, twice: a round may be drafted again."""
     hosted, chain = chained(family, page_size, backend)
-    firsts, fed, expected = [], [], []
-    for index in range(len(LENS)):
-        ids, features = hosted.prompt(index)
-        last = hosted.uncached(ids, features)
-        drafts = [(last @ hosted.head.T).argmax(-1)]
-        firsts.append(drafts[0])
-        fed.append(last)
-        for _ in range(STEPS):
-            ids, features = (
-                torch.cat([ids, drafts[-1][None]], 1),
-                torch.cat([features, last[:, None]], 1),
-            )
-            last = hosted.uncached(ids, features)
-            drafts.append((last @ hosted.head.T).argmax(-1))
-        expected.append(torch.cat(drafts[1:]))
+    firsts, fed, expected = zip(*map(hosted.rounds, range(len(LENS))), strict=True)
     rows = (torch.cat(firsts), torch.cat(fed), torch.tensor(LENS), hosted.table)
     before = hosted.pool_bits()
     for _ in range(2):
-        assert chain.propose(*rows).tolist() == torch.stack(expected).tolist()
+        assert chain.propose(*rows).tolist() == list(expected)
         for old, new in zip(before, hosted.pool_bits(), strict=True):
             changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
             assert changed == hosted.chained_slots()
     one = chain.propose(*(row[2:] for row in rows))
-    assert one.tolist() == [expected[2].tolist()]
-    assert len({tuple(drafts.tolist()) for drafts in expected}) > 1
+    assert one.tolist() == [expected[2]]
+    assert len(set(map(tuple, expected))) > 1
+
+
+STEP = 2.0**-7
+"""What weights of `CodedHost` are multiples of."""
+
+
+def round_weights(layer: nn.Module) -> None:
+    """Round weights that a host computes with to what codes of 8 bits stand for."""
+    for name, parameter in layer.named_parameters():
+        if "_proj" in name or name.startswith("projection"):
+            parameter.data = (parameter / STEP).round().clamp(-127, 127) * STEP
+
+
+class Coded(Linear):
+    """One rank's part of a linear layer, as codes: its parameter is no weight to multiply by."""
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        super().load(name, tensor)
+        if name == "weight":
+            self.register_buffer("codes", (self.weight / STEP).round().to(torch.int8))
+            self.weight.data.fill_(torch.nan)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.weight.data = self.codes.double() * STEP  # type: ignore[operator]
+        out = super().forward(rows)
+        self.weight.data.fill_(torch.nan)
+        return out
+
+
+class CodedHost(Host):
+    """A quantised host."""
+
+    def linear(self, site: LinearSite) -> nn.Module:
+        return Coded(site, self.rank, self.group)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *(("mimo", 2), ("deepseek_v3", 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mimo", 1), ("glm4_moe", 2))),
+    ],
+)
+def test_a_chain_over_the_hosts_layers(family: str, ranks: int) -> None:
+    """Cut among ranks that are threads, and quantised: what uncached steps of the whole draft."""
+    group = Group(ranks)
+    members = [Hosted(family, 4, CodedHost(rank, group)) for rank in range(ranks)]
+    chains = [member.make_chain((4,)) for member in members]
+    with ThreadPoolExecutor(ranks) as pool:
+        told = [list(pool.map(lambda m, i=i: m.rounds(i), members)) for i in range(len(LENS))]
+        firsts, fed, expected = zip(*(by_rank[0] for by_rank in told), strict=True)
+        rows = (torch.cat(firsts), torch.cat(fed), torch.tensor(LENS), members[0].table)
+        for _ in range(2):
+            for found in pool.map(lambda chain: chain.propose(*rows), chains):
+                assert found.tolist() == list(expected)
+    assert len(set(map(tuple, expected))) > 1
+    calls = [n for n in chains[0].graphs[4].graph.nodes if "call_host" in str(n.target)]
+    layers = len(members[0].draft.hosted) - ("deepseek" in family)  # It has an expansion.
+    assert len(calls) == STEPS * (layers + 2)
+    own = {name for name, _ in chains[0]._weights.items() if "_proj" in name}
+    assert own == {n for n in own if n.endswith("kv_b_proj.weight")}
+
+
+def test_a_host_that_does_not_keep_its_word_is_named() -> None:
+    rows, kept = torch.zeros(3, 4), nn.Linear(4, 6)
+    with pytest.raises(
+        GraphError, match=r"Linear of the host returned \(3, 6\).*expected \(3, 5\)"
+    ):
+        HostCall(kept, 5)(rows)
+    with pytest.raises(GraphError, match="which is gone; keep the draft and the head"):
+        HostCall(nn.Linear(4, 6), 6)(rows)
 
 
 def test_a_chain_is_one_flat_graph_that_passes_have_rewritten(

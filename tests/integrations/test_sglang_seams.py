@@ -6,6 +6,7 @@ itself tests/peers/sglang_contract.py and sglang_plugin.py run the plugin.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from helpers import fake_sglang
 from helpers.fake_sglang import AiterBackend, MLATokenToKVPool, Mode
+from helpers.fake_sglang_layers import Fp8Config
 from helpers.oracles import DraftOracle, Oracle
 from helpers.plain_host import TOKENS
 from safetensors.torch import load_file
@@ -254,9 +256,10 @@ def test_latent_attention_on_the_aiter_backend(host: SimpleNamespace) -> None:
 def float64(checkpoint: Callable[..., Path]) -> Iterator[None]:
     """SGLang's loader makes models under the checkpoint's dtype (model_loader/loader.py).
 
-    The checkpoint, which other tests share, is made before.
+    Checkpoints, which other tests share, are made before.
     """
-    checkpoint("step3p5", "random")
+    for family in ("step3p5", "deepseek_v3"):
+        checkpoint(family, "random")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -296,3 +299,121 @@ def test_a_layer_of_a_chain_has_its_own_head_and_features(
     torch.testing.assert_close(found.hidden_states, expected, atol=1e-10, rtol=1e-10)
     logits = page.logits(1, expected)
     torch.testing.assert_close(found.next_token_logits, logits, atol=1e-10, rtol=1e-10)
+
+
+BLOCK, PROMPT = 8, TOKENS[:6]
+PROJECTION = re.compile(r"layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
+
+
+def in_blocks(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The MTP layer's linear layers and experts in FP8, with a scale for each block."""
+    coded = dict(weights)
+    for name, weight in weights.items():
+        if name.startswith(prefix) and PROJECTION.search(name):
+            blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+            scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            codes = (blocks / scale[:, None, :, None]).reshape(weight.shape)
+            coded[name] = codes.to(torch.float8_e4m3fn)
+            coded[f"{name}_scale_inv"] = scale.float()
+    return coded
+
+
+class Chained:
+    """A draft of DeepSeek-V3 as SGLang makes it of FP8 weights, its prompt's rows stored."""
+
+    def __init__(self, host: SimpleNamespace, directory: Path):
+        from mtpc.integrations.sglang.models.drafts import DeepseekV3ForCausalLMNextN
+
+        reference = DraftOracle(Oracle("deepseek_v3", directory))
+        target = reference.oracle.model
+        config, self.host = target.config, host
+        prefix = f"model.layers.{config.num_hidden_layers}."
+        coded = in_blocks(load_file(directory / "model.safetensors"), prefix)
+        self.draft: Any = DeepseekV3ForCausalLMNextN(config=config, quant_config=Fp8Config(BLOCK))
+        self.draft.load_weights(coded.items())
+        ends = target.get_input_embeddings(), target.get_output_embeddings()
+        self.draft.set_embed_and_head(*(end.weight for end in ends))
+        for site in self.draft.draft.graph.sites:
+            site.quant_method.process_weights_after_loading(site)
+        rank, width = config.kv_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim
+        self.pool = MLATokenToKVPool(40, rank, width, torch.float64)
+        host.backend = AiterBackend(self.pool)
+        self.slots = torch.randperm(39, generator=torch.Generator().manual_seed(1))[:16] + 1
+        features = reference.page.first(PROMPT)
+        self.first = self.forward("EXTEND", 0, [*PROMPT[1:], TOKENS[6]], features)
+
+    def forward(self, mode: str, start: int, ids: list[int], features: Tensor) -> Any:
+        """The last row's (token, features) after rows from a position on."""
+        end = start + len(ids)
+        self.host.backend.slots = [self.slots[:end]]
+        batch = SimpleNamespace(
+            forward_mode=Mode(mode),
+            spec_info=SimpleNamespace(hidden_states=features),
+            out_cache_loc=self.slots[start:end],
+            extend_lens=[len(ids)],
+            extend_prefix_lens_cpu=[start],
+            mm_input_embeds=None,
+        )
+        out = self.draft(torch.tensor(ids), torch.arange(start, end), batch)
+        return int(out.next_token_logits[-1].argmax()), out.hidden_states[-1:]
+
+    def stepped(self) -> list[int]:
+        """SGLang's own loop: a forward for each draft."""
+        drafts, (token, features) = [self.first[0]], self.first
+        for step in range(STEPS - 1):
+            token, features = self.forward("DECODE", len(PROMPT) + step, [token], features)
+            drafts.append(token)
+        return drafts
+
+    def worker(self) -> Any:
+        """SGLang's draft worker."""
+        return SimpleNamespace(
+            draft_runner=SimpleNamespace(model=self.draft, token_to_kv_pool=self.pool),
+            req_to_token_pool=SimpleNamespace(req_to_token=self.slots.int()[None], size=1),
+            speculative_num_steps=STEPS,
+            parallel_layout=None,
+            _topk1_parents_prealloc=torch.zeros(1, 2),
+            _topk1_score_indices_prealloc=torch.zeros(1, 2),
+        )
+
+
+@torch.no_grad()
+def test_a_quantised_draft_is_chained_as_one_graph(
+    host: SimpleNamespace, algorithm: Any, checkpoint: Callable[..., Path], float64: None
+) -> None:
+    """Over SGLang's layers, whose codes no graph reads; the drafts are those of single forwards."""
+    chained = Chained(host, checkpoint("deepseek_v3", "random"))
+    rows = chained.pool.rows.clone()
+    expected = chained.stepped()
+    written, chained.pool.rows[:] = chained.pool.rows.clone(), rows
+    worker = algorithm.factory(arguments())()
+    worker.speculative_num_steps, worker.draft_worker = STEPS, chained.worker()
+    worker.init_cuda_graphs()
+    token, features = chained.first
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(
+            topk_index=torch.tensor([[token]]), hidden_states=features, draft_probs=None
+        ),
+        batch_size=1,
+        req_pool_indices=torch.tensor([0]),
+        positions=torch.tensor([len(PROMPT)]),
+    )
+    _, _, drafts, _ = worker.draft_worker.cuda_graph_runner.execute(batch)
+    assert drafts.tolist() == [expected]
+    assert len(set(expected)) > 1
+    torch.testing.assert_close(chained.pool.rows, written, equal_nan=True)
+    kinds = {type(layer.module.inner).__name__ for layer in chained.draft.draft.hosted.values()}
+    assert kinds == {"ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "FusedMoE"}
+
+
+@torch.no_grad()
+def test_a_head_that_ranks_share_is_gathered(host: SimpleNamespace) -> None:
+    """Each rank has consecutive rows; the last ones are no tokens."""
+    from mtpc.integrations.sglang.propose import GatheredHead
+
+    weight, hidden = torch.randn(12, 5), torch.randn(3, 5)
+    parts = [SimpleNamespace(weight=part) for part in weight.chunk(2)]
+    whole = [hidden @ part.weight.T for part in parts]
+    host.parallel.tp_group.all_gather = lambda part, dim: torch.cat(whole, dim)
+    found = GatheredHead(parts[1], 10)(hidden)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, (hidden @ weight.T)[:, :10])

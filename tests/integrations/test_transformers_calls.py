@@ -77,10 +77,45 @@ def test_use_mtp_never_runs_the_hosts_loop(generator: Any) -> None:
             model.generate(**RAGGED, **mtp, cache_implementation="paged")
         with pytest.raises(RequestError, match="custom_generate was given"):
             model.generate(**RAGGED, **mtp, custom_generate=generator)
+        with pytest.raises(RequestError, match="use generate_batch"):
+            model.init_continuous_batching()
+        assert model.generate_batch([[5, 9]], max_new_tokens=2)["req_0"].is_finished()
     finally:
         generator.detach()
-    assert "generate" not in vars(model)
+    assert not {"generate", "generate_batch", "init_continuous_batching"} & vars(model).keys()
     generator.detach()
+
+
+def test_prompts_of_any_lengths(generator: Any) -> None:
+    """As the model's own continuous batching returns them: more prompts than the steps have rows
+    for, each to its own end, in steps that several share."""
+    prompts = [[5, 9, 17, 33], [3], [40, 41, 42], [90, 7, 61, 12, 13], [8, 8], [2, 11]]
+    model, texts = generator.model, []
+    for ids in prompts:
+        options = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": 9}
+        texts.append(model.generate(torch.tensor([ids]), **options, eos_token_id=EOS)[0].tolist())
+    assert len(set(map(len, (t[len(p) :] for t, p in zip(texts, prompts, strict=True))))) > 1
+    before = sum(generator.spec.stats.replays.values())
+    config = transformers.GenerationConfig(max_new_tokens=9, eos_token_id=EOS, pad_token_id=0)
+    found = generator.generate_batch(prompts, config, progress_bar=True)
+    assert sum(generator.spec.stats.replays.values()) - before < sum(map(len, texts))
+    assert list(found) == [f"req_{i}" for i in range(len(prompts))]
+    assert [one.prompt_ids + one.generated_tokens for one in found.values()] == texts
+    assert all(one.is_finished() and one.error is None for one in found.values())
+    config.num_return_sequences, config.do_sample = 2, True
+    torch.manual_seed(5)
+    several = generator.generate_batch(prompts[:2], config)
+    assert list(several) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert len({tuple(one.generated_tokens) for one in several.values()}) == 4
+    for arguments, words in (
+        ({"record_timestamps": True}, "record_timestamps was given"),
+        (
+            {"generation_config": transformers.GenerationConfig(max_new_tokens=2, max_time=1.0)},
+            "MaxTimeCriteria",
+        ),
+    ):
+        with pytest.raises(RequestError, match=words):
+            generator.generate_batch(prompts, **arguments)
 
 
 def test_the_call_decides_what_is_compiled(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -912,6 +912,13 @@ FAULTS = (
         f"{_SGLANG_V4}::test_rows_are_the_oracles",
     ),
     Fault(
+        "in SGLang: a rank drafts from its own rows of the head",
+        "integrations/sglang/propose.py",
+        "whole: Tensor = get_parallel().tp_group.all_gather(part, -1)",
+        "whole: Tensor = part",
+        f"{_SGLANG}::test_a_head_that_ranks_share_is_gathered",
+    ),
+    Fault(
         "DeepSeek-V4: the MTP layer's stream head is rounded to the model's dtype",
         "models/mtp_layers.py",
         'kept |= {"stream_head"} if stored.rstrip("._") in kept else set()',

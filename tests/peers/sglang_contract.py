@@ -6,9 +6,9 @@ For every architecture that mtpc overrides, those too that SGLang cannot run on 
 own registry and `ModelConfig` choose our class for a checkpoint that mtpc wrote; constructor,
 methods and parameters are those of the class it stands in for; the checkpoint's tensors load;
 and logits and hidden states of a prompt, through the host's RadixAttention and LogitsProcessor,
-equal those of an uncached computation with transformers' modules, on one rank and on two. What the
-host cannot serve is refused in words. `sglang_setup.sh` makes the environment. Exits with 1 where
-something fails.
+equal those of an uncached computation with transformers' modules, on one rank and on two; so do the
+drafts of `MTPC`'s graph over the host's layers. What the host cannot serve is refused in words.
+`sglang_setup.sh` makes the environment. Exits with 1 where something fails.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput  # noqa: E402
 from sglang_plugin import quantise  # noqa: E402
 
+from mtpc.backends import make_backend  # noqa: E402
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError  # noqa: E402
+from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools  # noqa: E402
 
 HOSTS_OWN = {
     "mimo": ("mimo_mtp", "MiMoMTP"),
@@ -206,6 +208,7 @@ def check_numbers(family: str, target: Any, layer: Any, draft: Any) -> None:
         found = out.next_token_logits
         torch.testing.assert_close(found, logits[last], rtol=1e-4, atol=1e-4)
     check_images(family, target, layer, draft)
+    check_chain(family, target, layer, draft)
     idle = batch_of(rows[0, :0], features[0, :0], ForwardMode.IDLE)
     with forward_context(ForwardContext(attn_backend=backend), forward_batch=idle):
         out = draft.forward(idle.input_ids, idle.positions, idle)
@@ -231,6 +234,33 @@ def check_images(family: str, target: Any, layer: Any, draft: Any) -> None:
     with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
         out = draft.forward(batch.input_ids, batch.positions, batch)
     torch.testing.assert_close(out.hidden_states, hidden, rtol=1e-4, atol=1e-4)
+
+
+def check_chain(family: str, target: Any, layer: Any, draft: Any) -> None:
+    """`MTPC`'s graph over the host's layers drafts what uncached steps draft, on every rank."""
+    from mtpc.integrations.sglang.propose import GatheredHead
+
+    (site,), steps, pages = draft.draft.sites, 3, (4, 2)
+    shapes = {"k": (site.num_kv_heads, site.head_dim), "v": (site.num_kv_heads, site.v_head_dim)}
+    if site.kind == "latent":
+        shapes = {"latent": (site.latent_rank + site.rope_head_dim,)}
+    pools = {role: torch.full((*pages, *shape), torch.nan) for role, shape in shapes.items()}
+    chain = DraftChain(
+        *(draft.draft, GatheredHead(draft.lm_head, 96), HostPools(pools, 2)),
+        *(ChainPlan(steps, (1,), 96), make_backend("eager")),
+    )
+    width = target.config.get_text_config(decoder=True).hidden_size
+    generator = torch.Generator().manual_seed(7)
+    ids, features = torch.tensor([[9]]), torch.randn(1, 1, width, generator=generator)
+    table, first = torch.tensor([[2, 3]]), (ids[0], features[0], torch.tensor([0]))
+    found = chain.propose(*first, table)[0].tolist()
+    for token in found:
+        hidden = uncached.run_mtp_uncached(family, target, layer, ids, features)
+        assert token == int(uncached.logits_of(target, hidden[0], layer)[-1].argmax())
+        ids = torch.cat([ids, torch.tensor([[token]])], 1)
+        features = torch.cat([features, hidden[:, -1:]], 1)
+    calls = [n for n in chain.graphs[1].graph.nodes if "call_host" in str(n.target)]
+    assert len(calls) == steps * (len(draft.draft.hosted) - (site.kind == "latent") + 2)
 
 
 def refused(words: str, make: Any, error: type[Exception] = UnsupportedModelError) -> None:
@@ -363,20 +393,16 @@ def check_rejection_sampling() -> None:
 
 def check_refusals() -> None:
     """What is not served is said before anything is built. Leaves the host's context changed."""
-    config, quantised = SimpleNamespace(), SimpleNamespace(get_name=lambda: "fp8")
     ours, _ = ModelRegistry.resolve_model_cls(["MiMoMTP"])
-    chained = {"speculative_algorithm": "MTPC"}
-    for arguments, quant_config, words in (
-        ({"pp_size": 2}, None, "pipeline parallelism over 2 ranks"),
-        ({"tp_size": 2, "ep_size": 2}, None, "expert parallelism over 2 ranks"),
-        ({"tp_size": 2, **chained}, None, "MTPC on 2 ranks"),
-        (chained, quantised, "MTPC with weights quantised by 'fp8'"),
+    for arguments, words in (
+        ({"pp_size": 2}, "pipeline parallelism over 2 ranks"),
+        ({"tp_size": 2, "ep_size": 2}, "expert parallelism over 2 ranks"),
     ):
         reset_context()
         publish(
             ServerArgs(model_path="none", **arguments), role="test", ranks=SpawnRanks(world_rank=0)
         )
-        refused(words, lambda given=quant_config: ours(config=config, quant_config=given))
+        refused(words, lambda: ours(config=SimpleNamespace()))
 
 
 def start_host(rendezvous: str, rank: int, ranks: int) -> None:

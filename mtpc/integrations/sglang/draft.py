@@ -26,22 +26,27 @@ _WIDTHS = {
 
 
 def is_chained() -> bool:
-    """Whether the draft is part of a draft chain, for which it computes its layers itself."""
+    """Whether the draft is part of a draft chain."""
     return str(get_server_args().speculative_algorithm).upper() == NAME
 
 
-def check_served(draft: type[HostedDraft], config: Any, quant_config: Any) -> None:
+def layers_for(quant_config: Any, quantises_joint: bool) -> SGLangLayers | None:
+    """SGLang's layers for a draft. None: it has plain ones of its own, which a chain rewrites."""
+    if is_chained() and quant_config is None and get_parallel().tp_size == 1:
+        return None
+    return SGLangLayers(quant_config, quantises_joint)
+
+
+def check_served(draft: type[HostedDraft], config: Any) -> None:
     """Check that a traced draft supports SGLang's configuration.
 
     Args:
         draft: the draft class.
         config: SGLang's draft config.
-        quant_config: SGLang's quantisation config, or None.
 
     Raises:
         UnsupportedModelError: SGLang's ranks share something other than layers; the draft has a
-            sparse attention index; or its draft chain would have layers of several ranks, quantised
-            ones, or a pool of their own.
+            sparse attention index; or its draft chain would have a pool of its own kind.
     """
     parallel = get_parallel()
     found = [
@@ -51,18 +56,13 @@ def check_served(draft: type[HostedDraft], config: Any, quant_config: Any) -> No
     ]
     if getattr(config, "index_topk", None) and not draft.has_window_alone:
         found.append("a sparse attention index (index_topk)")
-    if is_chained():
-        if parallel.tp_size > 1:
-            found.append(f"{NAME} on {parallel.tp_size} ranks of tensor parallelism")
-        if quant_config is not None:
-            found.append(f"{NAME} with weights quantised by {quant_config.get_name()!r}")
-        if draft.has_window_alone:
-            found.append(f"{NAME} over DeepSeek-V4's pool")
+    if is_chained() and draft.has_window_alone:
+        found.append(f"{NAME} over DeepSeek-V4's pool")
     if found:
         raise UnsupportedModelError(
             f"mtpc's {draft.__name__} in SGLang: found {found[0]}; a traced draft has no index and "
-            f"ranks of tensor parallelism only, and {NAME} has one rank, plain weights and a plain "
-            f"pool. Use NEXTN instead of {NAME}, or {OWN_DRAFT}"
+            f"ranks of tensor parallelism only, and {NAME} has a plain pool. Use NEXTN instead of "
+            f"{NAME}, or {OWN_DRAFT}"
         )
 
 
@@ -104,7 +104,7 @@ class HostedDraft(nn.Module):
         prefix: str = "",
     ):
         super().__init__()
-        check_served(type(self), config, quant_config)
+        check_served(type(self), config)
         self.config, self.quant_config = config, quant_config
         self.run = DraftRun()
         self.draft = TracedDraft(
@@ -117,7 +117,7 @@ class HostedDraft(nn.Module):
                 device=torch.get_default_device(),
                 architecture=self.target_architecture(config),
             ),
-            None if is_chained() else SGLangLayers(quant_config, self.quantises_joint),
+            layers_for(quant_config, self.quantises_joint),
         )
         text = self.draft.config.get_text_config(decoder=True)
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)

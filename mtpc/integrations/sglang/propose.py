@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from torch import Tensor
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
 
 from mtpc.backends import Backend, make_backend
 from mtpc.environment import cache_directory
@@ -44,17 +45,17 @@ class ProposeRunner:
         self.req_to_token: Tensor = worker.req_to_token_pool.req_to_token
         self.page_size: int = runner.token_to_kv_pool.page_size
         columns = -(-self.req_to_token.shape[1] // self.page_size)
-        head = hosted.lm_head.weight
-        backend = choose_backend(head.device)
-        text = hosted.draft.config.get_text_config(decoder=True)
+        weight = hosted.lm_head.weight
+        backend = choose_backend(weight.device)
+        vocab = hosted.draft.config.get_text_config(decoder=True).vocab_size
         self.chain = DraftChain(
             hosted.draft,
-            head,
-            HostPools(host_pools(runner.token_to_kv_pool, head.dtype), columns),
+            GatheredHead(hosted.lm_head, vocab) if hosted.draft.hosted else weight,
+            HostPools(host_pools(runner.token_to_kv_pool, weight.dtype), columns),
             ChainPlan(
                 worker.speculative_num_steps - 1,
                 buckets_up_to(worker.req_to_token_pool.size),
-                text.vocab_size,
+                vocab,
             ),
             backend,
         )
@@ -93,6 +94,20 @@ class ProposeRunner:
         if given.draft_probs is None or forward_batch.sampling_info.is_all_greedy:
             return parents, scores, drafts, None
         return parents, scores, drafts, proposals(given.draft_probs, more)
+
+
+class GatheredHead(nn.Module):
+    """SGLang's head, of which each rank has consecutive rows: [R, H] -> logits [R, V]."""
+
+    def __init__(self, head: nn.Module, vocab_size: int):
+        super().__init__()
+        self.head, self.vocab_size = head, vocab_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight: Any = self.head.weight
+        part = nn.functional.linear(hidden, weight)
+        whole: Tensor = get_parallel().tp_group.all_gather(part, -1)
+        return whole[:, : self.vocab_size]
 
 
 def proposals(first: Tensor, more: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ pass four of the user's arguments to the callable: `streamer`, `tokenizer`, `ass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, generation
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from mtpc import SamplingParams, SpecModel, compile
 from mtpc.engine.request import Request
 from mtpc.errors import OptionError, RequestError
+from mtpc.integrations.transformers.batching import (
+    batch_arguments,
+    decode_batch,
+    refuse_host_criteria,
+    refuse_manager,
+)
 from mtpc.integrations.transformers.decoding import Columns, decode
 from mtpc.integrations.transformers.fields import check_fields
 from mtpc.integrations.transformers.inputs import check_model_arguments, padding_lengths
@@ -29,6 +36,7 @@ from mtpc.layout.progress import Listener
 from mtpc.plan import DEFAULT_MAX_LEN
 from mtpc.sampling_params import MAX_SEED
 
+_ATTACHED = ("generate", "generate_batch", "init_continuous_batching")
 LARGEST_BUCKET = 8
 """The most requests per step that `generate` compiles for one call. Further rows wait."""
 
@@ -75,15 +83,18 @@ class Job:
             int64 [rows, length + new tokens], or transformers' output object with
             `return_dict_in_generate`.
         """
-        requests = [
-            Request(-1, prompt, self.plan.max_new_tokens, self.plan.stop_ids, sampling=params)
-            for prompt, params in zip(self.prompts, self._seeded(), strict=True)
-        ]
         columns = Columns(self.input_ids, self.plan, self.streamer)
-        sequences: Any = decode(spec.engine, requests, columns)
+        sequences: Any = decode(spec.engine, self.requests(), columns)
         if self.config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
+
+    def requests(self) -> list[Request]:
+        """The rows as requests, not added yet."""
+        return [
+            Request(-1, prompt, self.plan.max_new_tokens, self.plan.stop_ids, sampling=params)
+            for prompt, params in zip(self.prompts, self._seeded(), strict=True)
+        ]
 
     def _seeded(self) -> list[SamplingParams]:
         """Each row's parameters. torch's generator gives the seeds, so `manual_seed` applies."""
@@ -201,7 +212,8 @@ class Generator:
         if arguments.get("cache_implementation") == "paged":
             raise RequestError(
                 "cache_implementation is 'paged', with which transformers decodes by itself and "
-                "never calls mtpc; leave it out: mtpc's steps have a paged cache of their own"
+                "never calls mtpc; leave it out (mtpc's steps have a paged cache of their own), or "
+                "call generate_batch"
             )
         places = (arguments.get("generation_config"), self.model.generation_config)
         if arguments.get("use_mtp") or any(getattr(place, "use_mtp", None) for place in places):
@@ -215,18 +227,65 @@ class Generator:
             self.model, inputs, custom_generate=self, token_streamer=streamer, **arguments
         )
 
-    def attach(self) -> None:
-        """Make `model.generate` this generator's, until `detach`.
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        **arguments: Any,
+    ) -> dict[str, GenerationOutput]:
+        """Decode prompts of any lengths together, as the model's own continuous batching does.
 
-        Then whatever calls the model's `generate` (a pipeline, `generate(use_mtp=True)`) decodes
-        with mtpc's steps, or gets an error. transformers sets a model's `generate` in the same way
-        for a checkpoint that has a loop of its own. The attribute is of this model object alone.
+        Args:
+            inputs: token ids of each prompt, without padding.
+            generation_config: None: the model's.
+            **arguments: of `model.generate_batch`: max_new_tokens, and those that change no token.
+
+        Returns:
+            By transformers' names ("req_0", and "req_0__child#0" before it where a prompt has
+            several sequences), the requests' outputs, in the order of the prompts.
+
+        Raises:
+            RequestError: an argument cannot be honoured, or a prompt is too long. Nothing has run.
+            MtpcError: see `__call__`.
         """
-        vars(self.model)["generate"] = self.generate
+        limit = batch_arguments(arguments)
+        jobs = [self._prepared(list(ids), generation_config, limit) for ids in inputs]
+        refuse_host_criteria(job.plan for job in jobs)
+        return decode_batch(self.spec.engine, [job.requests() for job in jobs])
+
+    def _prepared(
+        self, ids: list[int], config: GenerationConfig | None, limit: dict[str, int]
+    ) -> Job:
+        """A call of `generate` for one prompt, as transformers prepares it, that has not run."""
+
+        def job(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Job:
+            return Job(input_ids, prepared, None)
+
+        model_class: Any = type(self.model)
+        prompt = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
+        # As `generate`: a step uses MTP anyway. Padding is what the mask says, none.
+        options = {"custom_generate": job, "attention_mask": torch.ones_like(prompt), **limit}
+        found: Job = model_class.generate(
+            self.model, prompt, generation_config=config, use_mtp=False, **options
+        )
+        return found
+
+    def attach(self) -> None:
+        """Make the model's `generate` and `generate_batch` this generator's, until `detach`.
+
+        Then whatever calls them (a pipeline, `generate(use_mtp=True)`) decodes with mtpc's steps,
+        or gets an error. So does what makes transformers' own batching, `init_continuous_batching`.
+        transformers sets a model's `generate` in the same way for a checkpoint that has a loop of
+        its own. The attributes are of this model object alone.
+        """
+        own = (self.generate, self.generate_batch, refuse_manager)
+        vars(self.model).update(zip(_ATTACHED, own, strict=True))
 
     def detach(self) -> None:
-        """Give the model its own `generate` back. Does nothing if it has it."""
-        vars(self.model).pop("generate", None)
+        """Give the model its own methods back. Does nothing if it has them."""
+        for name in _ATTACHED:
+            vars(self.model).pop(name, None)
 
     def _with_stop_strings(self, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         """Replace stop strings, of an argument or a config, with transformers' own criterion."""
