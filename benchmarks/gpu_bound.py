@@ -27,7 +27,7 @@ from benchmarks.harness import command
 from benchmarks.harness.released_shapes import RELEASED
 from mtpc import CompileOptions
 from mtpc.backends import aiter
-from mtpc.backends.aiter.facts import DEVICES, HEADS, UNBOUND
+from mtpc.backends.aiter.facts import DEVICES, HEADS
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CrossBackend
 from mtpc.capture.graph import StepGraph, operators
@@ -153,12 +153,6 @@ def heads_table() -> str:
     return _table(("heads", "on", "rows of a request, decoding", "prompts"), made)
 
 
-def unbound_table() -> str:
-    """What mtpc leaves to other kernels."""
-    made = ((f"`{u.function}`", f"`{u.operator}`", u.form, u.why) for u in UNBOUND)
-    return _table(("function", "for", "form", "why it is not bound"), made)
-
-
 def _table(columns: Sequence[str], made: Any) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in made)]) + "\n"
@@ -184,7 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args: argparse.Namespace = parser.parse_args(argv)
     transformers.utils.logging.set_verbosity_error()
     parts = {"counts": counts_table(list(RELEASED)), "heads": heads_table()}
-    parts["unbound"] = unbound_table()
     for part, table in parts.items():
         print(table)
         if args.write:

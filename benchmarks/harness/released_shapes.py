@@ -1,7 +1,9 @@
 """Released models by their sizes and by how their files store weights, without the weights.
 
-Layers are cut to one of each kind. Sizes are those of the released config.json files; DeepSeek-V4's
-and gpt-oss's are the defaults of transformers' config classes, which are V4-Flash and gpt-oss-120b.
+Layers are cut to one of each kind. Sizes of DeepSeek-V3 and Qwen3-Next are those of the released
+config.json files. DeepSeek-V4's and gpt-oss's are the defaults of transformers' config classes,
+which are V4-Flash and gpt-oss-120b. GLM-4.5's are those of slime, the framework that trained it
+(scripts/models/glm4.5-355B-A32B.sh).
 """
 
 from __future__ import annotations
@@ -111,6 +113,17 @@ def _fp8_and_fp4(name: str, tensor: Tensor) -> Stored:
     yield scale, _meta(*blocks, dtype=torch.float8_e8m0fnu)
 
 
+def _mxfp4_stacks(name: str, tensor: Tensor) -> Stored:
+    """gpt-oss's: stacks of experts [E, K, N] in MXFP4, with inputs last."""
+    if tensor.dim() != 3:
+        yield name, tensor
+        return
+    experts, inputs, features = tensor.shape
+    blocks = (experts, features, inputs // _GROUP)
+    yield f"{name}_blocks", _meta(*blocks, _GROUP // 2, dtype=torch.uint8)
+    yield f"{name}_scales", _meta(*blocks, dtype=torch.uint8)
+
+
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK]}
 _V3 = CONFIGS["DeepSeek-V3"] | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 _V3.pop("quantization_config")
@@ -149,9 +162,9 @@ RELEASED: Mapping[str, Released] = {
         "bfloat16", _plain,
     ),
     "GLM-4.5": Released(_GLM, "bfloat16", _plain),
-    # Of its MXFP4 files mtpc refuses the stacks: their inputs are last, those of its class are not.
     "gpt-oss-120b": Released(
-        _OSS, "bfloat16 (its MXFP4 files are refused)", _plain, has_drafts=False
+        _OSS, "experts MXFP4, dequantised", _mxfp4_stacks, {"quant_method": "mxfp4"},
+        has_drafts=False,
     ),
 }  # fmt: skip
 """By name."""

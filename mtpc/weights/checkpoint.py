@@ -63,7 +63,7 @@ class Checkpoint(CheckpointFiles):
             for stored in weight.parts.values():
                 self.tensors.pop(stored, None)
             codes, dtype = self.stored[weight.parts["codes"]], dtype_code(self._read_dtype)
-            self.tensors[weight.name] = replace(codes, dtype=dtype, shape=weight.shape)
+            self.tensors[weight.name] = replace(codes, dtype=dtype, shape=weight.own_shape)
         self._parts = find_fused_qkv(self.tensors, self.text_config)
         for name, part in self._parts.items():
             whole = self.tensors[part.fused]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_aiter import ALL, FUSED_MOE, SHUFFLE, installer
+from helpers.fake_aiter import ALL, installer
 from helpers.plans import plan_of
 from helpers.small_graphs import run, small_graph
 from helpers.tapes import op_names
@@ -293,31 +293,6 @@ def test_other_devices_are_refused(found: aiter.Found) -> None:
     (note,) = _bind(_step(_tensors()), aiter.aiter_bindings("gfx1250"))
     assert "(gfx1250; it is bound on gfx942 and gfx950)" in note
     assert _bind(_step(_tensors()), aiter.aiter_bindings("gfx942")) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "message"),
-    [
-        ("fused_moe", "topk_weight, topk_ids, e", "topk_ids, topk_weight, e", "its order is"),
-        ("fused_moe", "=ActivationType.Silu", "=ActivationType.Gelu", "activation is activation="),
-        ("fused_moe", "=QuantType.No", "=QuantType.per_Token", "quant_type is quant_type="),
-        ("fused_moe", "doweight_stage1=False", "doweight_stage1=True", "doweight_stage1 is"),
-        ("fused_moe", "def fused_moe(", "def fused_moe_2(", "no attribute 'fused_moe'"),
-        ("ops/shuffle", "layout=(16, 16)", "layout=(32, 16)", "layout is layout=(32, 16)"),
-        ("ops/shuffle", "use_int4=False", "use_int4=True", "use_int4 is use_int4=True"),
-        ("ops/shuffle", "x, layout", "x, arch, layout", "newly requires ['arch']"),
-    ],
-)
-def test_a_deviation_leaves_experts_to_triton_and_says_so(
-    file: str, old: str, new: str, message: str, install: Callable[..., None]
-) -> None:
-    text = {"fused_moe": FUSED_MOE, "ops/shuffle": SHUFFLE}[file]
-    assert old in text
-    install({**ALL, f"aiter/{file}.py": text.replace(old, new, 1)})
-    found = aiter.aiter_bindings()
-    assert "experts" not in {str(b.reference).split(".")[1] for b in found.bindings}
-    assert "; Triton stands in for fused_moe: " in found.message
-    assert message in found.message
 
 
 def test_a_sum_by_atomic_additions_is_not_batch_invariant(found: aiter.Found) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,10 +141,15 @@ def test_a_device_finds_what_was_built_elsewhere(target: str, tmp_path: Path) ->
     assert "triton.json" in reason
 
 
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 def test_code_that_was_built_and_launches_have_the_same_options(
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Triton's defaults are about to change is said, and so is all that a key holds."""
+    """What Triton's defaults are about to change is said, and so is all that a key holds; a program
+    has its threads, whatever the device's warps."""
+    device = SimpleNamespace(warp_size=TARGETS[target].warp_size)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     load_kernels()
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(triton.JITFunction, "run", lambda kernel, **options: seen.append(options))
@@ -151,7 +157,7 @@ def test_code_that_was_built_and_launches_have_the_same_options(
     for namespace in ("mtpc_triton", "mtpc_loaded"):
         op = getattr(torch.ops, namespace).write_cache
         op(torch.zeros(3, 4, 2, 16), rows, torch.zeros(2, dtype=torch.int64), None)
-    built = write_for(TARGETS["cuda:90"]).triton_options()
+    built = write_for(TARGETS[target]).triton_options()
     assert built["enable_fp_fusion"] is True
     for options in seen:
         assert {name: options.get(name) for name in built} == built

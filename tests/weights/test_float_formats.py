@@ -34,7 +34,6 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.nvfp4 import decode
 from mtpc.weights.grouped import GroupedWeight, GroupForm
-from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.recipes import Grouped
 from mtpc.weights.stored import StoredWeights
 
@@ -110,7 +109,7 @@ def test_what_is_broken_is_named(stored: Tensors, says: Any, message: str, tmp_p
 
 
 def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """gpt-oss's layout. transformers gives inputs before outputs, as its own experts have them."""
+    """gpt-oss's layout: inputs are before outputs in the model. No kernel reads such codes."""
     experts, name = 3, "model.layers.0.mlp.experts.gate_up_proj"
     stored = {
         f"{name}_blocks": torch.randint(0, 256, (experts, N, K // 32, 16), dtype=torch.uint8),
@@ -119,11 +118,11 @@ def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> 
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    wanted = convert_moe_packed_tensors(*stored.values()).transpose(1, 2)
     checkpoint = Checkpoint(tmp_path)
+    wanted = convert_moe_packed_tensors(*stored.values())
     assert torch.equal(checkpoint.tensor(name), wanted)
-    assert torch.equal(checkpoint.grouped(name).whole().dequantise().bfloat16(), wanted)
-    assert checkpoint.specs[name] == GroupSpec(GroupForm("e2m1", 32), "uint8")
+    assert checkpoint.meta_tensor(name).shape == wanted.shape
+    assert checkpoint.specs == {}
 
 
 @pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])

@@ -85,6 +85,7 @@ _MLA, _ASM, _TEST = "aiter/mla.py", "csrc/py_itfs_cu/asm_mla.cu", "op_tests/test
 _MOE, _TILES = "aiter/fused_moe.py", "csrc/ck_gemm_moe_2stages_codegen/gen_instances.py"
 _UNIFIED = "aiter/ops/triton/attention/unified_attention.py"
 _UNIFIED_KERNEL = "aiter/ops/triton/_triton_kernels/attention/unified_attention.py"
+_CONFIGS = "aiter/ops/triton/configs/gemm"
 _SORT = "csrc/include/moe_sorting_opus.h"
 
 
@@ -231,8 +232,8 @@ UNBOUND = (
     ),
     Unbound(
         "fused_moe", "grouped_experts", "MXFP4 (DeepSeek-V4, gpt-oss)",
-        "reads two codes a byte; on GPUs mtpc widens them to 8 bits (pack-groups). With SiLU it "
-        "rounds rows to 4 bits, too",
+        "reads two codes a byte; on GPUs mtpc widens V4's to 8 bits (pack-groups), and dequantises "
+        "gpt-oss's. With SiLU it rounds rows to 4 bits, too",
         (Source(_MOE, 797, "q_dtype_a = dtypes.fp4x2"),),
     ),
     Unbound(
@@ -250,9 +251,13 @@ UNBOUND = (
     ),
     Unbound(
         "gemm_a16w8_blockscale", "grouped_linear", "float8 in blocks, rows in 16 bits",
-        "computes what mtpc::grouped_linear does, on codes [N, K]; mtpc packs them in tiles of 32 "
-        "features for all backends",
-        (Source("aiter/ops/triton/gemm/basic/gemm_a16w8_blockscale.py", 27, "prequant"),),
+        "computes what mtpc::grouped_linear does, on codes [N, K]; mtpc's are in tiles of 32 "
+        "features. gfx942 has one configuration, of 128 rows, too many for a decode step",
+        (
+            Source("aiter/ops/triton/gemm/basic/gemm_a16w8_blockscale.py", 27, "prequant"),
+            Source(f"{_CONFIGS}/gfx942-GEMM-A16W8_BLOCKSCALE.json", 3, '"BLOCK_SIZE_M": 128'),
+            Source(f"{_CONFIGS}/gfx950-GEMM-A16W8_BLOCKSCALE.json", 3, '"BLOCK_SIZE_M": 8'),
+        ),
     ),
     Unbound(
         "rmsnorm2d_fwd", "rms_norm", "all",

@@ -91,7 +91,7 @@ class Launch:
         grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
         arguments: tensors and integers by parameter name.
         constants: `tl.constexpr` parameters.
-        threads: in a program: warps of 32 on NVIDIA, wavefronts of 64 on AMD, at least one.
+        threads: in a program: whole warps (`warp_size`), at least one.
         num_stages: depth of software pipelining.
         choice: how else it may be run.
         early: whether it may begin before the launch before it has ended, if its kernel and the
@@ -114,8 +114,9 @@ class Launch:
 
 
 def warp_size() -> int:
-    """Threads of a warp on the devices that this torch is built for: AMD's Instinct have 64."""
-    return 64 if torch.version.hip else 32
+    """Threads of a warp on this process's device: 64 on AMD's Instinct, 32 on its Radeon and on
+    NVIDIA's; 32 where there is no GPU."""
+    return torch.cuda.get_device_properties().warp_size if torch.cuda.is_available() else 32
 
 
 def run(launches: Iterable[Launch]) -> None:

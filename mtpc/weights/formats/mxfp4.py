@@ -2,8 +2,9 @@
 
 The layout is that of gpt-oss. A weight X [N, K], or a stack of them [E, N, K], is two tensors:
 X_blocks uint8 [..., N, K / 32, 16] and X_scales uint8 [..., N, K / 32]. A byte holds two inputs,
-the first in its low four bits. A scale is an exponent: 2^(e - 127), and 255 is NaN. Checkpoints of
-compressed-tensors and of DeepSeek-V4 have the same codes and exponents under other names.
+the first in its low four bits. A scale is an exponent: 2^(e - 127), and 255 is NaN. The model's
+class has a stack as [E, K, N]. Checkpoints of compressed-tensors and of DeepSeek-V4 have the same
+codes and exponents under other names.
 
 Source: OCP Microscaling Formats (MX) v1.0; transformers/integrations/mxfp4.py.
 """
@@ -11,6 +12,7 @@ Source: OCP Microscaling Formats (MX) v1.0; transformers/integrations/mxfp4.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
         find_part(tensors, codes, ("U8",), right or [(1, 1, GROUP // 2)], what)
         scales = find_part(tensors, name + _SCALES, ("U8",), [shape], "exponents of the codes")
         parts = {"codes": codes, "scales": scales}
-        found.append(weight_of(name, (*shape[:-1], shape[-1] * GROUP), parts))
+        weight = weight_of(name, (*shape[:-1], shape[-1] * GROUP), parts)
+        found.append(replace(weight, is_transposed=len(shape) == 3))
     return found
 
 

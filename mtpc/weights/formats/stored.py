@@ -112,6 +112,8 @@ class QuantisedWeight:
             weight is decoded as a whole.
         block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
             where they must be decoded first.
+        is_transposed: whether models have the inputs of a stack before its features. It can only be
+            dequantised then.
     """
 
     name: str
@@ -129,11 +131,19 @@ class QuantisedWeight:
     is_rounded: bool = False
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     block: Block | None = None
+    is_transposed: bool = False
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape that models have: that of `values`."""
+        *stack, features, inputs = self.shape
+        return (*stack, inputs, features) if self.is_transposed else self.shape
 
     @property
     def spec(self) -> GroupSpec | None:
         """What kernels read; None if the weight must be dequantised."""
-        return None if self.form is None else GroupSpec(self.form, self.scales)
+        is_unread = self.form is None or self.is_transposed
+        return None if is_unread else GroupSpec(self.form, self.scales)
 
     @property
     def form(self) -> GroupForm | None:
@@ -183,7 +193,7 @@ class QuantisedWeight:
                 form = GroupForm(self.kind, 1, self.has_zeros, self.has_mins)
                 zeros = None if zeros is None else zeros[:, column]
                 out[run] = values_of(form, codes, scales[:, column], zeros)
-        return out
+        return out.transpose(-2, -1).contiguous() if self.is_transposed else out
 
     def _columns(self, read: Callable[[str], Tensor]) -> Tensor | None:
         """The column of the grid for each input; None where kernels can read the weight."""
