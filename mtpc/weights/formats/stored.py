@@ -142,8 +142,8 @@ class QuantisedWeight:
     @property
     def spec(self) -> GroupSpec | None:
         """What kernels read; None if the weight must be dequantised."""
-        is_unread = self.form is None or self.is_transposed
-        return None if is_unread else GroupSpec(self.form, self.scales)
+        form = None if self.is_transposed else self.form
+        return None if form is None else GroupSpec(form, self.scales)
 
     @property
     def form(self) -> GroupForm | None:

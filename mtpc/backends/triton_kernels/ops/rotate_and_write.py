@@ -119,16 +119,15 @@ def rotate_and_write(
     Raises:
         BackendError: a cache is not contiguous, or scales are not as `as_codes` takes them.
     """
-    out = q.new_empty(q.shape)
     if len(q) == 0:
-        return [], out
+        return [], q.new_empty(q.shape)
     if k_cache.dtype == torch.int8:
-        turned, (first, keys) = rotate.plan(q, cos, sin), rotate.plan(k, cos, sin)
+        (first, queries), (second, keys) = rotate.plan(q, cos, sin), rotate.plan(k, cos, sin)
         writes = (
             write_cache.plan(*each, slot_mapping, scales)[0]
             for each, scales in (((k_cache, keys), k_scale), ((v_cache, v), v_scale))
         )
-        return [*turned[0], *first, *chain.from_iterable(writes)], turned[1]
+        return [*first, *second, *chain.from_iterable(writes)], queries
     for cache in (k_cache, v_cache):
         if not cache.is_contiguous():
             strides = tuple(cache.stride())
@@ -137,7 +136,7 @@ def rotate_and_write(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     heads, kv_heads, width, turned = q.shape[1], k.shape[1], q.shape[2], cos.shape[1]
-    block = min(power_of_two(kv_heads), HEADS)
+    block, out = min(power_of_two(kv_heads), HEADS), q.new_empty(q.shape)
     arguments = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin, slots_ptr=slot_mapping.contiguous(),
         out_ptr=out, k_cache_ptr=k_codes, v_cache_ptr=v_codes,
