@@ -911,11 +911,32 @@ FAULTS = (
         f"{_SGLANG_V4}::test_rows_are_the_oracles",
     ),
     Fault(
+        "in SGLang: a chain of quantised weights takes them for plain ones",
+        "integrations/sglang/draft.py",
+        "if is_chained() and quant_config is None and",
+        "if is_chained() and",
+        f"{_SGLANG}::test_a_quantised_draft_is_chained_as_one_graph",
+    ),
+    Fault(
         "in SGLang: a rank drafts from its own rows of the head",
         "integrations/sglang/propose.py",
         "whole: Tensor = get_parallel().tp_group.all_gather(part, -1)",
         "whole: Tensor = part",
         f"{_SGLANG}::test_a_head_that_ranks_share_is_gathered",
+    ),
+    Fault(
+        "a chain takes what a host stores of an expansion for its weight",
+        "integrations/host_calls.py",
+        "weight = hosted.module(units).T.contiguous()",
+        "weight = hosted.module.weight",
+        "integrations/test_draft_chain.py::test_a_chain_over_the_hosts_layers",
+    ),
+    Fault(
+        "transformers: an attached model batches by itself",
+        "integrations/transformers/generator.py",
+        "vars(self.model).update(zip(_ATTACHED, own, strict=True))",
+        "vars(self.model).update(generate=self.generate)",
+        "integrations/test_transformers_calls.py::test_use_mtp_never_runs_the_hosts_loop",
     ),
     Fault(
         "DeepSeek-V4: the MTP layer's stream head is rounded to the model's dtype",
