@@ -66,36 +66,6 @@ def request_of_chunk(chunk, reqs, begins, num_reqs, REPLAYED: tl.constexpr, CHUN
 
 
 @triton.jit
-def rows_of_request(request, lens_ptr, starts_ptr, slots_ptr, standing_ptr):  # type: ignore[no-untyped-def]
-    """Its length, 0 or less if it has no rows; its first row; how many of its positions are before
-    that row; its slot; and how many of its positions the state has seen."""
-    length, start = tl.load(lens_ptr + request).to(tl.int32), tl.load(starts_ptr + request)
-    end, slot = tl.load(starts_ptr + request + 1), tl.load(slots_ptr + request).to(tl.int64)
-    committed = length - end.to(tl.int32) + start.to(tl.int32)
-    is_on = (length > 0) & (committed > 0)
-    stood = tl.load(standing_ptr + slot, mask=is_on, other=0).to(tl.int32)
-    return length, start.to(tl.int32), committed, slot, stood
-
-
-@triton.jit
-def state_of(  # type: ignore[no-untyped-def]
-    state_ptr, slot, head, d, dv, stood, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
-):
-    """Where a head's state is, of features d and columns dv; which of that exists; and the state,
-    zero where it has seen nothing."""
-    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
-    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
-    return cell, (d < D)[:, None] & (dv < DV)[None], tl.load(cell, mask=known, other=0.0)
-
-
-@triton.jit
-def square_at(chunk, head, heads, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the numbers of a chunk and a head are among the squares."""
-    i = tl.arange(0, CHUNK)
-    return ((chunk.to(tl.int64) * heads + head) * CHUNK + i[:, None]) * CHUNK + i[None]
-
-
-@triton.jit
 def dot2(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """a @ b of float32, each operand as a sum of two bfloat16: a relative error of about 2^-16."""
     a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
@@ -157,17 +127,18 @@ def chunk_squares_kernel(  # type: ignore[no-untyped-def]
     chunk, head, reqs = tl.program_id(0), tl.program_id(1), tl.arange(0, R_PAD)
     begins = tl.load(starts_ptr + reqs, mask=reqs < num_reqs, other=0).to(tl.int32)
     request, first = request_of_chunk(chunk, reqs, begins, num_reqs, REPLAYED, CHUNK)
-    length, start, committed, _, stood = rows_of_request(
-        request, lens_ptr, starts_ptr, slots_ptr, standing_ptr
-    )
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    is_on = (length > 0) & (committed > 0)
+    stood = tl.load(standing_ptr + slot, mask=is_on, other=0).to(tl.int32)
     stood = stood if REPLAYED > 0 else committed
     if (length <= 0) | (first >= length - stood):
         return
     i, replays = tl.arange(0, CHUNK), num_tokens + request * REPLAYED - stood
     _, live, _, _, entry = rows_at(stood + first, length, committed, start, replays, CHUNK)
-    # Gates first, and some features at a time: otherwise, this spills on NVIDIA.
-    gates = terms_ptr + entry * FIELDS + FIELDS - 2 * HEADS + head
-    factor, decay = gates_at(gates, live, HEADS)
+    # Some features at a time: of whole rows, products spill on NVIDIA.
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     at = terms_ptr + entry[:, None] * FIELDS + (head // GROUP if IS_DELTA else head) * D
@@ -180,8 +151,11 @@ def chunk_squares_kernel(  # type: ignore[no-untyped-def]
         if IS_DELTA:
             alike += tl.dot(write, writes, input_precision="ieee")
         scores += tl.dot(read, writes, input_precision="ieee")
-    to = square_at(chunk, head, tl.num_programs(1), CHUNK)
+    to = ((chunk.to(tl.int64) * tl.num_programs(1) + head) * CHUNK + i[:, None]) * CHUNK + i[None]
     if IS_DELTA:
+        factor, decay = gates_at(
+            terms_ptr + entry * FIELDS + FIELDS - 2 * HEADS + head, live, HEADS
+        )
         fade = tl.exp(tl.where(i[:, None] >= i[None], decay[:, None] - decay[None], float("-inf")))
         below = tl.where(i[:, None] > i[None], alike * fade * factor[:, None], 0.0)
         tl.store(inverse_ptr + to, _invert(below, i, CHUNK))
@@ -200,43 +174,51 @@ def chunk_state_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """As `recurrent_state_kernel`, but a chunk at a time."""
     request, head = tl.program_id(0), tl.program_id(1)
-    length, start, committed, slot, stood = rows_of_request(
-        request, lens_ptr, starts_ptr, slots_ptr, standing_ptr
-    )
+    length = tl.load(lens_ptr + request).to(tl.int32)
     if length <= 0:
         return
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
     sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
     i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
     dv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    cell, inside, state = state_of(state_ptr, slot, head, d, dv, stood, HEADS, D, DV)
+    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
+    inside = (d < D)[:, None] & (dv < DV)[None]
+    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
+    state = tl.load(cell, mask=known, other=0.0)
     # Where no step ever has drafts, the state has seen all that is committed.
     stood = stood if REPLAYED > 0 else committed
     if sure <= stood:
         tl.store(cell, state, mask=inside)
     chunk = (start + request * REPLAYED) // CHUNK + request
     replays = num_tokens + request * REPLAYED - stood
-    gates, share = terms_ptr + FIELDS - 2 * HEADS + head, 1 if IS_DELTA else GROUP
+    SHARE: tl.constexpr = 1 if IS_DELTA else GROUP
     for first in range(stood, length, CHUNK):
         position, live, now, row, entry = rows_at(first, length, committed, start, replays, CHUNK)
-        factor, decay = gates_at(gates + entry * FIELDS, live, HEADS)
-        # Loads stand where they are used, and writes are loaded twice, to save registers.
         terms, number = terms_ptr + entry[:, None] * FIELDS, chunk + (first - stood) // CHUNK
+        factor, decay = gates_at(
+            terms_ptr + entry * FIELDS + FIELDS - 2 * HEADS + head, live, HEADS
+        )
+        # Loads stand where they are used, and writes are loaded twice, to save registers.
         at, mask = terms + head // GROUP * D + d[None], live[:, None] & (d < D)[None]
-        square = square_at(number, head // share, HEADS // share, CHUNK)
+        square = (number.to(tl.int64) * (HEADS // SHARE) + head // SHARE) * CHUNK + i[:, None]
+        square = square * CHUNK + i[None]
         fade, written = tl.exp(decay)[:, None], live[:, None] & (dv < DV)[None]
-        value_at = terms + VALUES + head * DV + dv[None]
+        value = tl.load(terms + VALUES + head * DV + dv[None], mask=written, other=0.0)
         if IS_DELTA:
-            found = fade * dot2(tl.load(at + WRITES, mask=mask, other=0.0), state, WIDEN)
-            value = tl.load(value_at, mask=written, other=0.0)
-            added = dot2(tl.load(inverse_ptr + square), factor[:, None] * (value - found), WIDEN)
+            found = dot2(tl.load(at + WRITES, mask=mask, other=0.0), state, WIDEN)
+            added = factor[:, None] * (value - fade * found)
+            added = dot2(tl.load(inverse_ptr + square), added, WIDEN)
             out = fade * dot2(tl.load(at + READS, mask=mask, other=0.0), state, WIDEN)
             out += dot2(tl.load(scores_ptr + square), added, WIDEN)
         else:
-            value = tl.load(value_at, mask=written, other=0.0)
             added, skip = value * factor[:, None], tl.load(skip_ptr + head).to(tl.float32)
             out = fade * dot2(tl.load(at + READS, mask=mask, other=0.0), state, WIDEN)
+            out += value * skip
             ahead = tl.where(i[:, None] >= i[None], decay[:, None] - decay[None], float("-inf"))
-            out += dot2(tl.load(scores_ptr + square) * tl.exp(ahead), added, WIDEN) + value * skip
+            out += dot2(tl.load(scores_ptr + square) * tl.exp(ahead), added, WIDEN)
         to = out_ptr + (row[:, None] * HEADS + head) * DV + dv[None]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=written & now[:, None])
         writes = tl.trans(tl.load(at + WRITES, mask=mask, other=0.0))

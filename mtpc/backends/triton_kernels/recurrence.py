@@ -23,12 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.chunks import (
-    chunk_launches,
-    count_chunks,
-    rows_of_request,
-    state_of,
-)
+from mtpc.backends.triton_kernels.chunks import chunk_launches, count_chunks
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Limit
 from mtpc.errors import BackendError
@@ -135,15 +130,20 @@ def recurrent_state_kernel(  # type: ignore[no-untyped-def]
     subtracted from v first, and nothing is skipped.
     """
     request, head = tl.program_id(0), tl.program_id(1)
-    length, start, committed, slot, stood = rows_of_request(
-        request, lens_ptr, starts_ptr, slots_ptr, standing_ptr
-    )
+    length = tl.load(lens_ptr + request).to(tl.int32)
     if length <= 0:
         return
+    start = tl.load(starts_ptr + request).to(tl.int32)
+    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
     sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
     d, dv = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_at, value_at, gate_at = head // GROUP * D + d, head * DV + dv, FIELDS - 2 * HEADS + head
-    cell, inside, state = state_of(state_ptr, slot, head, d, dv, stood, HEADS, D, DV)
+    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
+    inside = (d < D)[:, None] & (dv < DV)[None]
+    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
+    state = tl.load(cell, mask=known, other=0.0)
     # Where no step ever has drafts, the state has seen all that is committed.
     position = stood if REPLAYED > 0 else committed
     if sure <= position:
