@@ -63,8 +63,8 @@ def test_steps_on_triton_emit_the_same_tokens(family: str, checkpoint: Callable[
 @pytest.mark.parametrize(
     ("family", "kernel"),
     [
-        ("nemotron_h", "chunk_state_kernel"),
-        ("qwen3_5", "chunk_state_kernel"),
+        ("nemotron_h", "scan_chunk_state_kernel"),
+        ("qwen3_5", "delta_chunk_state_kernel"),
     ],
 )
 def test_prompts_in_chunks_emit_the_same_tokens(

@@ -2,11 +2,9 @@
 
 A first launch makes the terms of all positions in parallel: of the step's rows, and of accepted
 drafts of the step before, whose inputs are in `history`. Its entries are the rows, then as many
-positions of each request as may be replayed. An entry has, by head, what is read by, what is
-written by, and values; and at its end a factor and the logarithm of a gate for each value head.
-Then a program goes through a request's positions one by one, with some columns of one head's state
-in registers, and stores them once, after the certain rows; or two launches go through chunks of
-them (`chunks`). `remember_rows` at last updates the history that the others read.
+positions of each request as may be replayed. Then a program goes through a request's positions one
+by one, with some columns of one head's state in registers, and stores them once, after the certain
+rows. `remember_rows` at last updates the history that the others read.
 
 Kernels load where a request stands themselves. If a function did, Inductor would believe that they
 write all that it reads: the result is part of an address, and a call hides the loads.
@@ -18,19 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.chunks import chunk_launches, count_chunks
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Limit
 from mtpc.errors import BackendError
 
-_COLUMNS, _REMEMBERED = 32, 1024
+COLUMNS, _REMEMBERED = 32, 1024
 """Columns of the state in a program; inputs that a program of `remember_rows_kernel` copies."""
-_BY_COLUMNS = Choice(
+BY_COLUMNS = Choice(
     (Change(factors={"BLOCK_V": 0.5}), Change(threads=256, factors={"BLOCK_V": 2})),
     {"BLOCK_V": (2, "DV")},
 )
@@ -38,8 +34,6 @@ NO_END: tl.constexpr = tl.constexpr(2**31 - 1)
 """Behind all rows."""
 _MAX_DIM = 256
 """The most rows of a column of the state, which a program has in registers."""
-_FADED: tl.constexpr = tl.constexpr(-128.0)
-"""Its exponential is 0. Larger ones of a chunk would cost the others their digits."""
 
 
 def dim_limit(what: str) -> Limit:
@@ -67,13 +61,6 @@ def softplus(x):  # type: ignore[no-untyped-def]
     # The logarithm of a rounded sum, times what the rounding changes: small results stay exact.
     exact = tl.where(total == 1, power, tl.log(total) * (power / (total - 1)))
     return tl.where(x <= 20, exact, x)
-
-
-@triton.jit
-def store_gate(at, rate, step, mask):  # type: ignore[no-untyped-def]
-    """Store the logarithm of the gate exp(-rate step). NaN stays NaN."""
-    gate = -rate * step
-    tl.store(at, tl.where(gate < _FADED, _FADED, gate), mask=mask)
 
 
 @triton.jit
@@ -114,58 +101,6 @@ def convolve(  # type: ignore[no-untyped-def]
     x += tl.load(old, mask=older, other=0.0).to(tl.float32)
     w = tl.load(conv_ptr + field * WIDTH + tap, mask=mask & is_mixed, other=1.0).to(tl.float32)
     return tl.sum(x * w, 0)
-
-
-@triton.jit
-def recurrent_state_kernel(  # type: ignore[no-untyped-def]
-    terms_ptr, skip_ptr, state_ptr, standing_ptr, slots_ptr, lens_ptr, starts_ptr, certain_ptr,
-    out_ptr, num_tokens,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    READS: tl.constexpr, WRITES: tl.constexpr, VALUES: tl.constexpr, FIELDS: tl.constexpr,
-    REPLAYED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, IS_DELTA: tl.constexpr,
-):  # fmt: skip
-    """Rows of requests with a length above 0 -> out [T, HEADS, DV]; state [S, HEADS, D, DV].
-
-    S <- gate S; S <- S + w (factor v)^T; out = r S + skip v. With IS_DELTA what w reads is
-    subtracted from v first, and nothing is skipped.
-    """
-    request, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lens_ptr + request).to(tl.int32)
-    if length <= 0:
-        return
-    start = tl.load(starts_ptr + request).to(tl.int32)
-    committed = length - tl.load(starts_ptr + request + 1).to(tl.int32) + start
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    stood = tl.load(standing_ptr + slot, mask=committed > 0, other=0).to(tl.int32)
-    sure = tl.minimum(committed + tl.load(certain_ptr + request).to(tl.int32), length)
-    d, dv = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    key_at, value_at, gate_at = head // GROUP * D + d, head * DV + dv, FIELDS - 2 * HEADS + head
-    cell = state_ptr + ((slot * HEADS + head) * D + d[:, None]) * DV + dv[None]
-    inside = (d < D)[:, None] & (dv < DV)[None]
-    known = (d < tl.where(stood > 0, D, 0))[:, None] & (dv < DV)[None]
-    state = tl.load(cell, mask=known, other=0.0)
-    # Where no step ever has drafts, the state has seen all that is committed.
-    position = stood if REPLAYED > 0 else committed
-    if sure <= position:
-        tl.store(cell, state, mask=inside)
-    while position < length:
-        now, row = position >= committed, start + position - committed
-        entry = tl.where(now, row, num_tokens + request * REPLAYED + position - stood)
-        terms = terms_ptr + entry.to(tl.int64) * FIELDS
-        read = tl.load(terms + READS + key_at, mask=d < D, other=0.0)
-        write = tl.load(terms + WRITES + key_at, mask=d < D, other=0.0)
-        value = tl.load(terms + VALUES + value_at, mask=dv < DV, other=0.0)
-        state *= tl.exp(tl.load(terms + gate_at + HEADS))
-        added = (value - tl.sum(state * write[:, None], 0)) if IS_DELTA else value
-        state += write[:, None] * (added * tl.load(terms + gate_at))[None]
-        found = tl.sum(state * read[:, None], 0)
-        if not IS_DELTA:
-            found += value * tl.load(skip_ptr + head).to(tl.float32)
-        to = out_ptr + (row.to(tl.int64) * HEADS + head) * DV + dv
-        tl.store(to, found.to(out_ptr.dtype.element_ty), mask=dv < tl.where(now, DV, 0))
-        position += 1
-        if position == sure:
-            tl.store(cell, state, mask=inside)
 
 
 @triton.jit
@@ -210,10 +145,8 @@ class Recurrence:
         recurrent: [S, HV, D, DV].
         history: [S, B, F].
         out: [T, HV, DV], the result.
-        terms: float32 [entries, C + 2 HV].
         requests: arguments of every kernel: standing, slots, lengths, first rows and T.
         certain: int32 [R], contiguous.
-        replayed: the most positions that a request replays.
     """
 
     rows: Tensor
@@ -221,10 +154,8 @@ class Recurrence:
     recurrent: Tensor
     history: Tensor
     out: Tensor
-    terms: Tensor
     requests: Mapping[str, Any]
     certain: Tensor
-    replayed: int
 
     @classmethod
     def of(
@@ -255,13 +186,7 @@ class Recurrence:
         out = rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
         requests = dict(standing_ptr=standing, slots_ptr=slots, lens_ptr=lens, starts_ptr=starts,
                         num_tokens=rows.shape[0])  # fmt: skip
-        replayed = max(0, history.shape[1] - conv.shape[1] + 1)
-        entries = rows.shape[0] + certain.shape[0] * replayed
-        terms = rows.new_empty(
-            (entries, conv.shape[0] + 2 * recurrent.shape[1]), dtype=torch.float32
-        )
-        given = (rows.contiguous(), conv.contiguous(), recurrent, history, out, terms)
-        return cls(*given, requests, certain, replayed)
+        return cls(rows.contiguous(), conv.contiguous(), recurrent, history, out, requests, certain)
 
     @property
     def num_reqs(self) -> int:
@@ -269,9 +194,37 @@ class Recurrence:
         return self.certain.shape[0]
 
     @property
+    def replayed(self) -> int:
+        """The most positions that a request replays."""
+        return max(0, self.history.shape[1] - self.conv.shape[1] + 1)
+
+    @property
+    def entries(self) -> int:
+        """Positions of which terms are made, at most."""
+        return self.rows.shape[0] + self.num_reqs * self.replayed
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """Arguments of kernels that read rows and history."""
         return dict(self.requests, rows_ptr=self.rows, history_ptr=self.history)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Arguments of kernels that go through positions, with `requests`."""
+        return dict(state_ptr=self.recurrent, certain_ptr=self.certain, out_ptr=self.out)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Constants of kernels that go through positions."""
+        _, heads, dim, value_dim = self.recurrent.shape
+        kept = self.history.shape[1]
+        return dict(HEADS=heads, D=dim, DV=value_dim, KEPT=kept, REPLAYED=self.replayed)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Of kernels that go through positions, with `COLUMNS` each."""
+        _, heads, _, value_dim = self.recurrent.shape
+        return self.num_reqs, heads, -(-value_dim // COLUMNS)
 
     def terms_launch(
         self, kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
@@ -284,40 +237,12 @@ class Recurrence:
             arguments: those that not every such kernel has.
             constants: as above.
         """
-        (_, heads, dim, value_dim), width = self.recurrent.shape, self.conv.shape[1]
-        shared = dict(conv_ptr=self.conv, terms_ptr=self.terms, num_reqs=self.num_reqs)
-        sizes = dict(HEADS=heads, D=dim, DV=value_dim, KEPT=self.history.shape[1],
-                     REPLAYED=max(1, self.replayed), WIDTH=width, W_PAD=power_of_two(width),
-                     R_PAD=power_of_two(self.num_reqs))  # fmt: skip
-        return Launch(kernel, (len(self.terms), programs, 1), self.inputs | shared | arguments,
+        width = self.conv.shape[1]
+        shared = dict(conv_ptr=self.conv, num_reqs=self.num_reqs)
+        sizes = dict(self.sizes, REPLAYED=max(1, self.replayed), WIDTH=width,
+                     W_PAD=power_of_two(width), R_PAD=power_of_two(self.num_reqs))  # fmt: skip
+        return Launch(kernel, (self.entries, programs, 1), self.inputs | shared | arguments,
                       sizes | constants, threads=64)  # fmt: skip
-
-    def state_launches(
-        self, places: Mapping[str, int], skip: Tensor | None, batch_invariant: bool
-    ) -> list[Launch]:
-        """The launches that go through positions, in chunks where a step has many rows.
-
-        Chunks round in another way than single positions, so there are none if results must not
-        depend on how many rows a step has.
-
-        Args:
-            places: constants of `recurrent_state_kernel`: where terms are in an entry, and GROUP.
-            skip: [HV], contiguous; None by the delta rule.
-            batch_invariant: as above.
-        """
-        _, heads, dim, width = self.recurrent.shape
-        sizes = dict(places, HEADS=heads, D=dim, DV=width, FIELDS=self.terms.shape[1],
-                     REPLAYED=self.replayed, BLOCK_D=power_of_two(dim), BLOCK_V=_COLUMNS,
-                     IS_DELTA=skip is None)  # fmt: skip
-        arguments = dict(self.requests, terms_ptr=self.terms, state_ptr=self.recurrent,
-                         skip_ptr=self.terms if skip is None else skip, certain_ptr=self.certain,
-                         out_ptr=self.out)  # fmt: skip
-        chunks = count_chunks(self.rows.shape[0], self.num_reqs, self.replayed)
-        if chunks and not batch_invariant:
-            return chunk_launches(arguments, sizes, chunks, self.num_reqs)
-        grid = (self.num_reqs, heads, -(-width // _COLUMNS))
-        return [Launch(recurrent_state_kernel, grid, arguments, sizes, threads=128,
-                       choice=_BY_COLUMNS)]  # fmt: skip
 
     def remember_launch(self) -> Launch:
         """The last launch."""
