@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 15020,
+    "backends": 15230,
     "capture": 1290,
     "certificate": 1550,
     "cli": 5070,

@@ -49,6 +49,8 @@ NVIDIA."""
 _MOST_CODES = 32
 """The most positions at a time where caches hold codes, which are widened in registers. More spill
 on AMD."""
+_FEW_SPREAD = 16
+"""Query rows times heads where wide queries are spread, for which they are held as float32."""
 _WAVES = 4
 """See `splits_for`."""
 
@@ -184,6 +186,7 @@ def paged_attention(
     by_width = _TILES[q.dtype.itemsize].items()
     limit, block_n = next(tile for widest, tile in by_width if max(dim, value_dim) <= widest)
     block_n = block_n if k_scale is None else min(block_n, _MOST_CODES)
+    limit = _FEW_SPREAD if k_cache.dtype == torch.int8 and dim > 128 else limit
     held = limit if batch_invariant else min(rows_hint * group, limit)
     block_m = power_of_two(max(group, held), 16)
     tile_rows = block_m // group
