@@ -50,7 +50,7 @@ _MOST_CODES = 32
 """The most positions at a time where caches hold codes, which are widened in registers. More spill
 on AMD."""
 _FEW_SPREAD = 16
-"""Query rows times heads where wide queries are spread, for which they are held as float32."""
+"""The most query rows times heads of a program that spreads heads wider than 128. More spill."""
 _WAVES = 4
 """See `splits_for`."""
 
