@@ -1141,6 +1141,13 @@ FAULTS = (
         "weights * _by_head(k_scale,",
         _CODES,
     ),
+    Fault(
+        "auto: a pause of the machine counts in full as lost to plain decoding",
+        "engine/tiers.py",
+        "seconds = min(seconds, cell.seconds(tier) * exp(SPIKE))",
+        "seconds = max(seconds, 0.0)",
+        "engine/test_tier_grid.py::test_a_pause_of_the_machine_says_nothing_of_drafts",
+    ),
     # Images.
     Fault(
         "images: the MTP layer embeds tokens in the place of images' rows",
