@@ -210,6 +210,15 @@ def test_the_floor_needs_rests() -> None:
     assert min(lured(Restless(TIERS), compute_bound, 1)[200:]) < 0.95
 
 
+def test_a_pause_of_the_machine_is_no_loss_to_plain_decoding() -> None:
+    policy = TierPolicy(TIERS)
+    run(policy, bandwidth_bound, 0.8, 60)
+    tier = policy.choose(2)
+    policy.observe_drafts([(tier, tier)] * 2)
+    policy.observe(2, tier, 40.0)
+    assert not policy.rests
+
+
 def test_costs_of_earlier_runs_make_the_first_step_a_good_one() -> None:
     """What one policy measured is written and read; another begins with it, and measures on."""
     first = TierPolicy(TIERS)

@@ -1146,7 +1146,7 @@ FAULTS = (
         "engine/tiers.py",
         "seconds = min(seconds, cell.seconds(tier) * exp(SPIKE))",
         "seconds = max(seconds, 0.0)",
-        "engine/test_tier_grid.py::test_a_pause_of_the_machine_says_nothing_of_drafts",
+        "engine/test_tiers.py::test_a_pause_of_the_machine_is_no_loss_to_plain_decoding",
     ),
     # Images.
     Fault(
