@@ -28,11 +28,28 @@ inline bool holds_codes(const Tensor& cache) {
   return cache.scalar_type() == ScalarType::Char || holds_float8(cache);
 }
 
+/// `spread` of the lanes of a register.
+template <class A, int kApart = 1>
+Vec<A> spread_lanes(Vec<A> x) {
+  if constexpr (kApart == kLanes<A>) {
+    return x;
+  } else {
+    const Vec<A> other =
+        exchange_lanes<kApart>(x, std::make_integer_sequence<int, kLanes<A>>{});
+    return spread_lanes<A, 2 * kApart>(other + ((lane_numbers<A>() & kApart) != 0 ? -x : x));
+  }
+}
+
 /// `spread` of mtpc/ops/attention.py, in place; the same additions, in the same order.
 template <class A>
 void spread(A* x, int64_t width) {
   const int64_t block = width & -width;
-  for (int64_t apart = 1; apart < block; apart *= 2) {
+  int64_t apart = 1;
+  if (block >= kLanes<A>) {
+    for (int64_t i = 0; i < width; i += kLanes<A>) store(x + i, spread_lanes<A>(load<A>(x + i)));
+    apart = kLanes<A>;
+  }
+  for (; apart < block; apart *= 2) {
     for (int64_t first = 0; first < width; first += 2 * apart) {
       for (int64_t i = first; i < first + apart; ++i) {
         const A a = x[i], b = x[i + apart];
