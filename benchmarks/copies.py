@@ -6,9 +6,10 @@
     python -m benchmarks.copies DIRECTORY --llama PROGRAMS --llama-file FILE.gguf
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
-settings take turns at every prompt, each in another order, one request at a time. All must give the
-text of K = 0. Edits and prose alternate, and each prompt is written to the results when it is done.
-A run whose results exist goes on behind them, if its arguments are the same.
+settings take turns at every prompt, each in another order, one request at a time. With `--repeats`
+each answers as often in turns, and its median counts. All must give the text of K = 0. Edits and
+prose alternate, and each prompt is written to the results when it is done. A run whose results
+exist goes on behind them, if its arguments are the same.
 
 llama.cpp runs as a process for each prompt and type of `--spec-type`, on a GGUF file: its
 llama-speculative-simple, whose times leave out the loading.
@@ -191,6 +192,13 @@ def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespac
     )
 
 
+def median_of(samples: Sequence[Sample]) -> Sample:
+    """Of one answer's repeats the one whose seconds are their median (the lower of two)."""
+    first = samples[0]
+    assert all(sample.answer == first.answer for sample in samples), "a repeat has another text"
+    return sorted(samples, key=lambda sample: sample.rate)[(len(samples) - 1) // 2]
+
+
 def table(record: Record) -> Table:
     """A record's table: a row for each kind of text, engine and setting."""
     samples = [Sample(**row) for row in record["rows"]]
@@ -234,8 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         prompt = template.render([{"role": "user", "content": wording}], {})
         turn = number % len(found)
-        taken = chain(found[turn:], found[:turn])
-        rows += [asdict(runner.sample(kind, name, prompt)) for runner in taken]
+        taken = [*found[turn:], *found[:turn]]
+        rounds = [[r.sample(kind, name, prompt) for r in taken] for _ in range(args.repeats)]
+        rows += [asdict(median_of(samples)) for samples in zip(*rounds, strict=True)]
         save("copies", args, {"rows": rows}, table)
         tell(f"{kind} {name}")
     publish("copies", args, {"rows": rows}, table)
@@ -253,6 +262,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
     add("--new-tokens", type=positive, default=200, metavar="N")
     add("--max-len", type=positive, default=2048, metavar="N")
+    add("--repeats", type=positive, default=1, metavar="N", help="of each answer")
     add("--minutes", type=float, default=12, metavar="N", help="begin no prompt after so many")
     add("--llama", type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}")
     add("--llama-file", type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT")

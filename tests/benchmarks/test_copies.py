@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import copies, plot_drafts
-from benchmarks.copies import FREE, LLAMA, MTPC, Sample, prompts, table
+from benchmarks.copies import FREE, LLAMA, MTPC, Sample, median_of, prompts, table
 from benchmarks.harness.results import earlier_rows, new_record
 from benchmarks.peers.llama_decoder import LlamaError
 from benchmarks.peers.llama_lookup import Counts, read_counts
@@ -52,6 +52,14 @@ def test_gains_are_over_the_same_engine() -> None:
     own = found[MTPC, "bfloat16", "copy", "7"]
     assert own == ["2.67", "66.7", "2.83x", "2.00x", "2 of 2", "2"]
     assert found[LLAMA, "bfloat16", "copy", "own"][2:4] == ["2.00x", "2.00x"]
+
+
+def test_the_median_of_repeats_counts() -> None:
+    """A disturbed repeat changes nothing; another text is an error."""
+    repeats = [sample("a", MTPC, "0", 100, seconds) for seconds in (1.1, 9.0, 1.0)]
+    assert median_of(repeats) == repeats[0]
+    with pytest.raises(AssertionError, match="another text"):
+        median_of([repeats[0], replace(repeats[1], answer=[2])])
 
 
 def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
