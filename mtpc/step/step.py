@@ -146,15 +146,13 @@ class Step(nn.Module):
         verdict = self.choice.verify(self, logits, begun, metadata)
         if self.dictates:
             verdict = synthetic.dictate(self, verdict, begun, metadata)
-        prompts: tuple[Tensor, ...] = ()
-        if self.key.phase == "prefill":
-            prompts = (batch.next_prompt_id, batch.is_decoding)
+        prompts = (batch.next_prompt_id,) if self.key.phase == "prefill" else ()
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
         rows = (verdict.ids, metadata.query_start_loc, begun.context_lens, begun.active)
         limits = (state.remaining_tokens, state.stop_ids, batch.state_indices)
         choices = (verdict.chosen.tokens, verdict.chosen.finite)
         given = AcceptInputs(*reports, *choices, *rows, *limits)
-        results = self.pieces.accept(*given, *prompts)
+        results = self.pieces.accept(*given, *prompts, *self.is_decoding)
         self.choice.record(self, verdict, begun)
         if self.has_budget:
             count_drafts(self, begun)
