@@ -11,6 +11,7 @@ is to be accepted, and the draft after it becomes another token than the choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,4 +115,4 @@ def dictate(step: Step, verdict: Verdict, begun: Begun, metadata: Metadata) -> V
     given = (verdict.chosen.tokens, verdict.ids, *rows, *drafts, *step.is_decoding)
     results = step.pieces.dictate(*given)
     chosen = Chosen(results[0], verdict.chosen.finite)
-    return Verdict(chosen, results[1], verdict.logits)
+    return replace(verdict, chosen=chosen, ids=results[1])

@@ -64,9 +64,12 @@ DICTATED: Any = {"kind": "full", "batch_buckets": (4,), "synthetic_acceptance_ra
 """Every draft is right, whatever is dictated."""
 
 
-def test_no_acceptance_is_plain_decoding(compiled: Compiled, oracle: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("more", [{}, {"sampling": True, "row_budgets": (2,)}], ids=str)
+def test_no_acceptance_is_plain_decoding(
+    more: Any, compiled: Compiled, oracle: Callable[..., Any]
+) -> None:
     """Also where drafts equal the model's choice, which rates of 0 must not accept."""
-    spec = compiled("mimo", 2, **DICTATED)
+    spec = compiled("mimo", 2, **DICTATED, **more)
     spec.set_synthetic_acceptance((0.0, 0.0))
     accepted, drafted = sum(spec.stats.accepted), sum(spec.stats.drafted)
     found = spec.generate(PROMPTS[:3], 20, ignore_eos=True)
