@@ -11,7 +11,7 @@ weights that transformers alone can read, and backends whose artifacts are no fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from mtpc.program.child_process import Rest
     from mtpc.program.compiler import Begins, StepCompiler
     from mtpc.program.ranks import Ranks
+    from mtpc.program.step_record import StepRecord
 
 T = TypeVar("T")
+_TRIM = "trim-draft-head"
+"""The pass that `draft_vocab` is for; a warm start imports none."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,9 @@ class _Road(Generic[T]):
         fallbacks = Counter(self.plan.notes)
         for notes in (cache.notes if cache else (), checkpoint.notes if checkpoint else ()):
             fallbacks.update(notes)
-        fallbacks.update(filter(None, (s.record.fallback for s in built.steps.values())))
+        records = [step.record for step in built.steps.values()]
+        fallbacks.update(filter(None, (record.fallback for record in records)))
+        fallbacks.update(_untrimmed(records) if self.plan.draft_vocab else ())
         return Opened(made, model, fallbacks, rest, self.ranks)
 
     def _bound_to_files(self, model: Prepared) -> T:
@@ -360,6 +365,15 @@ class _Road(Generic[T]):
             return ""
         self.report("read the weights, to know their pages in kv_offload_dir")
         return page_identity(self.source, model.plan, model.backend)
+
+
+def _untrimmed(records: Iterable[StepRecord]) -> list[str]:
+    """A line for `Stats.fallbacks` if all drafts are from the whole vocabulary."""
+    drafting = [record for record in records if record.step.spec_tokens]
+    passed = [each for record in drafting for each in record.history]
+    if not drafting or any(each.rewrites for each in passed if each.name == _TRIM):
+        return []
+    return ["draft_vocab has no effect: the head of this drafter is more than one product"]
 
 
 def scheduled(compiler: StepCompiler) -> Plan:

@@ -96,6 +96,16 @@ def test_drafts_are_listed_and_what_is_emitted_stays(
     assert sum(spec.stats.accepted) > 0  # The listed tokens do occur.
 
 
+@pytest.mark.parametrize(("family", "trims"), [("mimo", True), ("gemma4", False)])
+def test_what_trims_nothing_says_so(
+    family: str, trims: bool, compiled: Callable[..., mtpc.SpecModel]
+) -> None:
+    """Gemma 4's assistant scores some clusters of tokens."""
+    spec = compiled(family, 1, batch_buckets=(1,), draft_vocab=24)
+    said = [line for line in spec.stats.fallbacks if "draft_vocab has no effect" in line]
+    assert len(said) == (not trims)
+
+
 def test_a_draft_is_the_best_of_the_listed(checkpoint: Callable[..., Path]) -> None:
     """Where the whole head's choice is listed, the trimmed head makes it too."""
 
