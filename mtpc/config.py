@@ -45,7 +45,7 @@ DEFAULT_SNAPSHOT_BYTES = 1 << 30
 DEFAULT_OFFLOAD_BYTES = 4 << 30
 """The pages of 340,000 tokens of a 0.5B model, or of 30,000 tokens of an 8B model."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8", "fp8")
+SCHEMES = ("iq4_nl", "q5_0", "q8_0", "int4-g32", "int4-g128", "int8-g128", "int8", "fp8")
 """Names of schemes that quantise weights; `mtpc.weights.quantise` defines them."""
 COSTLY = {"iq4_nl": "8 %", "int4-g32": "11 %", "int4-g128": "24 %"}
 """Schemes that cost more than 5 % of perplexity, see docs/quantised.md -> how much."""
@@ -131,9 +131,9 @@ class CompileOptions:
             windows, recurrent state and compressed entries keep their dtype. See docs/engine.md.
         quantize: a scheme that quantises the weights of linear layers and experts as they are
             loaded: "iq4_nl", "q5_0" or "q8_0", as GGUF files have them; "int4-g32", "int4-g128",
-            "int8" or "fp8". Weights that the checkpoint stores quantised stay as they are, and so
-            do embeddings, routers and the projections that join embedding and features in MTP
-            layers. See docs/quantised.md.
+            "int8-g128", "int8" or "fp8". Weights that the checkpoint stores quantised stay as they
+            are, and so do embeddings, routers and the projections that join embedding and features
+            in MTP layers. See docs/quantised.md.
         tensor_parallel_size: how many ranks share the model, each with its part of the weights and
             of the KV cache; on the backends "cpu", "cuda" and "eager". Every rank of a
             torch.distributed process group compiles; rank 0 generates, and the others follow it

@@ -59,6 +59,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "q8_0": Scheme("int8", 32, "Q8_0"),
     "int4-g32": Scheme("int4", 32),
     "int4-g128": Scheme("int4", 128),
+    "int8-g128": Scheme("int8", 128),
     "int8": Scheme("int8"),
     "fp8": Scheme("float8"),
 }

@@ -31,7 +31,6 @@ from mtpc.weights.shards import (
 )
 
 NO_MOMENTS: Mapping[str, Tensor] = MappingProxyType({})
-_ACTIVATIONS: dict[str, Any] = {"symmetric": True, "strategy": "token", "dynamic": True}
 
 
 @dataclass(frozen=True)
@@ -251,8 +250,9 @@ def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:
         "group_size": group,
         "dynamic": False,
     }
-    acts = None if form == "int4" else {"num_bits": bits, "type": kind, **_ACTIVATIONS}
-    layers = {"targets": ["Linear"], "weights": weights, "input_activations": acts}
+    acts = {**weights, "strategy": "token" if group is None else "group", "dynamic": True}
+    inputs = None if form == "int4" else acts
+    layers = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": name,

@@ -157,7 +157,7 @@ def _one_by_one(weight: torch.Tensor, spec: GroupSpec) -> torch.Tensor:
     return least
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g128", "int8", "q5_0", "q8_0"])
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g128", "int8-g128", "int8", "q5_0", "q8_0"])
 def test_the_search(scheme: str) -> None:
     """By parts and threads, the error of all groups is that of one search, and that of nearly each
     is: of weights that are spread evenly, mostly small, and zero; halves between codes are among
