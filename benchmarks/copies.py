@@ -4,12 +4,14 @@
     python -m benchmarks.copies CHECKPOINT --prompts 8 --settings 0 3 auto --minutes 12
     python -m benchmarks.copies FILE.gguf --drafts DRAFTER copy+DRAFTER --llama PROGRAMS
     python -m benchmarks.copies DIRECTORY --llama PROGRAMS --llama-file FILE.gguf
+    python -m benchmarks.copies CHECKPOINT --batch 4 --drafts DRAFTER copy+DRAFTER
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
-settings take turns at every prompt, each in another order, one request at a time. With `--repeats`
-each answers as often in turns, and its median counts. All must give the text of K = 0. Edits and
-prose alternate, and each prompt is written to the results when it is done. A run whose results
-exist goes on behind them, if its arguments are the same.
+settings take turns at every prompt, each in another order, one request at a time, or with `--batch`
+as many at once, half of them edits. With `--repeats` each answers as often in turns, and its median
+counts. All must give the text of K = 0. Edits and prose alternate, and each prompt is written to
+the results when it is done. A run whose results exist goes on behind them, if its arguments are the
+same.
 
 llama.cpp runs as a process for each prompt and type of `--spec-type`, on a GGUF file: its
 llama-speculative-simple, whose times leave out the loading.
@@ -21,10 +23,10 @@ import argparse
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import geometric_mean
@@ -67,7 +69,8 @@ mountains music owls paper rivers salt shadows silk snow stone tea trains winter
 COLUMNS = ("text", "engine", "weights", "draft", "K", "tokens/step", "tokens/s", "over K=0",
            "least", "same text", "prompts")  # fmt: skip
 NOTES = (
-    "edits: rewrite a function of the standard library with type hints; prose: a short story.",
+    "edits: rewrite a function of the standard library with type hints; prose: a short story; "
+    "mixed: as many of each at once.",
     "tokens/step and tokens/s: all tokens of decode steps over all their steps and seconds.",
     "over K=0: geometric mean over the prompts of each one's seconds a token at K = 0 of the same "
     "engine over its own; least: of the prompt that gained least.",
@@ -119,12 +122,12 @@ class Runner:
     weights: str
     draft: str
     setting: str
-    run: Callable[[str], Counts]
+    run: Callable[[list[str]], Counts]
 
-    def sample(self, text: str, name: str, prompt: str) -> Sample:
-        """The answer to a prompt of a kind of text."""
+    def sample(self, text: str, name: str, prompts: list[str]) -> Sample:
+        """The answers to prompts of a kind of text."""
         says = (self.engine, self.weights, self.draft, self.setting)
-        return Sample(text, name, *says, *self.run(prompt))
+        return Sample(text, name, *says, *self.run(prompts))
 
 
 def prompts(count: int) -> Iterator[tuple[str, str, str]]:
@@ -136,14 +139,28 @@ def prompts(count: int) -> Iterator[tuple[str, str, str]]:
         yield "prose", topic, f"Write a short story about {topic}."
 
 
-def answer(spec: mtpc.SpecModel, count: int, prompt: str) -> Counts:
-    """Tokens, steps and seconds of decoding, and the answer's token ids."""
-    stats = spec.stats
-    tokens, steps, seconds = stats.decode_counts().tokens, stats.decode_steps, stats.decode_s
-    ids = list(spec.generate(prompt, count).token_ids)
-    stats = spec.stats
-    used = (stats.decode_steps - steps, stats.decode_s - seconds)
-    return Counts(stats.decode_counts().tokens - tokens, *used, ids)
+def batches(
+    given: Iterable[tuple[str, str, str]], size: int
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Kind, name and wordings of what is answered at once: each prompt alone, or `size` of them."""
+    given = iter(given)
+    while group := list(islice(given, size)):
+        kinds, names, wordings = zip(*group, strict=True)
+        yield "mixed" if size > 1 else kinds[0], "+".join(names), list(wordings)
+
+
+def answer(spec: mtpc.SpecModel, count: int, prompts: list[str]) -> Counts:
+    """Tokens, steps by request and seconds of decoding, and the answers' token ids."""
+    before = spec.stats.decode_counts()
+    ids = [i for found in spec.generate(prompts, count) for i in found.token_ids]
+    used = spec.stats.decode_counts() - before
+    return Counts(used.tokens, used.request_steps, used.seconds, ids)
+
+
+def alone(run: Callable[[str], Counts], prompts: list[str]) -> Counts:
+    """The answer to one prompt."""
+    (prompt,) = prompts
+    return run(prompt)
 
 
 def weights_of(checkpoint: Path, dtype: str | None) -> str:
@@ -169,20 +186,24 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
     for draft, setting in chain(plain, product(map(str, args.drafts), drafted)):
         tell(f"compile {draft} {setting}")
         spec = compiled(args.checkpoint, draft, setting, args)
-        answer(spec, 24, "Warm up.")
+        answer(spec, 24, ["Warm up."] * args.batch)
         yield Runner(MTPC, weights, name_of(draft), setting, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
         held = weights_of(file, None)
         threads = args.threads or torch.get_num_threads()
         for kind in args.llama_types:
-            run = partial(look_up, args.llama, file, kind, args.new_tokens, args.max_len, threads)
-            yield Runner(LLAMA, held, kind, PLAIN if kind == "none" else "own", run)
+            how = (args.llama, file, kind, args.new_tokens, args.max_len, threads)
+            run = partial(alone, partial(look_up, *how))
+            name = PLAIN if kind == "none" else "own"
+            yield Runner(LLAMA, held, kind, name, run)
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
     """A model of one setting: a number of drafts, or "auto" among several."""
-    options: dict[str, Any] = dict(batch_buckets=(1,), max_len=args.max_len, dtype=args.dtype)
+    options: dict[str, Any] = dict(
+        batch_buckets=(args.batch,), max_len=args.max_len, dtype=args.dtype
+    )
     if setting == "0":
         return mtpc.compile(checkpoint, spec_tokens=0, **options)
     if setting != "auto":
@@ -234,16 +255,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert template is not None, "an edit needs a checkpoint with a chat template"
     found = list(runners(args, tell))
     end = time.monotonic() + 60 * args.minutes
-    for number, (kind, name, wording) in enumerate(prompts(args.prompts)):
+    for number, (kind, name, wordings) in enumerate(batches(prompts(args.prompts), args.batch)):
         if (kind, name) in done:
             continue
         if time.monotonic() > end:
             tell(f"{args.minutes} minutes are over: run again with this --out to go on")
             break
-        prompt = template.render([{"role": "user", "content": wording}], {})
+        given = [template.render([{"role": "user", "content": each}], {}) for each in wordings]
         turn = number % len(found)
         taken = [*found[turn:], *found[:turn]]
-        rounds = [[r.sample(kind, name, prompt) for r in taken] for _ in range(args.repeats)]
+        rounds = [[r.sample(kind, name, given) for r in taken] for _ in range(args.repeats)]
         rows += [asdict(median_of(samples)) for samples in zip(*rounds, strict=True)]
         save("copies", args, {"rows": rows}, table)
         tell(f"{kind} {name}")
@@ -262,6 +283,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
     add("--new-tokens", type=positive, default=200, metavar="N")
     add("--max-len", type=positive, default=2048, metavar="N")
+    add("--batch", type=positive, default=1, metavar="N", help="prompts at once")
     add("--repeats", type=positive, default=1, metavar="N", help="of each answer")
     add("--minutes", type=float, default=12, metavar="N", help="begin no prompt after so many")
     add("--llama", type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}")
@@ -271,7 +293,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
     command.add_threads(parser)
     add_result_files(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.llama and args.batch > 1:
+        parser.error(f"--batch is {args.batch}; expected 1 with --llama, whose program takes one")
+    return args
 
 
 if __name__ == "__main__":

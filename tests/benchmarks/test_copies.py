@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import copies, plot_drafts
-from benchmarks.copies import FREE, LLAMA, MTPC, Sample, median_of, prompts, table
+from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, median_of, prompts, table
 from benchmarks.harness.results import earlier_rows, new_record
 from benchmarks.peers.llama_decoder import LlamaError
 from benchmarks.peers.llama_lookup import Counts, read_counts
@@ -34,7 +34,11 @@ def test_what_llama_cpp_says() -> None:
 
 
 def test_kinds_take_turns() -> None:
+    """Alone, or some of each at once."""
     assert [kind for kind, *_ in prompts(2)] == ["edits", "prose", "edits", "prose"]
+    assert [kind for kind, *_ in batches(prompts(2), 1)] == ["edits", "prose", "edits", "prose"]
+    ((kind, names, wordings),) = batches(prompts(2), 4)
+    assert (kind, len(names.split("+")), len(wordings)) == ("mixed", 4, 4)
 
 
 def sample(name: str, engine: str, setting: str, steps: int, seconds: float) -> Sample:
