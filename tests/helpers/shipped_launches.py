@@ -49,22 +49,15 @@ def gqa(
     return plan("paged_attention", *given, **scales, configs=configs)[0]
 
 
-def _gqa_with_all(reqs: int, rows: int) -> list[Launch]:
-    """In float16."""
-    q, kv, sinks = (
-        _fake(*shape, dtype=FP16) for shape in ((reqs * rows, 64, 64), (4096, 16, 8, 64), (64,))
-    )
-    return plan(
-        "paged_attention",
-        q,
-        kv,
-        kv,
-        *_indices(reqs, 2048),
-        0.1,
-        sliding_window=128,
-        softcap=30.0,
-        sinks=sinks,
-    )[0]
+def _gqa_with_sinks(
+    reqs: int, rows: int, dtype: torch.dtype = BF16, softcap: float = 0.0
+) -> list[Launch]:
+    """gpt-oss's layer with a window: 64 heads of 64 on 8."""
+    shapes = ((reqs * rows, 64, 64), (4096, 16, 8, 64), (64,))
+    q, kv, sinks = (_fake(*shape, dtype=dtype) for shape in shapes)
+    given = (q, kv, kv, *_indices(reqs, 2048), 0.1)
+    named = {"sliding_window": 128, "softcap": softcap, "sinks": sinks}
+    return plan("paged_attention", *given, **named)[0]
 
 
 def mla(reqs: int, rows: int, dtype: torch.dtype = BF16, configs: str = "") -> list[Launch]:
@@ -357,7 +350,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "GLM-4.5, prompt of 512": lambda: gqa(1, 512, (96, 8), (128, 128)),
     "MiMo-7B (32/8 heads of 128), 64 x 1 rows": lambda: gqa(64, 1, (32, 8), (128, 128)),
     "MiMo-V2 (64/4 heads of 192, 128), 4 x 5 rows": lambda: gqa(4, 5, (64, 4), (192, 128)),
-    "window, cap and sinks, 4 x 5 rows, float16": lambda: _gqa_with_all(4, 5),
+    "window, cap and sinks, 4 x 5 rows, float16": lambda: _gqa_with_sinks(4, 5, FP16, 30.0),
+    "gpt-oss's window and sinks, 1 x 5 rows": lambda: _gqa_with_sinks(1, 5),
+    "gpt-oss's window and sinks, prompt of 512": lambda: _gqa_with_sinks(1, 512),
     "int8 keys and values of GLM-4.5, 1 x 5 rows": lambda: gqa(
         1, 5, (96, 8), (128, 128), codes=INT8
     ),
@@ -428,6 +423,12 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "DeepSeek-V3's float8 projection, 4 rows": lambda: _grouped(4, "float8", 128, (7168, 2048)),
     "DeepSeek-V3's float8 experts, 5 rows": lambda: _grouped_experts(
         5, "float8", (128, 128), (256, 7168, 2048)
+    ),
+    "DeepSeek-V4's MXFP4 experts as bytes, 5 rows": lambda: _grouped_experts(
+        5, "int8", (32, 32), (256, 4096, 2048), 6
+    ),
+    "DeepSeek-V4's MXFP4 experts as bytes, 64 rows, float16": lambda: _grouped_experts(
+        64, "int8", (32, 32), (256, 4096, 2048), 6, FP16
     ),
     "int4 experts of GLM-4.5-Air, 64 rows": lambda: _grouped_experts(
         64, "int4", (32, 32), (128, 4096, 1408)
