@@ -57,7 +57,12 @@ def _common_selection(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     rank = node.meta["val"].dim()
     found = {(rows, dim % rank - rank) for _, dim, rows in selections}
-    return found.pop() if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    rows, dim = found.pop()
+    # One row stands in no operand that could be selected from: it may as well be broadcast.
+    is_single, count = node.meta["val"].shape[dim] == 1, rows.meta["val"].shape[0]
+    return None if is_single and count != 1 else (rows, dim)
 
 
 def _row_wise(node: fx.Node, dim: int, effects: Effects, mutated: frozenset[Any]) -> bool:

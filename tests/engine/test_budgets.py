@@ -146,6 +146,17 @@ def test_no_step_verifies_more_than_its_budget(compiled: Callable[..., Any]) -> 
     assert max(seen) == 8
 
 
+def test_one_request_that_verifies_nothing(
+    compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """Its step has one row of logits, for the four tokens that a request may emit."""
+    spec = compiled("mimo", 3, batch_buckets=(1,), row_budgets=(1,))
+    assert spec.generate(PROMPTS[1], NEW, **GREEDY) == oracle("mimo").generate(
+        PROMPTS[1], NEW, stop=False
+    )
+    assert sum(spec.stats.drafted) == 0
+
+
 def test_the_policy_takes_the_best_rate() -> None:
     policy, costs = BudgetPolicy((1, 2, 3, 4)), {1: 1.0, 2: 1.1, 3: 2.2, 4: 3.3}
 

@@ -818,6 +818,20 @@ FAULTS = (
         _V4,
     ),
     Fault(
+        "one row that becomes several is not selected",
+        "passes/select_head_rows.py",
+        "return None if is_single and count != 1 else (rows, dim)",
+        "return rows, dim",
+        "passes/test_passes.py::test_select_head_rows_keeps_one_row_that_becomes_several",
+    ),
+    Fault(
+        "dictated acceptance forgets where logits are",
+        "step/synthetic.py",
+        "return replace(verdict, chosen=chosen, ids=results[1])",
+        "return Verdict(chosen, results[1], verdict.logits)",
+        "step/test_synthetic.py::test_no_acceptance_is_plain_decoding",
+    ),
+    Fault(
         "GLM-5.2: each draft chooses anew",
         "models/families/glm_moe_dsa.py",
         "is None else mtpc_handed",

@@ -117,6 +117,23 @@ def test_select_head_rows_leaves_full_uses_alone() -> None:
     check_pass(graph, SelectHeadRows(), text, text, rewrites=0)
 
 
+def test_select_head_rows_keeps_one_row_that_becomes_several() -> None:
+    """It would be lost: no operand of one row tells whether it is broadcast."""
+
+    def body(x: Tensor, weight: Tensor, rows: Tensor, out: Tensor) -> None:
+        out.copy_(aten.index_select.default(aten.linear.default(x, weight), 0, rows))
+
+    graph = small_graph(
+        body,
+        x=_random(1, 4),
+        weight=_random(5, 4),
+        rows=torch.tensor([0, 0, 0]),
+        batch_out=torch.zeros(3, 5, dtype=torch.float64),
+    )
+    text = "linear[1,5] index_select[3,5] copy_[3,5]"
+    check_pass(graph, SelectHeadRows(), text, text, rewrites=0)
+
+
 def test_hoist_shared() -> None:
     """Equal calls merge, unless memory they read was written in between."""
 
