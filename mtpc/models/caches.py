@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.models.image_inputs import ImageInputs
+from mtpc.models.key_shifts import KeyShifts
 from mtpc.ops.ragged import request_of
 from mtpc.step.records import Metadata
 
@@ -125,17 +127,24 @@ def ring_kv_specs(
 
 @dataclass(frozen=True)
 class PagedKV:
-    """K and V pools, [N, P, H_kv, D]; where they hold codes, with scales [N, P, H_kv]."""
+    """K and V pools, [N, P, H_kv, D]; where they hold codes, with scales [N, P, H_kv].
+
+    `k_shift` gives what codes of K leave out, [H_kv, D].
+    """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_shift: Callable[[], Tensor] | None = None
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
         """Write K (`first`) and V (`second`), each [1, H_kv, T, D]."""
-        for cache, rows, scales in ((self.k, first, self.k_scale), (self.v, second, self.v_scale)):
-            ops.write_cache(cache, rows[0].transpose(0, 1), metadata.slot_mapping, scales)
+        keys, values = (rows[0].transpose(0, 1) for rows in (first, second))
+        if self.k_shift is not None:
+            keys = keys - self.k_shift()
+        ops.write_cache(self.k, keys, metadata.slot_mapping, self.k_scale)
+        ops.write_cache(self.v, values, metadata.slot_mapping, self.v_scale)
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
@@ -266,6 +275,7 @@ class CachePool(nn.Module):
         num_slots: request slots, the scratch slot included.
         kinds: see `ModelFamily.cache_kinds`.
         images: what rows read of a prompt's images; None: there are none.
+        shifts: what codes of keys leave out; None: nothing.
     """
 
     def __init__(
@@ -274,9 +284,10 @@ class CachePool(nn.Module):
         num_slots: int,
         kinds: tuple[type, ...] = (),
         images: ImageInputs | None = None,
+        shifts: KeyShifts | None = None,
     ):
         super().__init__()
-        self.images = images
+        self.images, self.shifts = images, shifts
         self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, *kinds)
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
@@ -294,8 +305,11 @@ class CachePool(nn.Module):
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
         for kind in self.kinds:
-            if _fits(kind, set(roles)):
-                return kind(**tensors)
+            if not _fits(kind, set(roles)):
+                continue
+            if self.shifts is not None and layer in self.shifts.attentions:
+                tensors["k_shift"] = partial(self.shifts, layer)
+            return kind(**tensors)
         raise UnsupportedModelError(
             f"layer {layer} has the buffers {sorted(roles)}; expected those of a known cache; "
             "correct `cache_specs` or `cache_kinds` of its family"

@@ -33,6 +33,7 @@ from mtpc.models.hf import (
     rotary_of,
 )
 from mtpc.models.image_inputs import image_inputs
+from mtpc.models.key_shifts import KeyShifts
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
@@ -211,8 +212,9 @@ class SteppedModel:
         family, target, config = loaded.family, loaded.target, loaded.config
         layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
         images = image_inputs(pools, loaded.vocab_size)
-        pool = CachePool(layers, num_slots, family.cache_kinds, images)
         parts, decoder = loaded.parts, target.get_decoder()
+        shifts = KeyShifts(decoder) if loaded.kv_cache_dtype else None
+        pool = CachePool(layers, num_slots, family.cache_kinds, images, shifts)
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [

@@ -46,8 +46,8 @@ class IndexedKV(PagedKV):
         def parted(pool: Tensor) -> Tensor:
             return pool.view(-1, ratio, *pool.shape[2:])
 
-        scales = (s if s is None else parted(s) for s in (self.k_scale, self.v_scale))
-        return PagedKV(parted(self.k), parted(self.v), *scales)
+        k_scale, v_scale = (s if s is None else parted(s) for s in (self.k_scale, self.v_scale))
+        return PagedKV(parted(self.k), parted(self.v), k_scale, v_scale)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ def rotate_and_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    k_shift: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
     """Everything between the projections and an attention: `rotate` q and k, `write_cache` k and v.
@@ -160,13 +161,15 @@ def rotate_and_write(
         slot_mapping: int64 [T], of both caches; -1 writes nothing.
         k_scale: float32 [pages, P, H_kv] where the caches hold codes; see `write_cache`.
         v_scale: as k_scale.
+        k_shift: [H_kv, D], what is taken off rotated keys before they are written, or None.
         rows: int32 or int64 [1], how many of the T are in use. The queries of the others are
             undefined. The cache writes depend on slot_mapping alone.
 
     Returns:
         q, rotated.
     """
-    write_cache(k_cache, rotate(k, cos, sin), slot_mapping, k_scale)
+    keys = rotate(k, cos, sin)
+    write_cache(k_cache, keys if k_shift is None else keys - k_shift, slot_mapping, k_scale)
     write_cache(v_cache, v, slot_mapping, v_scale)
     return rotate(q, cos, sin, rows)
 

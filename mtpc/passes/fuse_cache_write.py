@@ -12,6 +12,8 @@ from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import Policy, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
 
+aten = torch.ops.aten
+
 _WRITE = torch.ops.mtpc.write_cache.default
 _ATTEND = torch.ops.mtpc.paged_attention.default
 
@@ -67,19 +69,32 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
     k_write, v_write = (seen.writes.get(cache) for cache in (k_cache, v_cache))
     if q is None or k_write is None or v_write is None:
         return False
-    k = seen.rotaries.get(rows_of(operands(k_write, _WRITE, 4)[1]))
+    _, k_rows, _, k_scale = operands(k_write, _WRITE, 4)
+    turned_rows, shift = _taken_off(k_rows)
+    k = seen.rotaries.get(rows_of(turned_rows))
     if k is None or not _belong_together(q, k, k_write, v_write):
         return False
-    k_scale = operands(k_write, _WRITE, 4)[3]
     _, v_rows, slots, v_scale = operands(v_write, _WRITE, 4)
     with graph.inserting_before(max(k_write, v_write)):
         rows = [rotary.emit_rows(graph) for rotary in (q, k)]
-        args = (*rows, v_rows, *q.emit_angles(graph), k_cache, v_cache, slots, k_scale, v_scale)
+        caches = (k_cache, v_cache, slots, k_scale, v_scale)
+        args = (*rows, v_rows, *q.emit_angles(graph), *caches, *shift)
         turned = emit(graph, torch.ops.mtpc.rotate_and_write.default, args, attention)
     attention.replace_input_with(q_rows, turned)
     for write in (k_write, v_write):
         graph.erase_node(write)
     return True
+
+
+def _taken_off(rows: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Rotated keys, and what the write takes off them; () if nothing, or on GPUs.
+
+    Kernels of GPUs take nothing off: there the difference stays an operation of its own.
+    """
+    whole, shift = operands(rows, aten.sub.Tensor, 2)
+    if whole is None or not isinstance(shift, fx.Node) or not rows.meta["val"].is_cpu:
+        return rows, ()
+    return whole, (shift,)
 
 
 def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -> bool:
@@ -103,5 +118,6 @@ def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -
         and all(is_narrow(n) for n in (k.heads, v_rows))
         and all(s is not None for s in (k_scale, v_scale)) | all(map(is_narrow, (k_cache, v_cache)))
         and list(k_rows.users) == [k_write]
+        and len(_taken_off(k_rows)[0].users) == 1
         and len(k.last.users) == 1
     )

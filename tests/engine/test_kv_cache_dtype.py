@@ -34,16 +34,35 @@ def through_codes(rows: torch.Tensor, kind: str) -> torch.Tensor:
     return (read.unflatten(-1, (-1, block)) @ signs).flatten(-2) / block
 
 
-class CodedCache(DynamicCache):
-    """transformers' cache; what its layers attend to went through codes."""
+def key_shift(decoder: Any, layer: int) -> Any:
+    """What a layer's keys have in common: the bias, as the first 4,096 positions turn it on the
+    average. 0 of layers without one."""
+    attention = decoder.layers[layer].self_attn if layer < len(decoder.layers) else None
+    bias = getattr(getattr(attention, "k_proj", None), "bias", None)
+    if bias is None or hasattr(attention, "k_norm"):
+        return 0.0
+    heads = bias.detach().view(-1, 1, attention.head_dim)
+    turned = heads.new_zeros(attention.head_dim) + 1
+    angles = torch.outer(torch.arange(4096).double(), decoder.rotary_emb.inv_freq.double())
+    turned[: 2 * angles.shape[1]] = angles.cos().mean(0).repeat(2)
+    return heads * turned
 
-    def __init__(self, kind: str, layers: frozenset[int], **options: Any):
+
+class CodedCache(DynamicCache):
+    """transformers' cache; what its layers attend to went through codes.
+
+    `shifts` of a layer's keys [H_kv, 1, D] do not.
+    """
+
+    def __init__(self, kind: str, shifts: dict[int, Any], **options: Any):
         super().__init__(**options)
-        self.kind, self.coded = kind, layers
+        self.kind, self.shifts = kind, shifts
 
     def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in self.coded:
-            keys, values = (through_codes(rows, self.kind) for rows in (keys, values))
+        if layer_idx in self.shifts:
+            shift = self.shifts[layer_idx]
+            keys = through_codes(keys - shift, self.kind) + shift
+            values = through_codes(values, self.kind)
         return super().update(keys, values, layer_idx, *args, **kwargs)
 
 
@@ -58,7 +77,8 @@ class CodedOracle(Oracle):
     def hidden(self, ids: list[int]) -> torch.Tensor:
         decoder = self.model.get_decoder()
         config = self.model.config.get_text_config(decoder=True)
-        cache = CodedCache(self.kind, self.layers, config=config)
+        shifts = {layer: key_shift(decoder, layer) for layer in self.layers}
+        cache = CodedCache(self.kind, shifts, config=config)
         out = decoder(input_ids=torch.tensor([ids]), use_cache=True, **{CACHE: cache})
         states: torch.Tensor = out.last_hidden_state
         return states

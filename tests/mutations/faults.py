@@ -818,6 +818,13 @@ FAULTS = (
         _V4,
     ),
     Fault(
+        "codes of keys hold what the bias adds to all of them",
+        "models/caches.py",
+        "            keys = keys - self.k_shift()",
+        "            keys = keys + 0 * self.k_shift()",
+        "engine/test_kv_cache_dtype.py::test_the_theorem_with_pages_of_codes[mimo-int8-3]",
+    ),
+    Fault(
         "one row that becomes several is not selected",
         "passes/select_head_rows.py",
         "return None if is_single and count != 1 else (rows, dim)",

@@ -36,14 +36,15 @@ class Call:
     k_cache: Tensor
     v_cache: Tensor
     slots: Tensor
+    shift: Tensor | None = None
     rows: Tensor | None = None
 
     def run(self, namespace: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The queries and both caches afterwards; the call's own stay."""
         caches = self.k_cache.clone(), self.v_cache.clone()
         rows = (self.q, self.k, self.v)
-        angles = (self.cos, self.sin)
-        q = namespace.rotate_and_write(*rows, *angles, *caches, self.slots, None, None, self.rows)
+        given = (*rows, self.cos, self.sin, *caches, self.slots, None, None)
+        q = namespace.rotate_and_write(*given, self.shift, self.rows)
         return (q, *caches)
 
 
@@ -65,15 +66,20 @@ def make_call(
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("dims", [(16, 16, 16), (24, 8, 10), (128, 64, 128), (6, 2, 40)])
+@pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize("namespace", [OURS, REFERENCE], ids=["kernel", "reference"])
 def test_it_is_what_it_stands_for(
-    namespace: Any, dims: tuple[int, int, int], heads: tuple[int, int]
+    namespace: Any, shifts: bool, dims: tuple[int, int, int], heads: tuple[int, int]
 ) -> None:
-    """Bit for bit the four operators, one after the other."""
+    """Bit for bit the operators, one after the other."""
     call = make_call(7, heads, dims)
     call.slots[2] = -1
     k_cache, v_cache = call.k_cache.clone(), call.v_cache.clone()
-    REFERENCE.write_cache(k_cache, REFERENCE.rotate(call.k, call.cos, call.sin), call.slots, None)
+    keys = REFERENCE.rotate(call.k, call.cos, call.sin)
+    if shifts:
+        call = replace(call, shift=bf16(*keys.shape[1:], seed=6))
+        keys = keys - call.shift
+    REFERENCE.write_cache(k_cache, keys, call.slots, None)
     REFERENCE.write_cache(v_cache, call.v, call.slots, None)
     q = REFERENCE.rotate(call.q, call.cos, call.sin)
     for found, expected in zip(call.run(namespace), (q, k_cache, v_cache), strict=True):
@@ -147,6 +153,7 @@ def test_schema_and_fakes() -> None:
         ("k_cache", lambda x: x[:, :, :1], "of k's and v's heads"),
         ("v_cache", lambda x: x.transpose(2, 3), "of k's and v's heads"),
         ("v_cache", lambda x: x[:9], "of k's and v's heads"),
+        ("shift", lambda _: bf16(2, 15), r"bfloat16 k_shift \[heads, D\]"),
         ("slots", lambda x: x + 100, "beyond the 40 slots"),
         ("slots", lambda x: x[:2], r"slot_mapping \[T\]"),
     ],
@@ -158,7 +165,7 @@ def test_misfits_are_refused(field: str, change: Callable[..., Tensor], message:
     with pytest.raises(RuntimeError, match=message):
         OURS.rotate_and_write(
             *(call.q, call.k, call.v, call.cos, call.sin, call.k_cache, call.v_cache, call.slots),
-            *(None, None),
+            *(None, None, call.shift),
         )
     assert torch.equal(call.k_cache, before[0])
     assert torch.equal(call.v_cache, before[1])

@@ -131,7 +131,7 @@ MTPC_OPERATOR Tensor rotate_and_write(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-    const std::optional<Tensor>& rows) {
+    const std::optional<Tensor>& k_shift, const std::optional<Tensor>& rows) {
   STD_TORCH_CHECK(
       q.dim() == 3 && is_heads(q, q.size(0)) && is_heads(k, q.size(0)) &&
           is_heads(v, q.size(0)) && is_angles(cos, q) && is_angles(sin, q) && is_angles(cos, k) &&
@@ -144,6 +144,13 @@ MTPC_OPERATOR Tensor rotate_and_write(
           slot_mapping.dim() == 1 && slot_mapping.size(0) == q.size(0),
       "mtpc_cpu::rotate_and_write: expected bfloat16 caches [N, P, heads, D] of k's and v's heads, "
       "or such of int8 or float8_e4m3fn with scales, slot_mapping [T]");
+  STD_TORCH_CHECK(
+      !k_shift || (k_shift->dim() == 2 && k_shift->scalar_type() == ScalarType::BFloat16 &&
+                   k_shift->size(0) == k.size(1) && k_shift->size(1) == k.size(2) &&
+                   k_shift->is_contiguous()),
+      "mtpc_cpu::rotate_and_write: expected a contiguous bfloat16 k_shift [heads, D]");
+  const BFloat16* shift =
+      k_shift ? static_cast<const BFloat16*>(k_shift->const_data_ptr()) : nullptr;
   const Tensor q_rows = adjacent_last(q), k_rows = adjacent_last(k), v_rows = adjacent_last(v);
   const Tensor cosines = adjacent_last(cos), sines = adjacent_last(sin);
   const Angles angles{RowStarts(cosines), RowStarts(sines), cos.size(1) / 2};
@@ -164,6 +171,10 @@ MTPC_OPERATOR Tensor rotate_and_write(
     for (int64_t h = 0; h < keys.count; ++h) {
       k_slots.write(slot, h, keys.width, memory, [&](BFloat16* to) {
         angles.turn(t, keys(t, h), to, keys.width);
+        if (shift == nullptr) return;
+        for_steps(keys.width, [&](int64_t i, auto count) {
+          put(to + i, take(to + i, count) - take(shift + h * keys.width + i, count), count);
+        });
       });
     }
     for (int64_t h = 0; h < values.count; ++h) {
