@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from mtpc.program.step_record import StepRecord
 
 T = TypeVar("T")
-_TRIM = "trim-draft-head"
-"""The pass that `draft_vocab` is for; a warm start imports none."""
 
 
 @dataclass(frozen=True)
@@ -369,9 +367,11 @@ class _Road(Generic[T]):
 
 def _untrimmed(records: Iterable[StepRecord]) -> list[str]:
     """A line for `Stats.fallbacks` if all drafts are from the whole vocabulary."""
+    from mtpc.passes.trim_draft_head import TrimDraftHead  # Not above: few starts import a pass.
+
     drafting = [record for record in records if record.step.spec_tokens]
     passed = [each for record in drafting for each in record.history]
-    if not drafting or any(each.rewrites for each in passed if each.name == _TRIM):
+    if not drafting or any(each.rewrites for each in passed if each.name == TrimDraftHead.name):
         return []
     return ["draft_vocab has no effect: the head of this drafter is more than one product"]
 
