@@ -112,8 +112,7 @@ class QuantisedWeight:
             weight is decoded as a whole.
         block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
             where they must be decoded first.
-        is_transposed: whether models have the inputs of a stack before its features. It can only be
-            dequantised then.
+        is_transposed: whether models have the inputs of a stack before its features.
     """
 
     name: str
@@ -142,8 +141,8 @@ class QuantisedWeight:
     @property
     def spec(self) -> GroupSpec | None:
         """What kernels read; None if the weight must be dequantised."""
-        form = None if self.is_transposed else self.form
-        return None if form is None else GroupSpec(form, self.scales)
+        form = self.form
+        return None if form is None else GroupSpec(form, self.scales, turned=self.is_transposed)
 
     @property
     def form(self) -> GroupForm | None:
