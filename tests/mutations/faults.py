@@ -1307,6 +1307,27 @@ FAULTS = (
         "weights/test_gpt_oss.py::test_logits_are_those_of_the_dequantised_weights",
     ),
     Fault(
+        "features of a stack with inputs first are taken as its codes' inputs",
+        "weights/recipes.py",
+        "not (spec.turned and recipe.dim) and",
+        "",
+        "weights/test_float_formats.py::test_a_stack_of_experts_is_what_transformers_makes_of_it",
+    ),
+    Fault(
+        "kernel: gates and ups of gpt-oss's experts change places",
+        f"{KERNELS}/grouped_experts.cpp",
+        "const int gate = 2 * f, up = gate + 1;",
+        "const int up = 2 * f, gate = up + 1;",
+        "weights/test_gpt_oss.py::test_logits_are_near_those_of_the_dequantised_weights",
+    ),
+    Fault(
+        "kernel: every expert has the first one's bias",
+        f"{KERNELS}/grouped_experts.cpp",
+        "biased_->narrow, choice.expert * features + begin, count",
+        "biased_->narrow, begin, count",
+        "cpu/test_biased_experts.py::test_values",
+    ),
+    Fault(
         "parts of inputs lose the factor of their row",
         "weights/grouped_recipes.py",
         "row, each = tensor[..., : form.row_bytes]",
