@@ -16,7 +16,7 @@ from mtpc.weights.grouped import GroupedWeight, GroupForm
 
 load_kernels()
 OURS, REFERENCE = torch.ops.mtpc_cpu, torch.ops.mtpc
-EXPERTS, HIDDEN, INNER = 6, 160, 96
+EXPERTS, HIDDEN, INNER = 6, 288, 96
 GATE = (3.0, 1.7)
 """Limit and alpha."""
 
@@ -77,7 +77,7 @@ def test_values(kind: str) -> None:
     found, wanted = OURS.grouped_biased_experts(**given), exact(kind, given)
     expected = REFERENCE.grouped_biased_experts(**given)
     assert float((found - expected).norm()) <= 2e-3 * float(expected.norm())
-    assert float((found.double() - wanted).norm()) <= 2e-2 * float(wanted.norm()) > 0
+    assert float((found.double() - wanted).norm()) <= 4e-2 * float(wanted.norm()) > 0
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -118,10 +118,10 @@ def test_schemas_and_fakes() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("x", lambda t: t[:, :128], "do not fit 128 inputs"),
+        ("x", lambda t: t[:, :256], "do not fit 256 inputs"),
         ("gate_up", lambda t: t[0], "packed stacks"),
-        ("gate_up_bias", lambda t: t[:, 1:], r"expected biases \[6, 192\] and \[6, 160\]"),
-        ("down_bias", lambda t: t[1:], r"expected biases \[6, 192\] and \[6, 160\]"),
+        ("gate_up_bias", lambda t: t[:, 1:], r"expected biases \[6, 192\] and \[6, 288\]"),
+        ("down_bias", lambda t: t[1:], r"expected biases \[6, 192\] and \[6, 288\]"),
         ("down_scales", lambda t: t[:, :1], "do not fit 96 inputs"),
         ("expert_ids", lambda t: t[:2], "must be"),
     ],
