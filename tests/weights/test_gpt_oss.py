@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import torch
 from helpers import derived
 from helpers.derived import NEW, OPTIONS, PROMPTS
 from helpers.whole_steps import compiler_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import mtpc
 from mtpc.backends.cpu.backend import CpuBackend
+from mtpc.errors import CheckpointError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
 
@@ -153,3 +156,116 @@ def test_text_is_plain_decoding(
     assert [spec.generate(MORE, LONG, **FREE | asked) for asked in ASKED] == plain
     assert not spec.stats.fallbacks
     assert (0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)) == (count > 0)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def file(released: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(released, tmp_path_factory.mktemp("gguf") / "gpt-oss.gguf")
+
+
+def write_gguf(
+    released: tuple[Path, Any], path: Path, is_plain: bool = False, without: str = ""
+) -> Path:
+    """The same model as llama.cpp's converter writes it: gates and ups apart, in its blocks.
+
+    Args:
+        released: the model.
+        path: of the file.
+        is_plain: whether experts are float32 instead.
+        without: the end of names that are left out.
+    """
+    gguf = pytest.importorskip("gguf")
+    directory, model = released
+    writer = gguf.GGUFWriter(path, "gpt-oss")
+    add_sizes(writer, gguf, model.config)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, model.config.num_hidden_layers)
+    for name, tensor in tensors_of(load_file(directory / "model.safetensors"), model, is_plain):
+        target = str(table.get_name(name, (".weight", ".bias")))
+        if without and target.endswith(without):
+            continue
+        kind = gguf.GGMLQuantizationType.MXFP4 if tensor.dtype == torch.uint8 else None
+        writer.add_tensor(target, tensor.contiguous().numpy(), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tensors_of(
+    stored: dict[str, Tensor], model: Any, is_plain: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Names that gguf knows, and float32 tensors or bytes of blocks."""
+    values = dict(model.named_parameters())
+    for name, tensor in stored.items():
+        if name.endswith("_scales"):
+            continue
+        stem, made = re.sub(r"_(blocks|bias)$", "", name), tensor.float()
+        if name.endswith("_blocks"):
+            scales = stored[f"{stem}_scales"]
+            made = values[stem].detach().mT.float() if is_plain else ggml_blocks(tensor, scales)
+        end = ".bias" if name.endswith("_bias") else ".weight"
+        end = "" if name.endswith((".weight", ".bias")) else end
+        if "gate_up_proj" not in name:
+            yield f"{stem}{end}", made
+            continue
+        for turn, part in enumerate(("gate_proj", "up_proj")):
+            yield stem.replace("gate_up_proj", part) + end, made[:, turn::2]
+
+
+def ggml_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Blocks of 17 bytes [E, N, B * 17]: the exponent, then codes j and j + 16 in a byte."""
+    each = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    joined = each[..., :16] | each[..., 16:] << 4
+    return torch.cat((scales[..., None], joined), -1).flatten(-2)
+
+
+def add_sizes(writer: Any, gguf: Any, config: Any) -> None:
+    """The metadata that llama.cpp's converter writes."""
+    rope = config.rope_parameters
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_logits_of_a_gguf_file(is_plain: bool, released: tuple[Path, Any], tmp_path: Path) -> None:
+    """Dequantised, or written as plain numbers: names, values and the config are right."""
+    path = write_gguf(released, tmp_path / "gpt-oss.gguf", is_plain)
+    loaded = load(path, "float64", needs_mtp=False)
+    assert loaded.checkpoint is not None
+    assert (loaded.checkpoint.notes == ()) == is_plain
+    for text, found in zip(PROMPTS, derived.stepped_logits(loaded, PROMPTS), strict=True):
+        with torch.no_grad():
+            wanted = released[1](input_ids=torch.tensor([text]), use_cache=False).logits[0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def test_a_gguf_file_without_ups_is_refused(released: tuple[Path, Any], tmp_path: Path) -> None:
+    path = write_gguf(released, tmp_path / "gpt-oss.gguf", without="ffn_up_exps.bias")
+    with pytest.raises(CheckpointError, match=r"up_proj_bias is missing beside .*gate_proj_bias"):
+        load(path, None, needs_mtp=False)
+
+
+def test_text_of_a_gguf_file(file: Path, plain: list[Any]) -> None:
+    """The same codes are kept, so text is that of the released files."""
+    spec = mtpc.compile(file, draft="copy", spec_tokens=3, batch_buckets=(4,), **CPU)
+    assert [spec.generate(MORE, LONG, **FREE | asked) for asked in ASKED] == plain
+    assert not spec.stats.fallbacks

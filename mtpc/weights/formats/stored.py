@@ -113,6 +113,7 @@ class QuantisedWeight:
         block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
             where they must be decoded first.
         is_transposed: whether models have the inputs of a stack before its features.
+        is_plain: whether the tensors are plain numbers, which are put together. No note counts it.
     """
 
     name: str
@@ -131,6 +132,7 @@ class QuantisedWeight:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     block: Block | None = None
     is_transposed: bool = False
+    is_plain: bool = False
 
     @property
     def own_shape(self) -> tuple[int, ...]:
