@@ -286,7 +286,7 @@ class RankModel:
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
         stored, scheme = stored_weights(self.loaded), self.plan.quantize
-        specs = stored.specs if stored else {}
+        specs = {n: s for n, s in (stored.specs if stored else {}).items() if not s.turned}
         tables = self.loaded.tables
         for name, tensor in self.loaded.weights().items():
             spec = specs.get(name) or spec_by_scheme(

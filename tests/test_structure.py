@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 15230,
+    "backends": 15270,
     "capture": 1290,
     "certificate": 1550,
     "cli": 5070,
@@ -252,15 +252,15 @@ LINES = {
     "host": 520,
     "integrations": 5150,
     "layout": 1210,
-    "models": 9540,
-    "ops": 2690,
-    "passes": 2560,
+    "models": 9590,
+    "ops": 2800,
+    "passes": 2590,
     "program": 5020,
     "server": 4420,
     "step": 2010,
     "store": 1010,
     "tuning": 1820,
-    "weights": 8730,
+    "weights": 8850,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

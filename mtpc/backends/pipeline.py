@@ -15,6 +15,7 @@ from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.gpu.passes.lower_choices import LowerChoices
 from mtpc.backends.gpu.passes.merge_projections import MergeProjections
 from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+from mtpc.backends.spell_experts import SpellExperts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
 from mtpc.passes.absorb_latent import AbsorbLatent
@@ -59,6 +60,7 @@ def full_pipeline(
         QuantiseDraft(),
         PackBlocks(plan.quantize),
         PackGroups(plan.quantize),
+        SpellExperts(),
         MergeProjections(),
         PackWeights(),
         FuseCacheWrite(),

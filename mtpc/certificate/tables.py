@@ -47,6 +47,7 @@ packed_linear_max: x; packed_gated_linear: x; float32_linear: x; grouped_linear:
 grouped_linear_max: x; grouped_gated_linear: x; linear_chain: x residual; all_reduce: part
 packed_experts: x expert_ids expert_weights; experts: x expert_ids expert_weights; group_topk: x
 grouped_experts: x expert_ids expert_weights; relu2_experts: x expert_ids expert_weights
+grouped_biased_experts: x expert_ids expert_weights; biased_experts: x expert_ids expert_weights
 batch_invariant_linear: x; draft_entry: left right; vocab_max: logits; clear_idle_rows: x
 sum_ranks: part; vocab_embedding: ids / 0; rotate: x cos sin / -1; packed_head_linear: x / -1
 grouped_embedding: ids / 0; slot_attention: query fresh sees_ring entry_counts / -1

@@ -24,7 +24,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from mtpc.errors import UnsupportedModelError
 from mtpc.models.caches import LayerCache
 from mtpc.models.family import Canonical
-from mtpc.ops.experts import experts, relu2_experts, squared_relu, swiglu
+from mtpc.ops.experts import (
+    biased_experts,
+    clamped_swiglu,
+    experts,
+    relu2_experts,
+    squared_relu,
+    swiglu,
+)
 from mtpc.step.records import Metadata
 
 SEAM_NAME = "mtpc"
@@ -115,6 +122,9 @@ def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor)
     gate = getattr(module, "mtpc_gate", None)
     if isinstance(gate, Gate):
         return experts(x, module.gate_up_proj, module.down_proj, *chosen, *gate)
+    if isinstance(gate, ClampedGate):
+        wide = (module.gate_up_proj, module.gate_up_proj_bias)
+        return biased_experts(x, *wide, module.down_proj, module.down_proj_bias, *chosen, *gate)
     if gate == _SQUARED:
         return relu2_experts(x, module.up_proj, module.down_proj, *chosen)
     return _each_expert(module, x, *chosen)
@@ -156,31 +166,63 @@ class Gate(NamedTuple):
     gelu: bool = False
 
 
+class ClampedGate(NamedTuple):
+    """The same of experts with biases: the last arguments of `mtpc::biased_experts`, in order.
+
+    Attributes:
+        limit: bounds gate from above, and up on both sides.
+        alpha: of the gate's sigmoid.
+    """
+
+    limit: float
+    alpha: float
+
+
 _SQUARED = "relu2"
 LIMITS = ("limit", "swiglu_limit")
 """transformers' names of the limit in modules of experts."""
 
 
-def gate_of(module: Any) -> Gate | str | None:
+def gate_of(module: Any) -> Gate | ClampedGate | str | None:
     """How mtpc's operators compute a module of experts; None: as its class does, one by one.
 
     The module's own activation is compared with the operators', value by value.
     """
     is_plain = getattr(module, "is_concatenated", True)
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
-    if not is_plain or any(getattr(module, name, False) for name in others):
+    has = tuple(bool(getattr(module, name, False)) for name in others)
+    if not is_plain and has == (True, True, False):
+        return _clamped_gate(module)
+    if not is_plain or any(has):
         return None
     rows = torch.linspace(-30, 30, 4096, dtype=torch.float64, device="cpu").view(16, -1)
     with torch.no_grad():
         if not getattr(module, "has_gate", True):
             is_squared = torch.equal(module.act_fn(rows), squared_relu(rows))
             return _SQUARED if is_squared else None
-        rows = rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)
+        rows = _shuffled(rows)
         found = module._apply_gate(rows)
     limits = [float(getattr(module, name)) for name in LIMITS if getattr(module, name, None)]
     gates = [Gate(*each) for each in product((0.0, *limits), (False, True), (False, True))]
     fits = (g for g in gates if torch.allclose(swiglu(rows, *g), found, 1e-12, 1e-12))
     return next(fits, None)
+
+
+def _clamped_gate(module: Any) -> ClampedGate | None:
+    """The gate of experts with biases whose gate and up features come in turns."""
+    values = [getattr(module, name, None) for name in ClampedGate._fields]
+    if not all(values) or not getattr(module, "has_gate", True):
+        return None
+    gate = ClampedGate(*(float(value) for value in values if value))
+    rows = _shuffled(torch.linspace(-30, 30, 4096, dtype=torch.float64, device="cpu").view(16, -1))
+    with torch.no_grad():
+        found = module._apply_gate(rows)
+    return gate if torch.allclose(clamped_swiglu(rows, *gate), found, 1e-12, 1e-12) else None
+
+
+def _shuffled(rows: Tensor) -> Tensor:
+    """The 4096 numbers of rows in another order."""
+    return rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)
 
 
 def register_seams() -> None:

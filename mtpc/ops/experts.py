@@ -42,27 +42,26 @@ def experts(
         [T, H], dtype of x.
     """
 
-    def activate(rows: Tensor) -> Tensor:
-        return swiglu(rows, limit, limit_input, gelu)
+    def run(expert: int) -> Tensor:
+        active = swiglu(F.linear(x, gate_up[expert]), limit, limit_input, gelu)
+        return F.linear(active, down[expert])
 
-    return _weighted_sum(x, gate_up, down, expert_ids, expert_weights, activate)
+    return _weighted_sum(x, down.shape[0], expert_ids, expert_weights, run)
 
 
 def _weighted_sum(
     x: Tensor,
-    first: Tensor,
-    down: Tensor,
+    count: int,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    activate: Callable[[Tensor], Tensor],
+    run: Callable[[int], Tensor],
 ) -> Tensor:
-    """The chosen experts' down(activate(first(x))), in index order."""
+    """The weighted sum of the chosen experts' results, each of all rows, in index order."""
     out = x.new_zeros(x.shape)
-    for expert in range(first.shape[0]):
+    for expert in range(count):
         chosen = expert_ids == expert
         weight = (expert_weights * chosen).sum(1, keepdim=True).to(x.dtype)
-        rows = F.linear(activate(F.linear(x, first[expert])), down[expert]) * weight
-        out = torch.where(chosen.any(1, keepdim=True), out + rows, out)
+        out = torch.where(chosen.any(1, keepdim=True), out + run(expert) * weight, out)
     return out
 
 
@@ -82,7 +81,63 @@ def relu2_experts(
     Returns:
         [T, H], dtype of x.
     """
-    return _weighted_sum(x, up, down, expert_ids, expert_weights, squared_relu)
+
+    def run(expert: int) -> Tensor:
+        return F.linear(squared_relu(F.linear(x, up[expert])), down[expert])
+
+    return _weighted_sum(x, down.shape[0], expert_ids, expert_weights, run)
+
+
+def spelled_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
+    """`biased_experts` in PyTorch's own operators, for steps that no kernel of it serves."""
+
+    def run(expert: int) -> Tensor:
+        both = F.linear(x, gate_up[expert].T, gate_up_bias[expert])
+        return F.linear(clamped_swiglu(both, limit, alpha), down[expert].T, down_bias[expert])
+
+    return _weighted_sum(x, down.shape[0], expert_ids, expert_weights, run)
+
+
+@operator(Traits("row", "sums", rows=_ROWS))
+def biased_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
+    """`experts` as gpt-oss has them: with biases, and stacks with inputs before features.
+
+    Args:
+        x: [T, H].
+        gate_up: [E, H, 2I], the features of gate and up in turns.
+        gate_up_bias: [E, 2I], in the same order.
+        down: [E, I, H].
+        down_bias: [E, H].
+        expert_ids: int64 [T, k], distinct per row. An id outside of [0, E) chooses nothing.
+        expert_weights: [T, k].
+        limit: bounds gate from above and up on both sides.
+        alpha: of the activation; see `clamped_swiglu`.
+
+    Returns:
+        [T, H], dtype of x.
+    """
+    weights = (gate_up, gate_up_bias, down, down_bias)
+    return spelled_experts(x, *weights, expert_ids, expert_weights, limit, alpha)
 
 
 def sum_experts(
@@ -124,10 +179,17 @@ def swiglu(gate_up: Tensor, limit: float, limit_input: bool, gelu: bool = False)
     return gate * up
 
 
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) gate sigmoid(alpha gate) of [..., 2I] in turns, bounded as `biased_experts` says."""
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 def squared_relu(rows: Tensor) -> Tensor:
     """relu(rows)^2, the activation of `relu2_experts`."""
     return rows.relu().square()
 
 
 relu2_experts.register_fake(as_first)
+biased_experts.register_fake(as_first)
 experts.register_fake(as_first)

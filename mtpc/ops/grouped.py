@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.ops.experts import sum_experts, swiglu
+from mtpc.ops.experts import clamped_swiglu, sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.ops.traits import Traits, as_first, operator
@@ -246,3 +246,52 @@ def grouped_experts(
 
 
 grouped_experts.register_fake(as_first)
+
+
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
+def grouped_biased_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    limit: float,
+    alpha: float,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """`mtpc::biased_experts` with the products of `mtpc::grouped_linear`, in float32 between them.
+
+    Args:
+        x: floating point [T, H].
+        gate_up: codes of a packed stack [E, 2I, H], as `grouped_experts` has them, the features of
+            gate and up in turns; I is a multiple of 32.
+        gate_up_scales: as there.
+        gate_up_bias: floating point [E, 2I], in the same order.
+        down: codes of a packed stack [E, H, I].
+        down_scales: as there.
+        down_bias: floating point [E, H].
+        expert_ids: int64 [T, k], distinct per row.
+        expert_weights: [T, k].
+        limit: as in `mtpc::biased_experts`.
+        alpha: as there.
+        rows: as in `packed_linear`; a row that is not in use chooses no expert.
+
+    Returns:
+        [T, H], of x's dtype.
+    """
+    wide, narrow = gate_up_bias.shape[1], x.shape[1]
+
+    def run(e: int, numbers: Tensor) -> Tensor:
+        of_wide = (gate_up[e], gate_up_scales[e], None, wide, gate_up_bias[e])
+        active = clamped_swiglu(grouped_linear(numbers, *of_wide), limit, alpha)
+        return grouped_linear(active, down[e], down_scales[e], None, narrow, down_bias[e])
+
+    out = sum_experts(x, down.shape[0], expert_ids, expert_weights, run)
+    return keep_rows(out.to(x.dtype), rows)
+
+
+grouped_biased_experts.register_fake(as_first)

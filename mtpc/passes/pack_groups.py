@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import OptionError
-from mtpc.passes.base import Policy, emit, emit_named, is_call, is_narrow, tidy
+from mtpc.passes.base import Policy, emit, emit_named, is_call, is_narrow, sweep, tidy
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -43,7 +43,8 @@ class PackBlocks:
     Such weights have codes of 5 or 6 bits, codes that are places in a table, or scales of
     super-blocks, as GGUF's types have them. Without this pass, pack-groups widens their codes to 4
     or 8 bits and their scales to floats. Embeddings whose checkpoint stores codes are read by row,
-    and stay codes as well. On by default on backends with kernels for them (cpu).
+    and stay codes as well; so do experts with biases, as gpt-oss has them. On by default on
+    backends with kernels for them (cpu).
 
     Attributes:
         scheme: as `PackGroups` has it.
@@ -55,10 +56,11 @@ class PackBlocks:
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            found = graph.weights.spec(name) or _by_scheme(graph, self.scheme, name, weight)
+            found = _spec_of(graph, self.scheme, name, weight)
             return None if found is None or found == found.widened() else found
 
-        return _place_embeddings(graph) + place_groups(graph, spec, "grouped")
+        placed = _place_embeddings(graph) + _place_biased_experts(graph)
+        return placed + place_groups(graph, spec, "grouped")
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,16 @@ class PackGroups:
 
     def apply(self, graph: StepGraph) -> int:
         def spec(call: fx.Node, name: str, weight: Tensor) -> GroupSpec | None:
-            found = graph.weights.spec(name) or _by_scheme(graph, self.scheme, name, weight)
+            found = _spec_of(graph, self.scheme, name, weight)
             return found and found.widened()
 
         return place_groups(graph, spec, "grouped")
+
+
+def _spec_of(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupSpec | None:
+    """The spec of a weight with inputs last: as it is stored, or by a scheme; None: it is plain."""
+    found = graph.weights.spec(name) or _by_scheme(graph, scheme, name, weight)
+    return None if found is None or found.turned else found
 
 
 def _by_scheme(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupSpec | None:
@@ -157,16 +165,39 @@ def _place_embeddings(graph: StepGraph) -> int:
     return tidy(graph, len(found))
 
 
+def _place_biased_experts(graph: StepGraph) -> int:
+    """Replace experts with biases whose checkpoint stores codes; returns how many."""
+    found = []
+    for node in graph.graph.nodes:
+        if not is_call(node, torch.ops.mtpc.biased_experts.default):
+            continue
+        operands = [arguments(node)[name] for name in EXPERT_WEIGHTS]
+        if all(weight_of(graph, operand) is not None for operand in operands):
+            all_specs = (graph.weights.spec(str(operand.target)) for operand in operands)
+            specs = [s for s in all_specs if s and s.turned and "zeros" not in s.pieces]
+            if len(specs) == len(operands):
+                found.append((node, specs))
+    for node, specs in found:
+        with graph.graph.inserting_before(node):
+            target = torch.ops.mtpc.grouped_biased_experts.default
+            node.replace_all_uses_with(_grouped_experts(graph, node, specs, "grouped", target))
+    return sweep(graph, len(found))
+
+
 def _grouped_linear(group: LinearGroup, spec: GroupSpec, stem: str) -> fx.Node:
     bias, pieces = group.bias(), joined_pieces(group.graph, group.weights, spec, stem)
     return group.emit(torch.ops.mtpc.grouped_linear.default, *pieces, group.features, *bias)
 
 
 def _grouped_experts(
-    graph: StepGraph, node: fx.Node, specs: tuple[GroupSpec, ...], stem: str
+    graph: StepGraph,
+    node: fx.Node,
+    specs: Sequence[GroupSpec],
+    stem: str,
+    target: Any = torch.ops.mtpc.grouped_experts.default,
 ) -> fx.Node:
     values: dict[str, Any] = arguments(node)
     for name, spec in zip(EXPERT_WEIGHTS, specs, strict=True):
         pieces = joined_pieces(graph, [values[name]], spec, stem)
         values[name], values[f"{name}_scales"], values[f"{name}_zeros"] = pieces
-    return emit_named(graph.graph, torch.ops.mtpc.grouped_experts.default, values, node)
+    return emit_named(graph.graph, target, values, node)

@@ -25,6 +25,7 @@ from mtpc.layout import Layout
 from mtpc.layout.buffers import N
 from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
+from mtpc.passes.pack_groups import PackBlocks
 from mtpc.plan import Plan
 from mtpc.program.processes import free_bytes
 from mtpc.program.program import HostNeed, buffer_bytes
@@ -238,11 +239,13 @@ def _copies(compiler: StepCompiler) -> int:
     """Bytes of the weights that are packed, or made of several stored ones."""
     loaded, share, total = compiler.loaded, compiler.share, 0
     headers, tables = loaded.headers, loaded.tables
+    keeps_turned = PackBlocks.name in {*compiler.backend.enables} - {*compiler.plan.disabled_passes}
     for name, tensor in loaded.weights().items():
         is_table = id(tensor) in tables
         is_joined = headers is not None and headers.origin(tensor) is None
         scheme = compiler.plan.quantize
         spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
+        spec = None if spec is not None and spec.turned and not keeps_turned else spec
         held = tensor.numel() if share is None else share.held(name, tensor)
         if spec is not None and not is_table:
             total += spec.nbytes(held)

@@ -100,7 +100,8 @@ class Checkpoint(CheckpointFiles):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that tell a user how the weights are read."""
-        known, notes = self._quantised, list[str]()
+        known = {name: weight for name, weight in self._quantised.items() if not weight.is_plain}
+        notes = list[str]()
         if self.dequantised:
             kinds = _counted(known[self._whole(name)].layout for name in self.dequantised)
             notes.append(
@@ -162,7 +163,8 @@ class Checkpoint(CheckpointFiles):
         A quantised weight is dequantised to a new tensor at each call, and a part of a fused one is
         copied.
         """
-        if self._whole(name) in self._quantised:
+        weight = self._quantised.get(self._whole(name))
+        if weight is not None and not weight.is_plain:
             self.dequantised.add(name)
         return self.peek(name)
 

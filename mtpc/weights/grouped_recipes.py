@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, TypeAlias
+from operator import index
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,11 +59,13 @@ class GroupSpec:
         scales: torch's name of the dtype of the scales.
         by_largest: whether `quantise` takes the scale that maps a group's largest magnitude to the
             largest code. That is twenty times as fast as the search for a better scale.
+        turned: whether models have the inputs of a stack before its features. Codes have them last.
     """
 
     form: GroupForm
     scales: str
     by_largest: bool = False
+    turned: bool = False
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -92,6 +95,25 @@ class GroupSpec:
         if form.has_zeros:
             return codes + scales + count // form.group
         return codes + scales * (len(self.pieces) - 1)
+
+    def to_list(self) -> list[Any]:
+        """What `from_list` reads, as JSON has it; flags after the last that is set are left out."""
+        form, flags = (
+            self.form,
+            [self.by_largest, True] if self.turned else [True] * self.by_largest,
+        )
+        return [form.kind, form.group, form.has_zeros, form.has_mins, self.scales, *flags]
+
+    @classmethod
+    def from_list(cls, said: Sequence[Any]) -> GroupSpec:
+        """The spec of `to_list`.
+
+        Raises:
+            Exception: of any kind, if it is something else.
+        """
+        kind, group, has_zeros, has_mins, scales, *flags = said
+        form = GroupForm.of(kind, index(group), scales, bool(has_zeros), bool(has_mins))
+        return cls(form, scales, *map(bool, flags))
 
     def __str__(self) -> str:
         zeros = ", zeros" if self.form.has_zeros else ", minima" if self.form.has_mins else ""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mtpc.weights import packing
-from mtpc.weights.grouped import GroupForm
 from mtpc.weights.grouped_recipes import (
     GroupedRows,
     GroupSpec,
@@ -284,6 +283,8 @@ def allocate(
     """
     if isinstance(recipe, Grouped):
         shape, _ = shape_of(recipe.part, tensor_of)
+        if recipe.spec.turned:
+            shape[-2:] = reversed(shape[-2:])
         return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
     whole = recipe.part if isinstance(recipe, Packed) else recipe
     shape, dtype = shape_of(whole, tensor_of)
@@ -326,7 +327,8 @@ def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
     found = {spec_of(part, specs) for part in parts_of(recipe)}
     spec = found.pop() if len(found) == 1 else None
     if isinstance(recipe, Rows) and spec is not None:
-        return spec if part_spec(recipe, spec).form.is_packable else None
+        fits = not (spec.turned and recipe.dim) and part_spec(recipe, spec).form.is_packable
+        return spec if fits else None
     return spec if isinstance(recipe, (Join, Cast)) else None
 
 
@@ -441,9 +443,7 @@ def to_json(recipe: Recipe) -> Any:
         return {"rows": [[list(run) for run in recipe.runs], part, *other]}
     if isinstance(recipe, Blocks):
         return {"blocks": [[recipe.count, recipe.start, recipe.stop, recipe.transposed], part]}
-    form, by_largest = recipe.spec.form, recipe.spec.by_largest
-    says = [recipe.piece, form.kind, form.group, form.has_zeros, form.has_mins, recipe.spec.scales]
-    return {"grouped": [says + [True] * by_largest, part]}
+    return {"grouped": [[recipe.piece, *recipe.spec.to_list()], part]}
 
 
 def from_json(value: Any) -> Recipe:
@@ -470,11 +470,10 @@ def from_json(value: Any) -> Recipe:
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
     if op == "grouped":
-        (piece, kind, group, has_zeros, has_mins, scales, *by_largest), part = parts
+        (piece, *said), part = parts
         if piece not in get_args(Piece):
             raise ValueError(f"a grouped weight has no {piece!r}")
-        form = GroupForm.of(kind, index(group), scales, bool(has_zeros), bool(has_mins))
-        return Grouped(piece, GroupSpec(form, scales, *map(bool, by_largest)), from_json(part))
+        return Grouped(piece, GroupSpec.from_list(said), from_json(part))
     if op not in ("cat", "cat_rows", "stack") or not isinstance(parts, list):
         raise ValueError(f"a recipe has the operation {op!r} of {type(parts).__name__}")
     return Join(op, tuple(map(from_json, parts)))

@@ -21,7 +21,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.models.derived import derive
 from mtpc.models.observe import _window as window_of
 from mtpc.models.observe import observe
-from mtpc.models.seams import Gate, gate_of
+from mtpc.models.seams import ClampedGate, Gate, gate_of
 
 BY_DEFAULT = (
     "Gemma3ForCausalLM",
@@ -73,11 +73,11 @@ def test_what_a_class_keeps() -> None:
         ("GemmaForCausalLM", Gate(gelu=True)),
         ("Qwen3MoeForCausalLM", Gate()),
         ("HYV4ForCausalLM", Gate(10.0, limit_input=True)),
-        ("GptOssForCausalLM", None),
+        ("GptOssForCausalLM", ClampedGate(7.0, 1.702)),
         ("AriaTextForCausalLM", None),
     ],
 )
-def test_gates_of_experts(name: str, expected: Gate | None) -> None:
+def test_gates_of_experts(name: str, expected: Gate | ClampedGate | None) -> None:
     """By the values of the class's own activation, whatever its attributes are called."""
     model = derived.tiny_model(name)
     experts = [m for m in model.modules() if getattr(type(m), "_apply_gate", None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mtpc.errors import CheckpointError
+from mtpc.weights import recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.formats.nvfp4 import decode
 from mtpc.weights.grouped import GroupedWeight, GroupForm
-from mtpc.weights.recipes import Grouped
+from mtpc.weights.grouped_recipes import GroupSpec
+from mtpc.weights.recipes import Grouped, Rows
 from mtpc.weights.stored import StoredWeights
 
 OSS = mxfp4("weight_blocks", "weight_scales", MXFP4)
@@ -109,7 +112,7 @@ def test_what_is_broken_is_named(stored: Tensors, says: Any, message: str, tmp_p
 
 
 def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """gpt-oss's layout: inputs are before outputs in the model. No kernel reads such codes."""
+    """gpt-oss's layout: inputs are before outputs in the model, and after them in codes."""
     experts, name = 3, "model.layers.0.mlp.experts.gate_up_proj"
     stored = {
         f"{name}_blocks": torch.randint(0, 256, (experts, N, K // 32, 16), dtype=torch.uint8),
@@ -122,7 +125,17 @@ def test_a_stack_of_experts_is_what_transformers_makes_of_it(tmp_path: Path) -> 
     wanted = convert_moe_packed_tensors(*stored.values())
     assert torch.equal(checkpoint.tensor(name), wanted)
     assert checkpoint.meta_tensor(name).shape == wanted.shape
-    assert checkpoint.specs == {}
+    spec = checkpoint.specs[name]
+    assert spec == GroupSpec(GroupForm("e2m1", 32), "uint8", turned=True)
+    assert torch.equal(checkpoint.grouped(name).whole().dequantise().mT.bfloat16(), wanted)
+    recipe, held = Grouped("codes", spec, name), StoredWeights(checkpoint, {name: name})
+    packed = held.make(recipe)
+    memory = recipes.allocate(recipe, checkpoint.meta_tensor)
+    assert (memory.shape, memory.dtype) == (packed[recipe].shape, packed[recipe].dtype)
+    assert recipes.from_json(recipes.to_json(recipe)) == recipe
+    part = Rows(((1, 3),), name)
+    assert recipes.spec_of(part, checkpoint.specs) == spec
+    assert recipes.spec_of(replace(part, dim=1), checkpoint.specs) is None
 
 
 @pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])

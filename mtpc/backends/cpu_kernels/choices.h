@@ -86,6 +86,16 @@ A swiglu(A gate, A up, Limit limit) {
   return (limit.value > 0 && !limit.of_input ? std::min(gate, most) : gate) * up;
 }
 
+/// (up + 1) gate sigmoid(alpha gate); the limit bounds gate from above, and up on both sides.
+struct ClampedGate {
+  float limit, alpha;
+
+  float operator()(float gate, float up) const {
+    gate = std::min(gate, limit);
+    return (std::clamp(up, -limit, limit) + 1) * (gate / (1 + std::exp(-alpha * gate)));
+  }
+};
+
 /// `swiglu` of so many rows, for 32 features. gates(body) and ups(body) call body(row, its 32
 /// sums) for each row; rows of `out` are `stride` apart.
 template <class T, class Gates, class Ups>

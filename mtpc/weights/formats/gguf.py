@@ -25,6 +25,8 @@ from mtpc.weights.grouped_recipes import GroupSpec
 LEAVES: tuple[str, ...] = ()
 IGNORED: tuple[str, ...] = ()
 _K_B, _V_B = ".k_b_proj.weight", ".v_b_proj.weight"
+_GATES, _UPS, _DOWN = (f".experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+"""Stacks of gpt-oss, whose class has gates and ups in turns."""
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
@@ -38,6 +40,12 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
             )
         if name.endswith(_K_B):
             found.append(_latent(tensors, name, stored))
+        elif name.endswith((_GATES, f"{_GATES}_bias")):
+            found.append(_in_turns(tensors, name, stored))
+        elif name.endswith(_DOWN):
+            found.append(_turned(name, stored, {"codes": name}))
+        elif name.endswith((_UPS, f"{_UPS}_bias")):
+            continue
         elif stored.block.kind is not None and not name.endswith(_V_B):
             is_stack = len(stored.shape) == 3
             found.append(_stack(name, stored) if is_stack else _weight(name, stored))
@@ -108,6 +116,71 @@ def _stack(name: str, stored: GgufTensor) -> QuantisedWeight:
     return _as_values(
         name, stored.shape, layout, {"codes": name}, lambda raw: _plain(raw["codes"], stored)
     )
+
+
+def _in_turns(tensors: Tensors, name: str, gates: GgufTensor) -> QuantisedWeight:
+    """gate_up of a stack of gates [E, I, K] and one of ups, or of their biases [E, I].
+
+    Raises:
+        CheckpointError: the ups are missing, or others than the gates.
+    """
+    other, joint = name.replace(_GATES, _UPS), name.replace(_GATES, ".experts.gate_up_proj")
+    ups = tensors.get(other)
+    is_alike = isinstance(ups, GgufTensor) and (ups.shape, ups.block) == (gates.shape, gates.block)
+    if not is_alike:
+        raise CheckpointError(
+            f"{other} is {ups or 'missing'} beside {name}, {gates}; expected the same form"
+        )
+    parts = {"codes": name, "ups": other}
+    if len(gates.shape) == 3:
+        return _turned(joint, gates, parts)
+
+    def both(raw: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([_plain(raw[role], gates) for role in parts], -1).flatten(1)
+
+    shape = (gates.shape[0], 2 * gates.shape[1])
+    made = _as_values(joint, shape, gates.block.name, parts, both)
+    return replace(made, is_plain=gates.block.kind is None)
+
+
+def _turned(name: str, stored: GgufTensor, parts: Mapping[str, str]) -> QuantisedWeight:
+    """A stack that models have with inputs first, of a stored one, or the rows of two in turns."""
+    (experts, features, inputs), block = stored.shape, stored.block
+    shape = (experts, len(parts) * features, inputs)
+
+    def values(raw: Mapping[str, Tensor]) -> Tensor:
+        return _rows_in_turns([_plain(raw[role], stored) for role in parts]).mT
+
+    def decode(raw: Mapping[str, Tensor]) -> Decoded:
+        rows = [
+            raw[role].view(-1, features, inputs // block.inputs * block.nbytes) for role in parts
+        ]
+        weight = BlockRows(block, _rows_in_turns(rows)).decoded()
+        return Decoded(weight.codes, weight.scales, weight.zeros)
+
+    if block.kind is None:
+        own_shape = (experts, inputs, shape[1])
+        return replace(_as_values(name, own_shape, block.name, parts, values), is_plain=True)
+    return QuantisedWeight(
+        name,
+        shape,
+        f"{block.name}, rounded to {BITS[block.kind]} bits" if block.is_rounded else block.name,
+        block.kind,
+        Grid(1, block.group),
+        False,
+        parts,
+        decode,
+        block.scales,
+        has_mins=block.has_mins,
+        is_rounded=block.is_rounded,
+        rows=dict.fromkeys(parts, (0, 1)),
+        is_transposed=True,
+    )
+
+
+def _rows_in_turns(stacks: list[Tensor]) -> Tensor:
+    """[E, N, K] of each -> [E, parts * N, K], a row of each in turn."""
+    return torch.stack(stacks, 2).flatten(1, 2)
 
 
 def _latent(tensors: Tensors, name: str, keys: GgufTensor) -> QuantisedWeight:

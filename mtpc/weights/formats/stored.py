@@ -112,8 +112,8 @@ class QuantisedWeight:
             weight is decoded as a whole.
         block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
             where they must be decoded first.
-        is_transposed: whether models have the inputs of a stack before its features. It can only be
-            dequantised then.
+        is_transposed: whether models have the inputs of a stack before its features.
+        is_plain: whether the tensors are plain numbers, which are put together. No note counts it.
     """
 
     name: str
@@ -132,6 +132,7 @@ class QuantisedWeight:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     block: Block | None = None
     is_transposed: bool = False
+    is_plain: bool = False
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -142,8 +143,8 @@ class QuantisedWeight:
     @property
     def spec(self) -> GroupSpec | None:
         """What kernels read; None if the weight must be dequantised."""
-        form = None if self.is_transposed else self.form
-        return None if form is None else GroupSpec(form, self.scales)
+        form = self.form
+        return None if form is None else GroupSpec(form, self.scales, turned=self.is_transposed)
 
     @property
     def form(self) -> GroupForm | None:

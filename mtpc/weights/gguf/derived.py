@@ -120,6 +120,21 @@ def _mixtral(of: Metadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(of: Metadata) -> dict[str, Any]:
+    found = dense(of, "expert_count", _WINDOW)
+    found["rope_parameters"] |= {"truncate": False}  # Of the model; files do not say it.
+    return {
+        **found,
+        "model_type": "gpt_oss",
+        "intermediate_size": of.size("expert_feed_forward_length"),
+        "num_local_experts": of.size("expert_count"),
+        "num_experts_per_tok": of.size("expert_used_count"),
+        "sliding_window": of.size(_WINDOW),
+        "layer_types": layer_kinds(of, 2),
+        "attention_bias": of.has(0, "attn_q.bias"),
+    }
+
+
 def _plus_one(of: Metadata) -> Mapping[str, Change]:
     return dict.fromkeys((*names.NORMS, "post_ffw_norm"), Change("plus_one"))
 
@@ -228,6 +243,18 @@ DERIVED: Mapping[str, Family] = {
         architecture="SeedOssForCausalLM",
         modules={**names.ATTENTION, **names.POST_NORM, **names.DENSE},
         config=_named("seed_oss", attention_out_bias=lambda of: of.has(0, "attn_output.bias")),
+    ),
+    "gpt-oss": Family(
+        architecture="GptOssForCausalLM",
+        modules={
+            **names.ATTENTION,
+            **names.POST_NORM,
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        config=_gpt_oss,
+        stacked="mlp.experts.",
+        stack_ends={"weight": "", "bias": "_bias"},
     ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",

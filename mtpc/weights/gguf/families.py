@@ -71,15 +71,19 @@ def _name(
     prefix = family.mtp_prefix(metadata.layers, index) if is_mtp else f"model.layers.{layer}."
     block = prefix + (family.mtp_block if is_mtp else "")
     stack = family.projections.get(leaf)
+    if stack is not None and family.stacked and match["end"]:
+        end = family.stack_ends[match["end"]]
+        file.add(f"{block}{family.stacked}{stack}{end}", source, Change())
+        return
     if stack is not None and not family.stacked:
         file.add_stack(f"{block}{family.experts.format('{}', stack)}.weight", source)
         return
-    module = family.modules.get(leaf) if stack is None else f"{family.stacked}{stack}"
+    module = family.modules.get(leaf)
     joint = family.mtp_modules.get(leaf) if is_mtp else None
     name = f"{block}{module}" if joint is None else f"{prefix}{joint}"
     last = name.rpartition(".")[2]
     is_whole = last in ("A_log", "dt_bias", "e_score_correction_bias", "attention_sink_bias",
-                        "router_bias")  # fmt: skip
+                        "router_bias", "sinks")  # fmt: skip
     if (joint is None and module is None) or not (is_whole or match["end"]):
         raise _unknown(file, source, metadata)
     shape = family.shapes.get(leaf, lambda sizes: sizes)(file.header.tensors[source].shape)

@@ -26,6 +26,7 @@ class Family:
         mtp_modules: leaf -> module of an MTP layer, for modules that only it has or names
             otherwise.
         stacked: prefix of experts that transformers also stores as stacks; "" if one by one.
+        stack_ends: ends of their names in the file -> those in transformers.
         experts: of experts one by one: {} stands for the number, and for the projection.
         projections: stack of experts -> the projection of one.
         of_experts: the family of such files with experts, where that is another one.
@@ -40,6 +41,9 @@ class Family:
     mtp_block: str = ""
     mtp_modules: names.Names = field(default_factory=lambda: names.NEXTN)
     stacked: str = ""
+    stack_ends: Mapping[str, str] = field(
+        default_factory=lambda: {"weight": ".weight", "bias": ".bias"}
+    )
     experts: str = "mlp.experts.{}.{}"
     projections: names.Names = field(default_factory=lambda: names.STACKS)
     of_experts: Family | None = None

@@ -1,0 +1,36 @@
+"""spell-experts: PyTorch's own operators for experts with biases whose weights are no codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mtpc.backends.expand import Traced, expand
+from mtpc.capture.graph import StepGraph
+from mtpc.ops.experts import spelled_experts
+from mtpc.passes.base import Policy, sweep
+
+
+@dataclass(frozen=True)
+class SpellExperts:
+    """Put `spelled_experts` in place of each call of `mtpc::biased_experts` that is left.
+
+    Kernels of experts with biases read codes only, and pack-blocks has replaced the calls that have
+    them. A step computes all experts of the others, for all rows.
+    """
+
+    name: ClassVar[str] = "spell-experts"
+    policy: ClassVar[Policy] = "required"
+
+    def apply(self, graph: StepGraph) -> int:
+        traced: Traced = {}
+        nodes = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.mtpc.biased_experts.default
+        )
+        for node in nodes:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(expand(node, graph, spelled_experts, traced))
+            graph.graph.erase_node(node)
+        return sweep(graph, len(nodes))
