@@ -121,14 +121,14 @@ def _add_run(parser: SuggestingParser) -> None:
     shown = "a power of two that holds the prompts"
     add_compile_options(parser, ranks=True, batch_buckets=shown)
     ignore = ("--ignore-eos", "do not stop at the end-of-sequence ids")
-    add_switches(parser.add_further_group("further options"), ignore)
+    add_switches(parser.further("further options"), ignore)
     add_threads(parser)
     add_cache_options(parser)
 
 
 def _add_sampling(parser: SuggestingParser) -> None:
     group = parser.add_argument_group("sampling (default: greedy decoding)")
-    further = parser.add_further_group("further sampling options")
+    further = parser.further("further sampling options")
     for name, *row in _SAMPLING:
         place = further if name in ("top_k", "min_p") else group
         add_values(place, (f"--{name.replace('_', '-')}", *row))

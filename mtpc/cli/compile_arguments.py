@@ -7,7 +7,7 @@ so that `--help` is fast.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,19 +70,23 @@ def add_compile_options(
         ranks: whether the command runs on several ranks.
         **defaults: default values to show in the help for options whose default differs here.
     """
-    options = dict(declared(CompileOptions))
     for group in GROUPS:
-        for name, said in options.items():
+        for name, said in declared(CompileOptions):
             if said.group == group != _CACHE and (ranks or name != _RANKS):
                 _add(parser, name, said, several_k, defaults.get(name))
     _add_vllm_options(parser, several_k)
 
 
+def add_fields(parser: SuggestingParser, names: Collection[str], **defaults: object) -> None:
+    """Add the options of some fields, as `add_compile_options` does."""
+    for name, said in declared(CompileOptions):
+        if name in names:
+            _add(parser, name, said, default=defaults.get(name))
+
+
 def add_cache_options(parser: SuggestingParser) -> None:
     """Add the options of the graph cache."""
-    for name, said in declared(CompileOptions):
-        if said.group == _CACHE:
-            _add(parser, name, said)
+    add_fields(parser, [name for name, said in declared(CompileOptions) if said.group == _CACHE])
 
 
 def add_cache_dir(parser: SuggestingParser) -> None:
@@ -120,10 +124,8 @@ def _add(
         how |= {"action": argparse.BooleanOptionalAction if is_open else "store_true"}
     shown = default if default is not None else _shown(name, said)
     how["help"] = f"{said.help} (default: {shown})" if shown else said.help
-    if said.common:
-        parser.group(_title(said.group)).add_argument(*flags, **how)
-    else:
-        parser.add_further(_title(said.group), *flags, **how)
+    place = parser.group if said.common else parser.further
+    place(_title(said.group)).add_argument(*flags, **how)
 
 
 def _shown(name: str, said: Declared) -> str:
@@ -138,11 +140,11 @@ def _add_vllm_options(parser: SuggestingParser, several_k: bool) -> None:
     """Add vLLM's options that mtpc has in another form."""
     text = "most requests that decode at once: the same as --batch-buckets 1,2,4,..,N"
     how: dict[str, Any] = {"type": buckets_up_to, "dest": "batch_buckets", "metavar": "N"}
-    parser.add_further(_title("batching"), "--max-num-seqs", **how, help=text)
+    parser.further(_title("batching")).add_argument("--max-num-seqs", **how, help=text)
     text = 'vLLM\'s form of --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
     kind = (lambda text: [speculative(text)]) if several_k else speculative
     how = {"type": kind, "dest": "spec_tokens", "metavar": "JSON"}
-    parser.add_further(_title("decoding"), "--speculative-config", **how, help=text)
+    parser.further(_title("decoding")).add_argument("--speculative-config", **how, help=text)
 
 
 def add_output_options(parser: SuggestingParser) -> None:
@@ -162,8 +164,7 @@ def add_verbose(parser: SuggestingParser) -> None:
 def add_threads(parser: SuggestingParser) -> None:
     """Add `--threads`."""
     text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
-    group = parser.add_further_group("further options")
-    add_values(group, ("--threads", threads, "N", text))
+    add_values(parser.further("further options"), ("--threads", threads, "N", text))
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -69,15 +69,16 @@ def _draw_box(root: Element, boxes: list[Box], index: int, y: int, graph: StepGr
     _text(root, BOX_X + 6, y + 14, str(index + 1), fill=FAINT)
     if index:
         _text(root, middle, y - 8, "↓", text_anchor="middle", fill=FAINT)
-    bold = {"font_size": 13, "font_weight": 600}
-    _text(root, middle, centre - 4, box.title, text_anchor="middle", **bold)
+    _text(root, middle, centre - 4, box.title, text_anchor="middle", font_weight=600, font_size=13)
     _text(root, middle, centre + 12, ", ".join(_facts(box, graph)), text_anchor="middle")
     first = centre - LINE * len(buffers) // 2 - 5
     for line, (name, size, arrow) in enumerate(buffers, start=1):
         colour = KIND_COLOURS[name.split(".")[0]]
         _text(root, NAME_X, first + LINE * line, name, fill=colour, font_weight=600)
-        right = {"font_family": MONO, "font_size": 10, "text_anchor": "end"}
-        _text(root, SIZE_X, first + LINE * line, size, **right)
+        _text(
+            root, SIZE_X, first + LINE * line, size,
+            font_family=MONO, font_size=10, text_anchor="end",
+        )  # fmt: skip
         _text(root, SIZE_X + 8, first + LINE * line, arrow, fill=colour, font_size=13)
     first = centre - LINE * len(box.data) // 2 - 5
     for line, (source, label) in enumerate(box.data, start=1):

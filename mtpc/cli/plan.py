@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtpc import CompileOptions
-from mtpc.cli.plan_arguments import DEFAULT_LEN
+from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.plan_arguments import DEFAULT_LEN, FIELDS
 from mtpc.cli.tables import format_bytes, output, print_table
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
@@ -31,6 +32,8 @@ def command(args: argparse.Namespace) -> int:
             f"--devices {args.devices} does not divide into replicas of {ranks}; expected a "
             "--tensor-parallel-size that divides it"
         )
+    asked = {name: value for name, value in compile_options(args).items() if name in FIELDS}
+    CompileOptions.parse(asked)
     device = _device(args)
     numbers = args.spec_tokens or DEFAULT_SPEC_TOKENS
     if args.spec_tokens is None and not announces_drafts(args.checkpoint):
@@ -38,20 +41,12 @@ def command(args: argparse.Namespace) -> int:
         numbers = (0,)
     shapes = load_shapes(args.checkpoint, args.dtype, max(numbers) > 0)
     scheme = args.quantize or shapes.scheme
-    most = shapes.loaded.max_positions or DEFAULT_LEN
+    most = min(DEFAULT_LEN, shapes.loaded.max_positions or DEFAULT_LEN)
+    given = {"batch_buckets": (1,), "max_len": most, **asked}
     models = [
         RankModel(
             shapes.loaded,
-            make_plan(
-                CompileOptions(
-                    spec_tokens=k,
-                    batch_buckets=(1,),
-                    max_len=args.max_len or min(DEFAULT_LEN, most),
-                    page_size=args.page_size,
-                    kv_cache_dtype=args.kv_cache_dtype or CompileOptions.kv_cache_dtype,
-                    quantize=scheme,
-                )
-            ),
+            make_plan(CompileOptions.parse({**given, "spec_tokens": k, "quantize": scheme})),
             ranks,
             args.enable_expert_parallel,
         )
@@ -95,7 +90,7 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
 
 
 def _device(args: argparse.Namespace) -> Device:
-    device = DEVICES[args.device or "h200"]
+    device = DEVICES[args.device]
     given = {"memory": args.memory, "bandwidth": args.bandwidth, "link": args.link_bandwidth}
     changes = {name: value for name, value in given.items() if value is not None}
     title = device.title + "".join(f"; {name} as given" for name in changes)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mtpc import CompileOptions
-from mtpc.cli.parsing import add_switches, add_values, ids, invalid, positive
-from mtpc.config import DTYPES, KV_CACHE_DTYPES, SCHEMES
+from mtpc.cli.compile_arguments import add_fields
+from mtpc.cli.parsing import (
+    SuggestingParser,
+    add_switches,
+    add_values,
+    ids,
+    invalid,
+    parser_of,
+    positive,
+)
 
 DEFAULT_LEN = 8192
 DEVICE_NAMES = ("h200", "mi300x")
+FIELDS = ("max_len", "page_size", "dtype", "quantize", "kv_cache_dtype")
+"""Fields of `CompileOptions` that a plan on paper depends on, beside K."""
 _UNITS = {
     f"{prefix}{i}B": base**power
     for i, base in (("", 1000), ("i", 1024))
@@ -30,24 +39,13 @@ def size(text: str) -> int:
 
 def counts(low: int) -> Callable[[str], list[int]]:
     """A parser of one integer or several, none of them below `low`."""
-
-    def parse(text: str) -> list[int]:
-        found = ids(text)
-        if not found or min(found) < low:
-            raise invalid(text, f"integers >= {low}, as 1,2,3")
-        return found
-
-    return parse
+    return parser_of(ids, f"integers >= {low}, as 1,2,3", lambda found: found and min(found) >= low)
 
 
-def microseconds(text: str) -> float:
-    """Parse a time that is 0 or more."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text.strip()):
-        raise invalid(text, "microseconds, as 10")
-    return float(text)
+microseconds = parser_of(float, "microseconds, as 10", lambda value: 0 <= value < math.inf)
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: SuggestingParser) -> None:
     """Add all options of the command."""
     text = "hub id, or directory with config.json and perhaps *.safetensors (headers are read)"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
@@ -67,16 +65,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
         ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
-        ("--page-size", positive, "N", "tokens per KV page", CompileOptions.page_size),
     )
-    text = f"tokens of every request (default: {DEFAULT_LEN}, or the model's most)"
-    parser.add_argument("--max-len", "--max-model-len", type=positive, metavar="N", help=text)
-    for flag, names, text in (
-        ("--device", DEVICE_NAMES, "device with published figures (default: h200)"),
-        ("--dtype", DTYPES, "dtype of the weights (default: the checkpoint's)"),
-        ("--quantize", SCHEMES, "plan with weights of this scheme"),
-        ("--kv-cache-dtype", KV_CACHE_DTYPES, "plan with a KV cache of this dtype"),
-    ):
-        parser.add_argument(flag, choices=tuple(names), help=text)
+    add_fields(parser, FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
+    text = "device with published figures (default: %(default)s)"
+    parser.add_argument("--device", choices=DEVICE_NAMES, default=DEVICE_NAMES[0], help=text)
     text = "give each device whole experts, by transformers' expert plan"
     add_switches(parser, ("--enable-expert-parallel", text))

@@ -61,7 +61,7 @@ def add_server_options(parser: SuggestingParser) -> None:
     )
     add_values(group, ("--allowed-hosts", lambda text: tuple(text.split(",")), "NAMES", text))
     _add_formats(add)
-    limits = parser.add_further_group("server limits")
+    limits = parser.further("server limits")
     for name, kind, metavar, text in _LIMITS:
         shown = text if "(default" in text else f"{text} {_default(name)}"
         add_values(limits, (f"--{name.replace('_', '-')}", kind, metavar, shown))
