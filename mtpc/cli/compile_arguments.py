@@ -7,8 +7,7 @@ so that `--help` is fast.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mtpc.cli.parsing import (
     ids,
     number,
     numbers,
+    origins,
     positive,
     speculative,
     threads,
@@ -39,6 +39,10 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "N|FILE": draft_vocab,
     "RULE=VALUE,..": wiring,
     "DIR": Path,
+    "FILE": Path,
+    "S": float,
+    "NAMES": lambda text: tuple(text.split(",")),
+    "ORIGINS": origins,
     "DIR|copy|copy+DIR": drafters,
 }
 """How the text of a value is parsed, by the value's name in the help; other values are text."""
@@ -48,7 +52,12 @@ _CACHE, _RANKS = "cache", "tensor_parallel_size"
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `CompileOptions` that the user gave."""
-    given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
+    return given_fields(args, CompileOptions)
+
+
+def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The fields of a class of options that the user gave."""
+    given = {name: getattr(args, name, None) for name, _ in declared(options)}
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -73,20 +82,21 @@ def add_compile_options(
     for group in GROUPS:
         for name, said in declared(CompileOptions):
             if said.group == group != _CACHE and (ranks or name != _RANKS):
-                _add(parser, name, said, several_k, defaults.get(name))
+                _add(parser, CompileOptions, name, said, several_k, defaults.get(name))
     _add_vllm_options(parser, several_k)
 
 
-def add_fields(parser: SuggestingParser, names: Collection[str], **defaults: object) -> None:
-    """Add the options of some fields, as `add_compile_options` does."""
-    for name, said in declared(CompileOptions):
-        if name in names:
-            _add(parser, name, said, default=defaults.get(name))
+def add_fields(parser: SuggestingParser, options: type, *names: str, **defaults: object) -> None:
+    """Add the options of fields of a class, by default of all; see `add_compile_options`."""
+    for name, said in declared(options):
+        if name in names or not names:
+            _add(parser, options, name, said, default=defaults.get(name))
 
 
 def add_cache_options(parser: SuggestingParser) -> None:
     """Add the options of the graph cache."""
-    add_fields(parser, [name for name, said in declared(CompileOptions) if said.group == _CACHE])
+    names = [name for name, said in declared(CompileOptions) if said.group == _CACHE]
+    add_fields(parser, CompileOptions, *names)
 
 
 def add_cache_dir(parser: SuggestingParser) -> None:
@@ -97,11 +107,13 @@ def add_cache_dir(parser: SuggestingParser) -> None:
 
 
 def _title(group: str) -> str:
-    return "graph cache" if group == _CACHE else f"{group} (compile options)"
+    group = "graph cache" if group == _CACHE else group
+    return f"{group} (compile options)" if group in GROUPS else group
 
 
 def _add(
     parser: SuggestingParser,
+    options: type,
     name: str,
     said: Declared,
     several_k: bool = False,
@@ -120,17 +132,16 @@ def _add(
     elif flags[0].startswith("--no-"):
         how |= {"action": "store_false"}
     else:
-        is_open = getattr(CompileOptions, name) is None
+        is_open = getattr(options, name) is None
         how |= {"action": argparse.BooleanOptionalAction if is_open else "store_true"}
-    shown = default if default is not None else _shown(name, said)
+    shown = default if default is not None else _shown(getattr(options, name), said)
     how["help"] = f"{said.help} (default: {shown})" if shown else said.help
     place = parser.group if said.common else parser.further
     place(_title(said.group)).add_argument(*flags, **how)
 
 
-def _shown(name: str, said: Declared) -> str:
+def _shown(default: Any, said: Declared) -> str:
     """The default of a field that the help names."""
-    default = getattr(CompileOptions, name)
     if said.shown is not None or not said.metavar or default in (None, ()):
         return said.shown or ""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

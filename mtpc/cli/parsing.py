@@ -211,6 +211,15 @@ def acceptance_length(text: str) -> float | str:
         return text
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """Parse origins, also as the JSON list that vLLM takes."""
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        listed = text.split(",")
+    return tuple(listed) if isinstance(listed, list) else (text,)
+
+
 def wiring(text: str) -> dict[str, str | bool]:
     """Parse rules of MTP layers, such as first_features=before,zero_first_embedding=true."""
     rules: dict[str, str | bool] = {}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import add_fields
 from mtpc.cli.parsing import (
     SuggestingParser,
@@ -66,7 +67,7 @@ def add_plan(parser: SuggestingParser) -> None:
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
         ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
     )
-    add_fields(parser, FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
+    add_fields(parser, CompileOptions, *FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
     text = "device with published figures (default: %(default)s)"
     parser.add_argument("--device", choices=DEVICE_NAMES, default=DEVICE_NAMES[0], help=text)
     text = "give each device whole experts, by transformers' expert plan"
