@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mtpc
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import (
-    add_cache_dir,
-    add_cache_options,
     add_checkpoint,
     add_compile_options,
-    add_output_options,
-    add_threads,
-    add_verbose,
+    add_fields,
 )
 from mtpc.cli.file_arguments import add_graft, add_models, add_quantize, add_vocab
 from mtpc.cli.parsing import (
@@ -111,19 +108,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     _add_prompts(parser, DEFAULT_NEW_TOKENS)
     text = "also measure how many times faster than K = 0 the drafts are"
     add_switches(parser, ("--compare", text))
     _add_sampling(parser)
     shown = "a power of two that holds the prompts"
-    add_compile_options(parser, ranks=True, batch_buckets=shown)
     ignore = ("--ignore-eos", "do not stop at the end-of-sequence ids")
     add_switches(parser.further("further options"), ignore)
-    add_threads(parser)
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, ranks=True, batch_buckets=shown)
 
 
 def _add_sampling(parser: SuggestingParser) -> None:
@@ -135,8 +128,7 @@ def _add_sampling(parser: SuggestingParser) -> None:
 
 
 def _add_chat(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
+    add_checkpoint(parser, verbose=True)
     add_values(
         parser,
         ("--system", str, "TEXT", "the message that begins the conversation"),
@@ -144,9 +136,7 @@ def _add_chat(parser: SuggestingParser) -> None:
         ("--max-new-tokens", positive, "N", "tokens of an answer (default: what max-len leaves)"),
     )
     _add_sampling(parser)
-    add_threads(parser)
-    add_compile_options(parser, batch_buckets="1")
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, batch_buckets="1")
 
 
 def _add_completion(parser: SuggestingParser) -> None:
@@ -154,19 +144,14 @@ def _add_completion(parser: SuggestingParser) -> None:
 
 
 def _add_serve(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
+    add_checkpoint(parser, verbose=True)
     add_server_options(parser)
-    add_threads(parser)
     shown = "auto, built while it serves; without a cache 3"
-    add_compile_options(parser, ranks=True, spec_tokens=shown)
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, ranks=True, spec_tokens=shown)
 
 
 def _add_bench(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     text = "also measure each K with this pass enabled; repeatable"
     parser.add_argument("--compare", action="append", metavar="PASS", help=text)
@@ -179,16 +164,13 @@ def _add_bench(parser: SuggestingParser) -> None:
         text = f"accept drafts whatever they are: {text}. The text is then not the model's"
         add_values(parser, (f"--synthetic-acceptance-{flag}", kind, metavar, text))
     add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
-    add_threads(parser)
     shown: dict[str, Any] = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
     add_compile_options(parser, several_k=True, ranks=True, **shown)
-    add_cache_dir(parser)
+    add_fields(parser, CompileOptions, "cache_dir")
 
 
 def _add_eval(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
     parser.add_argument("--task", required=True, metavar="FILE|NAME", help=text)
     add_values(parser, ("--limit", positive, "N", "take the first N questions only"))
@@ -196,21 +178,17 @@ def _add_eval(parser: SuggestingParser) -> None:
     text = "leave out transformers, which is slow"
     parser.add_argument("--no-transformers", action="store_false", dest="transformers", help=text)
     add_values(parser, ("--out", Path, "FILE", "write rows, texts and scores as JSON"))
-    add_threads(parser)
     several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
-    add_compile_options(parser, several_k=True, **several)
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, several_k=True, **several)
 
 
 def _add_check(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, output=True)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     text = (
         "a smaller accepted share of first drafts means that the MTP layers belong to another model"
     )
     add_values(parser, ("--floor", float, "P", text, ACCEPTANCE_FLOOR))
-    add_threads(parser)
     add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
 
@@ -232,9 +210,7 @@ def _add_new_tokens(parser: argparse.ArgumentParser, count: int, what: str) -> N
 
 
 def _add_build(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     text = "the cache directory (default: MTPC_CACHE_DIR, else the user's)"
     parser.add_argument("--out", type=Path, dest="cache_dir", metavar="DIR", help=text)
     text = "also build verify and propose as separate graphs, for hosts that schedule"
@@ -249,7 +225,6 @@ def _add_build(parser: SuggestingParser) -> None:
         "cuda:80, cuda:90, cuda:100), which this machine need not have; repeatable. The GPU's "
         "machine can use the kernels only with the same wheel of Triton and the same Python",
     )
-    add_threads(parser)
     add_compile_options(parser, several_k=True, ranks=True, backend="cpu")
 
 
@@ -271,14 +246,13 @@ def _add_cache(parser: SuggestingParser) -> None:
             action.add_argument("--graph", metavar="PASS", help=text)
         elif name == "why":
             add_checkpoint(action)
-            add_threads(action)
             add_compile_options(action)
         elif name == "prune":
             add_switches(action, ("--all", "remove every entry"))
             text = "also remove entries older than this"
             add_values(action, ("--older-than", float, "DAYS", text))
             add_switches(action, ("--dry-run", "remove nothing, and show what would be removed"))
-        add_cache_dir(action)
+        add_fields(action, CompileOptions, "cache_dir")
 
 
 def _add_inspect(parser: SuggestingParser) -> None:
@@ -294,4 +268,4 @@ def _add_inspect(parser: SuggestingParser) -> None:
     add_values(parser, ("--svg", Path, "FILE", "draw the step to a file"))
     text = "show the step of the first of N ranks (default: 1)"
     add_values(parser, ("--tensor-parallel-size", positive, "N", text))
-    add_compile_options(parser)
+    add_compile_options(parser, threads=False)

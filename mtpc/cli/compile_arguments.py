@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mtpc.cli.parsing import (
     origins,
     positive,
     speculative,
-    threads,
+    thread_count,
     wiring,
 )
 from mtpc.declaration import GROUPS, Declared, declared
@@ -67,43 +68,40 @@ def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
 
 def add_compile_options(
     parser: SuggestingParser,
+    cache: bool = False,
+    threads: bool = True,
     several_k: bool = False,
     ranks: bool = False,
     **defaults: object,
 ) -> None:
-    """Add the options of `mtpc.compile`, by groups; those of the graph cache are apart.
+    """Add the options of `mtpc.compile`, by groups.
 
     Args:
         parser: the command's parser.
+        cache: whether to add those of the graph cache.
+        threads: whether to add `--threads`.
         several_k: whether `--spec-tokens` accepts a list.
         ranks: whether the command runs on several ranks.
         **defaults: default values to show in the help for options whose default differs here.
     """
     for group in GROUPS:
         for name, said in declared(CompileOptions):
-            if said.group == group != _CACHE and (ranks or name != _RANKS):
+            is_added = ranks if name == _RANKS else cache or group != _CACHE
+            if said.group == group and is_added:
                 _add(parser, CompileOptions, name, said, several_k, defaults.get(name))
     _add_vllm_options(parser, several_k)
+    if threads:
+        text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
+        further = parser.further("further options")
+        add_values(further, ("--threads", thread_count, "N", text))
 
 
 def add_fields(parser: SuggestingParser, options: type, *names: str, **defaults: object) -> None:
-    """Add the options of fields of a class, by default of all; see `add_compile_options`."""
+    """Add the options of fields of a class: of all, or those that are named, which help shows."""
     for name, said in declared(options):
         if name in names or not names:
-            _add(parser, options, name, said, default=defaults.get(name))
-
-
-def add_cache_options(parser: SuggestingParser) -> None:
-    """Add the options of the graph cache."""
-    names = [name for name, said in declared(CompileOptions) if said.group == _CACHE]
-    add_fields(parser, CompileOptions, *names)
-
-
-def add_cache_dir(parser: SuggestingParser) -> None:
-    """Add `--cache-dir`."""
-    add_values(
-        parser, ("--cache-dir", Path, "DIR", dict(declared(CompileOptions))["cache_dir"].help)
-    )
+            shown = replace(said, common=said.common or name in names)
+            _add(parser, options, name, shown, default=defaults.get(name))
 
 
 def _title(group: str) -> str:
@@ -158,30 +156,24 @@ def _add_vllm_options(parser: SuggestingParser, several_k: bool) -> None:
     parser.further(_title("decoding")).add_argument("--speculative-config", **how, help=text)
 
 
-def add_output_options(parser: SuggestingParser) -> None:
-    """Add `--quiet` and `--json`. With the latter a command sets `args.result`."""
-    text = "print results only: no stages and no statistics"
-    parser.add_argument("-q", "--quiet", action="store_true", help=text)
-    text = "print one JSON object, and nothing else"
-    parser.add_argument("--json", action="store_true", dest="as_json", help=text)
+def add_checkpoint(
+    parser: argparse.ArgumentParser, verbose: bool = False, output: bool = False
+) -> None:
+    """Add the checkpoint, an optional argument, `--verbose`, and what says how to print.
 
-
-def add_verbose(parser: SuggestingParser) -> None:
-    """Add `--verbose`."""
-    text = "show each stage of each step, and what the cache lacks"
-    parser.add_argument("-v", "--verbose", action="store_true", help=text)
-
-
-def add_threads(parser: SuggestingParser) -> None:
-    """Add `--threads`."""
-    text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
-    add_values(parser.further("further options"), ("--threads", threads, "N", text))
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint, an optional argument."""
+    With `--json` a command sets `args.result`.
+    """
+    add = parser.add_argument
     text = (
         "directory with config.json and *.safetensors, or an id of the Hugging Face hub "
         "(default: the demo model)"
     )
-    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
+    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
+    if verbose:
+        text = "show each stage of each step, and what the cache lacks"
+        add("-v", "--verbose", action="store_true", help=text)
+    if output:
+        text = "print results only: no stages and no statistics"
+        add("-q", "--quiet", action="store_true", help=text)
+        text = "print one JSON object, and nothing else"
+        add("--json", action="store_true", dest="as_json", help=text)

@@ -151,7 +151,7 @@ def _split(text: str) -> list[int]:
 _integer, _number = parser_of(int, "an integer"), parser_of(float, "a number")
 whole = parser_of(int, "an integer >= 0", lambda value: value >= 0)
 positive = parser_of(int, "an integer >= 1", lambda value: value >= 1)
-threads = parser_of(
+thread_count = parser_of(
     int, f"an integer in 1..{MOST_THREADS}", lambda value: 1 <= value <= MOST_THREADS
 )
 above_zero = parser_of(float, "a number above 0", lambda value: 0 < value < math.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtpc.cli.compile_arguments import add_cache_options, add_compile_options, add_threads
+from mtpc.cli.compile_arguments import add_compile_options
 from mtpc.cli.parsing import (
     SuggestingParser,
     above_zero,
@@ -63,6 +63,4 @@ def _add_training(
     add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
     add_switches(parser, ("--resume", "continue an interrupted run"))
     add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
-    add_threads(parser)
-    add_compile_options(parser, spec_tokens="3", batch_buckets="16")
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, spec_tokens="3", batch_buckets="16")
