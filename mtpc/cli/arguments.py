@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
             description=f"{summary[0].upper()}{summary[1:]}.",
             allow_abbrev=False,
         )
-        command.set_defaults(parser=command)
+        command.set_defaults(parser=command, module=name.replace("-", "_"))
         add_switches(command, ("--traceback", "print the Python traceback of an error"))
         if add_arguments is not None:
             add_arguments(command)

@@ -14,7 +14,7 @@ from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
-from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
 from mtpc.program.processes import without_collections
@@ -121,7 +121,6 @@ def _kernels_as_json(report: CrossReport) -> dict[str, Any]:
 
 
 def _print_kernels(report: CrossReport) -> None:
-    console = output()
     rows = [
         (
             made.kernel,
@@ -139,15 +138,14 @@ def _print_kernels(report: CrossReport) -> None:
     columns = ("kernel", "target", "entry", "size", "shared memory", "registers", "spills", "")
     print_table(f"In {report.root}", columns, rows)
     for key, count in report.launches.items():
-        console.print(f"{key}: {count} launches of these kernels")
+        say(f"{key}: {count} launches of these kernels")
     for note, times in report.notes.items():
-        console.print(f"{times} times: {note}", soft_wrap=True)
-    console.print(
+        say(f"{times} times: {note}")
+    say(
         "Inductor compiles the operations between these kernels on the GPU's own machine, at the "
-        "first start; this command ran no kernel",
-        soft_wrap=True,
+        "first start; this command ran no kernel"
     )
-    console.print(f"built in {report.elapsed_s:.1f} s")
+    say(f"built in {report.elapsed_s:.1f} s")
 
 
 def _as_json(report: BuildReport) -> dict[str, Any]:
@@ -168,7 +166,6 @@ def _as_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _print(report: BuildReport) -> None:
-    console = output()
     total = sum(step.step.entry.nbytes for step in report.steps if step.step.entry)
     stages = ("trace", "rewrite", "lower")
     seconds = [[b.step.record.seconds.get(s, 0.0) for s in stages] for b in report.steps]
@@ -180,10 +177,10 @@ def _print(report: BuildReport) -> None:
         ("", "", "", "total", *sums, format_bytes(total), ""),
     )
     kernels = report.kernels
-    console.print(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
+    say(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
     for k, pin in report.pins.items():
-        console.print(f"K={k}: to load only these entries, use --require-sha256 {pin}")
-    console.print(f"built in {report.elapsed_s:.1f} s")
+        say(f"K={k}: to load only these entries, use --require-sha256 {pin}")
+    say(f"built in {report.elapsed_s:.1f} s")
 
 
 def _row(built: Built, seconds: list[float]) -> tuple[str, ...]:

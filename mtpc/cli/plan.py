@@ -10,7 +10,7 @@ from dataclasses import replace
 from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.plan_arguments import DEFAULT_LEN, FIELDS
-from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.plan import make_plan
@@ -52,18 +52,17 @@ def command(args: argparse.Namespace) -> int:
         )
         for k in numbers
     ]
-    console = output()
-    console.print(f"device: {device.title}", soft_wrap=True)
+    say(f"device: {device.title}")
     alone = "config.json alone, without weight files"
     origin = "headers of its files" if shapes.has_headers else alone
     counted = f"; counted in the scheme {scheme}" if scheme else ""
-    console.print(f"weights: from {origin}{counted}", soft_wrap=True)
+    say(f"weights: from {origin}{counted}")
     return _print(models, device, args)
 
 
 def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace) -> int:
     """Print the tables, and return the exit code."""
-    console, largest = output(), max(models, key=lambda model: model.plan.spec_tokens)
+    largest = max(models, key=lambda model: model.plan.spec_tokens)
     ranks = largest.ranks
     print_table(
         f"A rank of {ranks}, {args.devices // ranks} replica(s), memory",
@@ -77,15 +76,14 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
             ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
             [*_times(models, device, args.batch, args.collective_latency * 1e-6)],
         )
-        console.print("break-even: tokens a request must emit in a step to be as fast as K = 0")
+        say("break-even: tokens a request must emit in a step to be as fast as K = 0")
     else:
         needed = format_bytes(largest.weight_bytes + ALLOWANCE)
-        console.print(
+        say(
             f"the weights do not fit: a rank needs {needed} and has {format_bytes(device.memory)}; "
-            "let more devices share a replica, or use --quantize",
-            soft_wrap=True,
+            "let more devices share a replica, or use --quantize"
         )
-    console.print(_PAPER, soft_wrap=True)
+    say(_PAPER)
     return 0 if fits else 1
 
 
