@@ -74,14 +74,9 @@ def _print_counts(graph: StepGraph) -> None:
 def _print_weights(graph: StepGraph) -> None:
     """Print the bytes of the weights that the step reads, by how they are stored."""
     kinds = weight_kinds(graph)
-    rows = [
-        (kind, found.count, found.dequantised, format_bytes(found.nbytes))
-        for kind, found in sorted(kinds.items(), key=lambda item: -item[1].nbytes)
-    ]
-    total = ("total", sum(k.count for k in kinds.values()), "",
-             format_bytes(sum(k.nbytes for k in kinds.values())))  # fmt: skip
-    columns = ("kind", "tensors", "dequantised", "size")
-    print_table("Weights", columns, rows, total)
+    rows = [(*numbers, format_bytes(nbytes)) for *numbers, nbytes in kinds]
+    total = ("total", sum(row[1] for row in kinds), "", format_bytes(sum(row[-1] for row in kinds)))
+    print_table("Weights", ("kind", "tensors", "dequantised", "size"), rows, total)
 
 
 def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
