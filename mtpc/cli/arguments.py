@@ -14,7 +14,6 @@ from mtpc.cli.compile_arguments import (
     add_compile_options,
     add_fields,
 )
-from mtpc.cli.file_arguments import add_graft, add_models, add_quantize, add_vocab
 from mtpc.cli.parsing import (
     SuggestingParser,
     acceptance_length,
@@ -25,9 +24,10 @@ from mtpc.cli.parsing import (
     shares,
 )
 from mtpc.cli.plan_arguments import add_plan
-from mtpc.cli.serve_arguments import add_server_options
 from mtpc.cli.train_arguments import add_train_draft, add_tune_head
+from mtpc.config import SCHEMES
 from mtpc.errors import OptionError
+from mtpc.server.options import ServerOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
@@ -82,12 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
         ("eval", "count right answers of a task, by transformers and by mtpc", _add_eval),
-        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
+        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
         ("tune-head", "train the MTP layers of a checkpoint on your texts", add_tune_head),
         ("train-draft", "train drafts for a model that ships none", add_train_draft),
-        ("quantize", "write a quantised copy of a checkpoint", add_quantize),
-        ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
-        ("models", "list the models that run", add_models),
+        ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
+        ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
+        ("models", "list the models that run", _add_models),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
         ("plan", "plan memory and step time on several devices, on paper", add_plan),
@@ -145,7 +145,15 @@ def _add_completion(parser: SuggestingParser) -> None:
 
 def _add_serve(parser: SuggestingParser) -> None:
     add_checkpoint(parser, verbose=True)
-    add_server_options(parser)
+    group = parser.group("server")
+    key = group.add_mutually_exclusive_group()
+    text = "key that clients must send; other users of this machine can see it in ps"
+    add_values(key, ("--api-key", str, "KEY", text))
+    text = "file whose first line is the key (default: MTPC_API_KEY, if it is set)"
+    add_values(key, ("--api-key-file", Path, "FILE", text))
+    add_fields(parser, ServerOptions)
+    text = "ignored, for vLLM's users: tools are on if the format of tool calls is known"
+    add_switches(group, ("--enable-auto-tool-choice", text))
     shown = "auto, built while it serves; without a cache 3"
     add_compile_options(parser, cache=True, ranks=True, spec_tokens=shown)
 
@@ -269,3 +277,47 @@ def _add_inspect(parser: SuggestingParser) -> None:
     text = "show the step of the first of N ranks (default: 1)"
     add_values(parser, ("--tensor-parallel-size", positive, "N", text))
     add_compile_options(parser, threads=False)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc quantize`."""
+    add = parser.add_argument
+    text = "checkpoint of plain weights, a GGUF file, or an id of the Hugging Face hub"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    add("out", type=Path, metavar="OUT", help="the new directory, or the new GGUF file")
+    add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
+    text = "text that shows which inputs are large; without FILE, Python's help topics"
+    add("--calibration", nargs="?", type=Path, const=Path(), metavar="FILE", help=text)
+    text = "quantise output heads, too: vLLM reads them since March 2026, SGLang does not"
+    add_switches(parser, ("--head", text))
+    text = "leave modules of these names plain, as '*.self_attn.*'; repeatable"
+    add("--keep", action="append", metavar="PATTERN", help=text)
+
+
+def _add_graft(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc graft`."""
+    for name, text in (
+        ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
+        ("finetune", "checkpoint that lost them, or holds broken ones"),
+    ):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
+
+
+def _add_vocab(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc vocab`."""
+    add = parser.add_argument
+    text = "checkpoint with the tokenizer (default: the demo model)"
+    add_values(parser, ("--checkpoint", Path, "DIR", text))
+    add("texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted")
+    text = "keep the N most frequent tokens (default: all)"
+    add("-n", "--tokens", type=positive, metavar="N", help=text)
+    text = "output file, one id per line"
+    add("--out", type=Path, required=True, metavar="FILE", help=text)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc models`."""
+    text = "classes of transformers, as LlamaForCausalLM: say whether each runs, or why it does not"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
+    add_switches(parser, ("--all", "ask every causal LM class of transformers; takes a minute"))
