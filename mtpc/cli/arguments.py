@@ -19,11 +19,13 @@ from mtpc.cli.parsing import (
     acceptance_length,
     add_switches,
     add_values,
+    counts,
     ids,
+    microseconds,
     positive,
     shares,
+    size,
 )
-from mtpc.cli.plan_arguments import add_plan
 from mtpc.cli.train_arguments import add_train_draft, add_tune_head
 from mtpc.config import SCHEMES
 from mtpc.errors import OptionError
@@ -34,6 +36,13 @@ BENCH_NEW_TOKENS = 64
 ACCEPTANCE_FLOOR = 0.25
 """DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
 model are near 0."""
+
+
+DEFAULT_LEN = 8192
+"""Tokens of a request that `mtpc plan` counts with."""
+DEVICE_NAMES = ("h200", "mi300x")
+FIELDS = ("max_len", "page_size", "dtype", "quantize", "kv_cache_dtype")
+"""Fields of `CompileOptions` that a plan on paper depends on, beside K."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("models", "list the models that run", _add_models),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
-        ("plan", "plan memory and step time on several devices, on paper", add_plan),
+        ("plan", "plan memory and step time on several devices, on paper", _add_plan),
         ("doctor", "check this machine for what mtpc needs, and advise on what is missing", None),
         ("completion", "print a script that completes commands in your shell", _add_completion),
     ):
@@ -321,3 +330,31 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     text = "classes of transformers, as LlamaForCausalLM: say whether each runs, or why it does not"
     parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     add_switches(parser, ("--all", "ask every causal LM class of transformers; takes a minute"))
+
+
+def _add_plan(parser: SuggestingParser) -> None:
+    """Add all options of the command."""
+    text = "hub id, or directory with config.json and perhaps *.safetensors (headers are read)"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    shared = "devices that share one replica of the model (default: all)"
+    add_values(
+        parser,
+        ("--devices", positive, "N", "devices in all", 1),
+        ("--tensor-parallel-size", positive, "N", shared),
+        ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
+        ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
+        (
+            "--link-bandwidth",
+            size,
+            "RATE",
+            "its bandwidth to others, one way (default: known)",
+        ),
+        ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
+        ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
+        ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
+    )
+    add_fields(parser, CompileOptions, *FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
+    text = "device with published figures (default: %(default)s)"
+    parser.add_argument("--device", choices=DEVICE_NAMES, default=DEVICE_NAMES[0], help=text)
+    text = "give each device whole experts, by transformers' expert plan"
+    add_switches(parser, ("--enable-expert-parallel", text))

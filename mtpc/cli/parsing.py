@@ -17,6 +17,11 @@ from typing import Any, NoReturn
 from mtpc import CompileOptions
 from mtpc.option_checks import AUTO
 
+_UNITS = {
+    f"{prefix}{i}B": base**power
+    for i, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
 MOST_THREADS = 1024
 """OpenMP ends the process if the system refuses it a thread."""
 
@@ -239,3 +244,19 @@ def draft_vocab(text: str) -> int | list[int]:
         return ids(Path(text).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
+
+
+def size(text: str) -> int:
+    """Parse bytes, or bytes a second: "141GiB", "4.8TB/s"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)(?:/s)?", text.strip())
+    if match is None or not float(match[1]):
+        raise invalid(text, "a size with its unit, as 141GiB, 192GB or 4.8TB/s")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def counts(low: int) -> Callable[[str], list[int]]:
+    """A parser of one integer or several, none of them below `low`."""
+    return parser_of(ids, f"integers >= {low}, as 1,2,3", lambda found: found and min(found) >= low)
+
+
+microseconds = parser_of(float, "microseconds, as 10", lambda value: 0 <= value < math.inf)

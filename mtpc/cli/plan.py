@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtpc import CompileOptions
+from mtpc.cli.arguments import DEFAULT_LEN, FIELDS
 from mtpc.cli.compile_arguments import compile_options
-from mtpc.cli.plan_arguments import DEFAULT_LEN, FIELDS
 from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
