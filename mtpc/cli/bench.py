@@ -26,6 +26,7 @@ from mtpc.plan import make_plan
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
+TIMES = ("ms_per_step", "tokens_per_s", "host_us")
 NOTES = (
     "ms/step, tokens/s and host us are medians of rounds; each round runs every variant once",
     "tokens/step: tokens per decode step of one request",
@@ -266,13 +267,9 @@ def _row(
         "spec_tokens": variant.spec_tokens,
         "draft": variant.draft if variant.spec_tokens else None,
         "passes": list(variant.passes),
-        "ms_per_step": median(sample.ms_per_step for sample in taken),
-        "tokens_per_s": median(sample.tokens_per_s for sample in taken),
-        "tokens_per_step": taken[0].tokens_per_step,
-        "acceptance_rate": taken[0].acceptance_rate,
+        **{name: value for name, value in vars(taken[0]).items() if name != "results"},
+        **{name: median(getattr(sample, name) for sample in taken) for name in TIMES},
         "same_text": all(sample.results == results for sample in taken),
-        "replays_per_step": taken[0].replays_per_step,
-        "host_us": median(sample.host_us for sample in taken),
         "kernels": kernels,
     }
 
