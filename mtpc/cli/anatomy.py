@@ -88,23 +88,16 @@ def actor(node: fx.Node) -> str:
     return f"{piece} {name}" if node.op == "call_module" else f"{name} in {piece}"
 
 
-@dataclass(frozen=True)
-class Access:
-    """The buffers that one operation reads and writes."""
-
-    node: fx.Node
-    reads: frozenset[str]
-    writes: frozenset[str]
-
-
-def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Access]:
-    """Yield the operations that read or write buffers, in order. Views do neither.
+def accesses(
+    graph: StepGraph, effects: Effects | None = None
+) -> Iterator[tuple[fx.Node, set[str], set[str]]]:
+    """Yield the operations that read or write buffers, and which, in order. Views do neither.
 
     An operation that writes a buffer also reads it only if it takes the buffer as two inputs.
     """
     effects = effects or analyse(graph.graph)
     for node in graph.graph.nodes:
-        writes = frozenset(effects.buffer_writes(node))
+        writes = set(effects.buffer_writes(node))
         schema = getattr(node.target, "_schema", None)
         has_result = schema is None or bool(schema.returns)
         is_view = has_result and not writes and node not in effects.roots[node]
@@ -114,7 +107,7 @@ def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Acces
         reads = {r for r in taken if isinstance(r, str) and is_buffer_name(r)}
         reads = {name for name in reads if name not in writes or taken.count(name) > 1}
         if reads or writes:
-            yield Access(node, frozenset(reads), writes)
+            yield node, reads, writes
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,9 @@ def condense(graph: StepGraph) -> list[Box]:
         boxes[index].num_nodes += len(inside)
         held = {str(n.target) for n in node.all_input_nodes if n.op == "get_attr"}
         boxes[index].weights |= {name for name in held if not is_buffer_name(name)}
-    for access in accesses(graph, effects):
-        box = boxes[box_of[access.node]]
-        box.reads |= access.reads
-        box.writes |= access.writes
+    for node, reads, writes in accesses(graph, effects):
+        boxes[box_of[node]].reads |= reads
+        boxes[box_of[node]].writes |= writes
     _name_boxes(boxes)
     _add_data(boxes, box_of, effects, graph.layout)
     return boxes

@@ -133,12 +133,11 @@ def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
     """
     order: dict[str, list[str]] = {name: [] for name in graph.layout}
     actors: dict[tuple[str, str], Counter[str]] = {}
-    for access in accesses(graph):
-        what = actor(access.node)
-        for kind, names in (("r", access.reads), ("w", access.writes)):
+    for node, reads, writes in accesses(graph):
+        for kind, names in (("r", reads), ("w", writes)):
             for name in names:
                 order[name].append(kind)
-                actors.setdefault((name, kind), Counter())[what] += 1
+                actors.setdefault((name, kind), Counter())[actor(node)] += 1
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name in graph.layout:
         runs = [(kind, len(list(run))) for kind, run in groupby(order[name])]
