@@ -76,7 +76,7 @@ _SAMPLING = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> SuggestingParser:
     """The parser of the command line."""
     parser = SuggestingParser(
         prog="mtpc", description=mtpc.__doc__.splitlines()[0], allow_abbrev=False

@@ -55,10 +55,13 @@ class SuggestingParser(argparse.ArgumentParser):
         self._left_out[action] = help
         self.epilog = f"--help-all shows {len(self._left_out)} more options."
 
-    def show_all(self) -> None:
-        """Have the help show every option."""
+    def show_all(self) -> list[Any]:
+        """Have help show every option; returns the arguments of this parser and its commands."""
         for action, text in self._left_out.items():
             action.help, self.epilog = text, None
+        commands = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+        parsers = {parser for each in commands for parser in each.choices.values()}
+        return [*self._actions, *(action for each in parsers for action in each.show_all())]
 
     def error(self, message: str) -> NoReturn:
         """Print the error as all errors of commands are printed, without the usage, and exit."""
