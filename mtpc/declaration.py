@@ -1,4 +1,4 @@
-"""How a field of `CompileOptions` is declared: its help, its flag, and what depends on it.
+"""How a field of `CompileOptions` or `ServerOptions` is declared: its help, its flag, its check.
 
 Commands, keys of the graph cache and hosts read the declarations; none of them keeps a list.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
-Group = Literal["decoding", "batching", "memory", "sampling", "devices", "cache", "debugging"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-"""The headings of the help, in order."""
+GROUPS = ("decoding", "batching", "memory", "sampling", "devices", "cache", "debugging")
+"""The headings of the help of `CompileOptions`, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What a field says of itself; `CompileOptions` says what it means.
+    """What a field says of itself.
 
     Attributes:
         group: its heading in the help of commands.
@@ -34,7 +33,7 @@ class Declared:
         for_hosts: whether `compile_host` takes it; if not, it is the engine's.
     """
 
-    group: Group
+    group: str
     check: Callable[[str, Any], Any]
     help: str = ""
     metavar: str = ""
@@ -53,15 +52,16 @@ class Declared:
 
 def option(
     default: Any,
-    group: Group,
+    group: str,
     check: Callable[[str, Any], Any],
     help: str = "",
     metavar: str = "",
+    repr: bool = True,
     **more: Any,
 ) -> Any:
     """A field of a dataclass with its default and its declaration, of which `more` are the rest."""
     said = Declared(group=group, check=check, help=help, metavar=metavar, **more)
-    return field(default=default, metadata={_NAME: said})
+    return field(default=default, repr=repr, metadata={_NAME: said})
 
 
 _NAME = "declared"

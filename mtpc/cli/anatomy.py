@@ -35,38 +35,27 @@ def position(graph: StepGraph) -> str:
     return f"after {graph.history[-1].name}" if graph.history else "as traced, before any pass"
 
 
-@dataclass(frozen=True)
-class WeightKind:
-    """The weights of a step that are stored in the same way.
+def weight_kinds(graph: StepGraph) -> list[tuple[str, int, int, int]]:
+    """How the weights that a step reads are stored, the largest kind first.
 
-    Attributes:
-        count: number of tensors.
-        nbytes: their bytes.
-        dequantised: number of tensors that the checkpoint stores quantised.
+    Each has its number of tensors, how many of them the checkpoint stores quantised, and bytes.
     """
-
-    count: int = 0
-    nbytes: int = 0
-    dequantised: int = 0
-
-
-def weight_kinds(graph: StepGraph) -> dict[str, WeightKind]:
-    """The weights that a step reads, by how they are stored."""
-    table, found = graph.weights, dict[str, WeightKind]()
+    table, found = graph.weights, dict[str, list[tuple[bool, int]]]()
     held = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     for name in sorted(name for name in held if name in table and not is_buffer_name(name)):
         recipe, tensor = table.recipes.get(name, name), table[name]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        kind, wide = f"{dtype}{', packed' if isinstance(recipe, Packed) else ''}", False
         if isinstance(recipe, Grouped):
-            kind = str(recipe.spec)
+            kind, wide = str(recipe.spec), False
         else:
+            packed = ", packed" if isinstance(recipe, Packed) else ""
+            kind = f"{str(tensor.dtype).removeprefix('torch.')}{packed}"
             wide = any(table.spec(part) is not None for part in names(recipe))
-        so_far = found.get(kind, WeightKind())
-        found[kind] = WeightKind(
-            so_far.count + 1, so_far.nbytes + tensor.nbytes, so_far.dequantised + wide
-        )
-    return found
+        found.setdefault(kind, []).append((wide, tensor.nbytes))
+    rows = (
+        (kind, len(each), sum(wide for wide, _ in each), sum(nbytes for _, nbytes in each))
+        for kind, each in found.items()
+    )
+    return sorted(rows, key=lambda row: -row[-1])
 
 
 def inner_graph(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
@@ -99,23 +88,16 @@ def actor(node: fx.Node) -> str:
     return f"{piece} {name}" if node.op == "call_module" else f"{name} in {piece}"
 
 
-@dataclass(frozen=True)
-class Access:
-    """The buffers that one operation reads and writes."""
-
-    node: fx.Node
-    reads: frozenset[str]
-    writes: frozenset[str]
-
-
-def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Access]:
-    """Yield the operations that read or write buffers, in order. Views do neither.
+def accesses(
+    graph: StepGraph, effects: Effects | None = None
+) -> Iterator[tuple[fx.Node, set[str], set[str]]]:
+    """Yield the operations that read or write buffers, and which, in order. Views do neither.
 
     An operation that writes a buffer also reads it only if it takes the buffer as two inputs.
     """
     effects = effects or analyse(graph.graph)
     for node in graph.graph.nodes:
-        writes = frozenset(effects.buffer_writes(node))
+        writes = set(effects.buffer_writes(node))
         schema = getattr(node.target, "_schema", None)
         has_result = schema is None or bool(schema.returns)
         is_view = has_result and not writes and node not in effects.roots[node]
@@ -125,7 +107,7 @@ def accesses(graph: StepGraph, effects: Effects | None = None) -> Iterator[Acces
         reads = {r for r in taken if isinstance(r, str) and is_buffer_name(r)}
         reads = {name for name in reads if name not in writes or taken.count(name) > 1}
         if reads or writes:
-            yield Access(node, frozenset(reads), writes)
+            yield node, reads, writes
 
 
 @dataclass(frozen=True)

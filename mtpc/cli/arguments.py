@@ -8,35 +8,41 @@ from pathlib import Path
 from typing import Any
 
 import mtpc
+from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import (
-    add_cache_dir,
-    add_cache_options,
     add_checkpoint,
     add_compile_options,
-    add_output_options,
-    add_threads,
-    add_verbose,
+    add_fields,
 )
-from mtpc.cli.file_arguments import add_graft, add_models, add_quantize, add_vocab
 from mtpc.cli.parsing import (
     SuggestingParser,
     acceptance_length,
     add_switches,
     add_values,
+    counts,
     ids,
+    microseconds,
     positive,
     shares,
+    size,
 )
-from mtpc.cli.plan_arguments import add_plan
-from mtpc.cli.serve_arguments import add_server_options
 from mtpc.cli.train_arguments import add_train_draft, add_tune_head
+from mtpc.config import SCHEMES
 from mtpc.errors import OptionError
+from mtpc.server.options import ServerOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
 ACCEPTANCE_FLOOR = 0.25
 """DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
 model are near 0."""
+
+
+DEFAULT_LEN = 8192
+"""Tokens of a request that `mtpc plan` counts with."""
+DEVICE_NAMES = ("h200", "mi300x")
+FIELDS = ("max_len", "page_size", "dtype", "quantize", "kv_cache_dtype")
+"""Fields of `CompileOptions` that a plan on paper depends on, beside K."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +76,7 @@ _SAMPLING = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> SuggestingParser:
     """The parser of the command line."""
     parser = SuggestingParser(
         prog="mtpc", description=mtpc.__doc__.splitlines()[0], allow_abbrev=False
@@ -85,15 +91,15 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", "compare decoding speed for several numbers of drafts", _add_bench),
         ("check", "find what is wrong with MTP layers; measure their acceptance", _add_check),
         ("eval", "count right answers of a task, by transformers and by mtpc", _add_eval),
-        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", add_graft),
+        ("graft", "put the MTP layers of a base back into a fine-tune that lost them", _add_graft),
         ("tune-head", "train the MTP layers of a checkpoint on your texts", add_tune_head),
         ("train-draft", "train drafts for a model that ships none", add_train_draft),
-        ("quantize", "write a quantised copy of a checkpoint", add_quantize),
-        ("vocab", "list the tokens of texts, for --draft-vocab", add_vocab),
-        ("models", "list the models that run", add_models),
+        ("quantize", "write a quantised copy of a checkpoint", _add_quantize),
+        ("vocab", "list the tokens of texts, for --draft-vocab", _add_vocab),
+        ("models", "list the models that run", _add_models),
         ("cache", "show, check and clear the graph cache", _add_cache),
         ("inspect", "show the graph of one step before, between or after passes", _add_inspect),
-        ("plan", "plan memory and step time on several devices, on paper", add_plan),
+        ("plan", "plan memory and step time on several devices, on paper", _add_plan),
         ("doctor", "check this machine for what mtpc needs, and advise on what is missing", None),
         ("completion", "print a script that completes commands in your shell", _add_completion),
     ):
@@ -103,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
             description=f"{summary[0].upper()}{summary[1:]}.",
             allow_abbrev=False,
         )
-        command.set_defaults(parser=command)
+        command.set_defaults(parser=command, module=name.replace("-", "_"))
         add_switches(command, ("--traceback", "print the Python traceback of an error"))
         if add_arguments is not None:
             add_arguments(command)
@@ -111,32 +117,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     _add_prompts(parser, DEFAULT_NEW_TOKENS)
     text = "also measure how many times faster than K = 0 the drafts are"
     add_switches(parser, ("--compare", text))
     _add_sampling(parser)
     shown = "a power of two that holds the prompts"
-    add_compile_options(parser, ranks=True, batch_buckets=shown)
     ignore = ("--ignore-eos", "do not stop at the end-of-sequence ids")
-    add_switches(parser.add_further_group("further options"), ignore)
-    add_threads(parser)
-    add_cache_options(parser)
+    add_switches(parser.further("further options"), ignore)
+    add_compile_options(parser, cache=True, ranks=True, batch_buckets=shown)
 
 
 def _add_sampling(parser: SuggestingParser) -> None:
     group = parser.add_argument_group("sampling (default: greedy decoding)")
-    further = parser.add_further_group("further sampling options")
+    further = parser.further("further sampling options")
     for name, *row in _SAMPLING:
         place = further if name in ("top_k", "min_p") else group
         add_values(place, (f"--{name.replace('_', '-')}", *row))
 
 
 def _add_chat(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
+    add_checkpoint(parser, verbose=True)
     add_values(
         parser,
         ("--system", str, "TEXT", "the message that begins the conversation"),
@@ -144,9 +145,7 @@ def _add_chat(parser: SuggestingParser) -> None:
         ("--max-new-tokens", positive, "N", "tokens of an answer (default: what max-len leaves)"),
     )
     _add_sampling(parser)
-    add_threads(parser)
-    add_compile_options(parser, batch_buckets="1")
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, batch_buckets="1")
 
 
 def _add_completion(parser: SuggestingParser) -> None:
@@ -154,19 +153,22 @@ def _add_completion(parser: SuggestingParser) -> None:
 
 
 def _add_serve(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_server_options(parser)
-    add_threads(parser)
+    add_checkpoint(parser, verbose=True)
+    group = parser.group("server")
+    key = group.add_mutually_exclusive_group()
+    text = "key that clients must send; other users of this machine can see it in ps"
+    add_values(key, ("--api-key", str, "KEY", text))
+    text = "file whose first line is the key (default: MTPC_API_KEY, if it is set)"
+    add_values(key, ("--api-key-file", Path, "FILE", text))
+    add_fields(parser, ServerOptions)
+    text = "ignored, for vLLM's users: tools are on if the format of tool calls is known"
+    add_switches(group, ("--enable-auto-tool-choice", text))
     shown = "auto, built while it serves; without a cache 3"
-    add_compile_options(parser, ranks=True, spec_tokens=shown)
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, ranks=True, spec_tokens=shown)
 
 
 def _add_bench(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     text = "also measure each K with this pass enabled; repeatable"
     parser.add_argument("--compare", action="append", metavar="PASS", help=text)
@@ -179,16 +181,13 @@ def _add_bench(parser: SuggestingParser) -> None:
         text = f"accept drafts whatever they are: {text}. The text is then not the model's"
         add_values(parser, (f"--synthetic-acceptance-{flag}", kind, metavar, text))
     add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
-    add_threads(parser)
     shown: dict[str, Any] = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
     add_compile_options(parser, several_k=True, ranks=True, **shown)
-    add_cache_dir(parser)
+    add_fields(parser, CompileOptions, "cache_dir")
 
 
 def _add_eval(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     text = "questions (.jsonl), or a task of lm-evaluation-harness: a name, or its .yaml"
     parser.add_argument("--task", required=True, metavar="FILE|NAME", help=text)
     add_values(parser, ("--limit", positive, "N", "take the first N questions only"))
@@ -196,21 +195,17 @@ def _add_eval(parser: SuggestingParser) -> None:
     text = "leave out transformers, which is slow"
     parser.add_argument("--no-transformers", action="store_false", dest="transformers", help=text)
     add_values(parser, ("--out", Path, "FILE", "write rows, texts and scores as JSON"))
-    add_threads(parser)
     several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
-    add_compile_options(parser, several_k=True, **several)
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, several_k=True, **several)
 
 
 def _add_check(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, output=True)
     _add_prompts(parser, BENCH_NEW_TOKENS)
     text = (
         "a smaller accepted share of first drafts means that the MTP layers belong to another model"
     )
     add_values(parser, ("--floor", float, "P", text, ACCEPTANCE_FLOOR))
-    add_threads(parser)
     add_compile_options(parser, backend="eager", batch_buckets="the number of prompts")
 
 
@@ -232,9 +227,7 @@ def _add_new_tokens(parser: argparse.ArgumentParser, count: int, what: str) -> N
 
 
 def _add_build(parser: SuggestingParser) -> None:
-    add_checkpoint(parser)
-    add_verbose(parser)
-    add_output_options(parser)
+    add_checkpoint(parser, verbose=True, output=True)
     text = "the cache directory (default: MTPC_CACHE_DIR, else the user's)"
     parser.add_argument("--out", type=Path, dest="cache_dir", metavar="DIR", help=text)
     text = "also build verify and propose as separate graphs, for hosts that schedule"
@@ -249,7 +242,6 @@ def _add_build(parser: SuggestingParser) -> None:
         "cuda:80, cuda:90, cuda:100), which this machine need not have; repeatable. The GPU's "
         "machine can use the kernels only with the same wheel of Triton and the same Python",
     )
-    add_threads(parser)
     add_compile_options(parser, several_k=True, ranks=True, backend="cpu")
 
 
@@ -271,14 +263,13 @@ def _add_cache(parser: SuggestingParser) -> None:
             action.add_argument("--graph", metavar="PASS", help=text)
         elif name == "why":
             add_checkpoint(action)
-            add_threads(action)
             add_compile_options(action)
         elif name == "prune":
             add_switches(action, ("--all", "remove every entry"))
             text = "also remove entries older than this"
             add_values(action, ("--older-than", float, "DAYS", text))
             add_switches(action, ("--dry-run", "remove nothing, and show what would be removed"))
-        add_cache_dir(action)
+        add_fields(action, CompileOptions, "cache_dir")
 
 
 def _add_inspect(parser: SuggestingParser) -> None:
@@ -294,4 +285,76 @@ def _add_inspect(parser: SuggestingParser) -> None:
     add_values(parser, ("--svg", Path, "FILE", "draw the step to a file"))
     text = "show the step of the first of N ranks (default: 1)"
     add_values(parser, ("--tensor-parallel-size", positive, "N", text))
-    add_compile_options(parser)
+    add_compile_options(parser, threads=False)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc quantize`."""
+    add = parser.add_argument
+    text = "checkpoint of plain weights, a GGUF file, or an id of the Hugging Face hub"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    add("out", type=Path, metavar="OUT", help="the new directory, or the new GGUF file")
+    add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
+    text = "text that shows which inputs are large; without FILE, Python's help topics"
+    add("--calibration", nargs="?", type=Path, const=Path(), metavar="FILE", help=text)
+    text = "quantise output heads, too: vLLM reads them since March 2026, SGLang does not"
+    add_switches(parser, ("--head", text))
+    text = "leave modules of these names plain, as '*.self_attn.*'; repeatable"
+    add("--keep", action="append", metavar="PATTERN", help=text)
+
+
+def _add_graft(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc graft`."""
+    for name, text in (
+        ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
+        ("finetune", "checkpoint that lost them, or holds broken ones"),
+    ):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new directory")
+
+
+def _add_vocab(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc vocab`."""
+    add = parser.add_argument
+    text = "checkpoint with the tokenizer (default: the demo model)"
+    add_values(parser, ("--checkpoint", Path, "DIR", text))
+    add("texts", nargs="+", type=Path, metavar="TEXT", help="text files whose tokens are counted")
+    text = "keep the N most frequent tokens (default: all)"
+    add("-n", "--tokens", type=positive, metavar="N", help=text)
+    text = "output file, one id per line"
+    add("--out", type=Path, required=True, metavar="FILE", help=text)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mtpc models`."""
+    text = "classes of transformers, as LlamaForCausalLM: say whether each runs, or why it does not"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
+    add_switches(parser, ("--all", "ask every causal LM class of transformers; takes a minute"))
+
+
+def _add_plan(parser: SuggestingParser) -> None:
+    """Add all options of the command."""
+    text = "hub id, or directory with config.json and perhaps *.safetensors (headers are read)"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    shared = "devices that share one replica of the model (default: all)"
+    add_values(
+        parser,
+        ("--devices", positive, "N", "devices in all", 1),
+        ("--tensor-parallel-size", positive, "N", shared),
+        ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
+        ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
+        (
+            "--link-bandwidth",
+            size,
+            "RATE",
+            "its bandwidth to others, one way (default: known)",
+        ),
+        ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
+        ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
+        ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
+    )
+    add_fields(parser, CompileOptions, *FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
+    text = "device with published figures (default: %(default)s)"
+    parser.add_argument("--device", choices=DEVICE_NAMES, default=DEVICE_NAMES[0], help=text)
+    text = "give each device whole experts, by transformers' expert plan"
+    add_switches(parser, ("--enable-expert-parallel", text))

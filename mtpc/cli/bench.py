@@ -18,7 +18,7 @@ from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
 from mtpc.cli.run import Prompt, check_tokenizer, drafts, set_threads
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_rows, say
 from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 from mtpc.option_checks import AUTO, OWN
@@ -26,10 +26,7 @@ from mtpc.plan import make_plan
 
 DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
-COLUMNS = (
-    *("K", "with", "ms/step", "tokens/s", "tokens/step", "accepted", "vs first", "same text"),
-    *("replays/step", "host us", "kernels"),
-)
+TIMES = ("ms_per_step", "tokens_per_s", "host_us")
 NOTES = (
     "ms/step, tokens/s and host us are medians of rounds; each round runs every variant once",
     "tokens/step: tokens per decode step of one request",
@@ -270,28 +267,23 @@ def _row(
         "spec_tokens": variant.spec_tokens,
         "draft": variant.draft if variant.spec_tokens else None,
         "passes": list(variant.passes),
-        "ms_per_step": median(sample.ms_per_step for sample in taken),
-        "tokens_per_s": median(sample.tokens_per_s for sample in taken),
-        "tokens_per_step": taken[0].tokens_per_step,
-        "acceptance_rate": taken[0].acceptance_rate,
+        **{name: value for name, value in vars(taken[0]).items() if name != "results"},
+        **{name: median(getattr(sample, name) for sample in taken) for name in TIMES},
         "same_text": all(sample.results == results for sample in taken),
-        "replays_per_step": taken[0].replays_per_step,
-        "host_us": median(sample.host_us for sample in taken),
         "kernels": kernels,
     }
 
 
 def _print(rows: list[dict[str, Any]], is_synthetic: bool, quiet: bool) -> None:
-    console, base = output(), rows[0]["tokens_per_s"]
+    base, best = rows[0]["tokens_per_s"], _fastest(rows)
     title = f"Decoding{', SYNTHETIC acceptance' * is_synthetic}"
-    print_table(title, COLUMNS, [_cells(row, base) for row in rows])
-    best = _fastest(rows)
+    print_rows(title, [_cells(row, base) for row in rows])
     if len(rows) > 1:
         named = f" {_named(best)}".rstrip()
         speed, times = best["tokens_per_s"], f"{best['tokens_per_s'] / base:.2f}x the first row"
-        console.print(f"fastest: K={best['spec_tokens']}{named}, {speed:.1f} tokens/s, {times}")
+        say(f"fastest: K={best['spec_tokens']}{named}, {speed:.1f} tokens/s, {times}")
     for note in NOTES * (not quiet) + (SYNTHETIC_NOTE,) * is_synthetic:
-        console.print(note, style="dim", soft_wrap=True)
+        say(note, style="dim")
 
 
 def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -303,19 +295,19 @@ def _named(row: dict[str, Any]) -> str:
     return " ".join([*[row["draft"]] * (row["draft"] not in (None, OWN)), *row["passes"]])
 
 
-def _cells(row: dict[str, Any], base: float) -> list[str]:
-    """A row of the table; `base` is the speed of the first one."""
+def _cells(row: dict[str, Any], base: float) -> dict[str, str]:
+    """A row of the table by its headings; `base` is the speed of the first one."""
     rate, speed = row["acceptance_rate"], row["tokens_per_s"]
-    return [
-        str(row["spec_tokens"]),
-        _named(row) or "-",
-        f"{row['ms_per_step']:.2f}",
-        f"{speed:.1f}",
-        f"{row['tokens_per_step']:.2f}",
-        "-" if rate is None else f"{rate:.1%}",
-        f"{speed / base:.2f}x",
-        "yes" if row["same_text"] else "no",
-        f"{row['replays_per_step']:.2f}",
-        f"{row['host_us']:.0f}",
-        str(row["kernels"] or "-"),
-    ]
+    return {
+        "K": str(row["spec_tokens"]),
+        "with": _named(row) or "-",
+        "ms/step": f"{row['ms_per_step']:.2f}",
+        "tokens/s": f"{speed:.1f}",
+        "tokens/step": f"{row['tokens_per_step']:.2f}",
+        "accepted": "-" if rate is None else f"{rate:.1%}",
+        "vs first": f"{speed / base:.2f}x",
+        "same text": "yes" if row["same_text"] else "no",
+        "replays/step": f"{row['replays_per_step']:.2f}",
+        "host us": f"{row['host_us']:.0f}",
+        "kernels": str(row["kernels"] or "-"),
+    }

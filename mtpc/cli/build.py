@@ -14,47 +14,51 @@ from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
-from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress, stage_listener
 from mtpc.program.processes import without_collections
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from mtpc.backends.targets import Target
     from mtpc.layout import Form
-    from mtpc.plan import Plan
     from mtpc.program.build import BuildReport, Built, CrossReport
 
 
 def command(args: argparse.Namespace) -> int:
     """Run the subcommand, and return the exit code."""
-    programs = _programs(compile_options(args))
-    if args.target:
-        return _for_targets(args)
+    given = compile_options(args)
+    targets = _targets(args, given)
+    programs = _programs({**given, "backend": "cuda"} if targets else given)
     from mtpc.backends import PACKAGING, first_choice
 
     row = first_choice(programs[0].backend)
-    if row is None or not row.makes_files:
+    if not targets and (row is None or not row.makes_files):
         raise OptionError(
             f"backend {programs[0].backend!r} compiles nothing ahead of time; expected {PACKAGING}"
         )
     checkpoint = chosen_checkpoint(args.checkpoint)
     with show_progress(sys.stderr, args.quiet) as tell, without_collections():
         tell("import torch and transformers")
-        from mtpc.program.build import build
+        from mtpc.program.build import build, build_for_targets
+        from mtpc.program.open_cache import plan_model
         from mtpc.program.ranks import all_parts
 
         set_threads(args.threads, checkpoint)
-        plans = _plans(checkpoint, programs)
+        plans = [plan_model(checkpoint, asked)[1] for asked in programs]
         listener = stage_listener(tell, args.verbose)
-        form: Form = "both" if args.split else "fused"
-        parts = all_parts(plans[0].tensor_parallel_size)
-        report = build(checkpoint, plans, form, args.jobs, listener, parts=parts)
+        if targets:
+            compiled = build_for_targets(checkpoint, plans, targets, listener)
+        else:
+            form: Form = "both" if args.split else "fused"
+            parts = all_parts(plans[0].tensor_parallel_size)
+            built = build(checkpoint, plans, form, args.jobs, listener, parts=parts)
     if args.as_json:
-        args.result = _as_json(report)
+        args.result = _kernels_as_json(compiled) if targets else _as_json(built)
+    elif targets:
+        _print_kernels(compiled)
     else:
-        _print(report)
+        _print(built)
     return 0
 
 
@@ -65,39 +69,26 @@ def _programs(given: dict[str, Any]) -> list[CompileOptions]:
     return [CompileOptions.parse({**given, "spec_tokens": k}) for k in each]
 
 
-def _plans(checkpoint: Path, programs: list[CompileOptions]) -> list[Plan]:
-    from mtpc.program.open_cache import plan_model
+def _targets(args: argparse.Namespace, given: dict[str, Any]) -> list[Target]:
+    """The GPUs of `--target`.
 
-    return [plan_model(checkpoint, asked)[1] for asked in programs]
-
-
-def _for_targets(args: argparse.Namespace) -> int:
-    """Compile the kernels for the GPUs of `--target`."""
-    given = compile_options(args)
-    if given.pop("backend", "auto") not in ("auto", "cuda") or args.split or args.jobs is not None:
+    Raises:
+        OptionError: options suit no target, or one is unknown.
+        BackendError: Triton is missing.
+    """
+    if not args.target:
+        return []
+    if given.get("backend", "auto") not in ("auto", "cuda") or args.split or args.jobs is not None:
         raise OptionError(
             "--target compiles kernels for backend cuda, in one process; drop --split, --jobs and "
             "any other --backend"
         )
     from mtpc.backends.targets import parse_target
+    from mtpc.backends.triton_kernels import load_kernels
 
     targets = [parse_target(name) for name in args.target]
-    checkpoint = chosen_checkpoint(args.checkpoint)
-    with show_progress(sys.stderr, args.quiet) as tell:
-        tell("import torch and transformers")
-        from mtpc.backends.triton_kernels import load_kernels
-
-        load_kernels()  # If Triton is missing, this raises a clear error.
-        from mtpc.program.build import build_for_targets
-
-        set_threads(args.threads, checkpoint)
-        plans = _plans(checkpoint, _programs({**given, "backend": "cuda"}))
-        report = build_for_targets(checkpoint, plans, targets, stage_listener(tell, args.verbose))
-    if args.as_json:
-        args.result = _kernels_as_json(report)
-    else:
-        _print_kernels(report)
-    return 0
+    load_kernels()
+    return targets
 
 
 def _kernels_as_json(report: CrossReport) -> dict[str, Any]:
@@ -121,7 +112,6 @@ def _kernels_as_json(report: CrossReport) -> dict[str, Any]:
 
 
 def _print_kernels(report: CrossReport) -> None:
-    console = output()
     rows = [
         (
             made.kernel,
@@ -139,15 +129,14 @@ def _print_kernels(report: CrossReport) -> None:
     columns = ("kernel", "target", "entry", "size", "shared memory", "registers", "spills", "")
     print_table(f"In {report.root}", columns, rows)
     for key, count in report.launches.items():
-        console.print(f"{key}: {count} launches of these kernels")
+        say(f"{key}: {count} launches of these kernels")
     for note, times in report.notes.items():
-        console.print(f"{times} times: {note}", soft_wrap=True)
-    console.print(
+        say(f"{times} times: {note}")
+    say(
         "Inductor compiles the operations between these kernels on the GPU's own machine, at the "
-        "first start; this command ran no kernel",
-        soft_wrap=True,
+        "first start; this command ran no kernel"
     )
-    console.print(f"built in {report.elapsed_s:.1f} s")
+    say(f"built in {report.elapsed_s:.1f} s")
 
 
 def _as_json(report: BuildReport) -> dict[str, Any]:
@@ -168,7 +157,6 @@ def _as_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _print(report: BuildReport) -> None:
-    console = output()
     total = sum(step.step.entry.nbytes for step in report.steps if step.step.entry)
     stages = ("trace", "rewrite", "lower")
     seconds = [[b.step.record.seconds.get(s, 0.0) for s in stages] for b in report.steps]
@@ -180,10 +168,10 @@ def _print(report: BuildReport) -> None:
         ("", "", "", "total", *sums, format_bytes(total), ""),
     )
     kernels = report.kernels
-    console.print(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
+    say(f"kernels: entry {kernels.digest[:8]}, {format_bytes(kernels.nbytes)}")
     for k, pin in report.pins.items():
-        console.print(f"K={k}: to load only these entries, use --require-sha256 {pin}")
-    console.print(f"built in {report.elapsed_s:.1f} s")
+        say(f"K={k}: to load only these entries, use --require-sha256 {pin}")
+    say(f"built in {report.elapsed_s:.1f} s")
 
 
 def _row(built: Built, seconds: list[float]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from mtpc.cli.certificates import check_certificate
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
-from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
@@ -96,7 +96,7 @@ def _stale(fields: dict[str, str], here: dict[str, str]) -> Iterator[Difference]
 
 
 def _ls(args: argparse.Namespace) -> int:
-    store, console = _store(args), output()
+    store = _store(args)
     rows = list(examine(store))
     print_table(
         f"{store.root}: {len(rows)} entries",
@@ -105,7 +105,7 @@ def _ls(args: argparse.Namespace) -> int:
         ("", "", "", "", format_bytes(sum(_nbytes(store, row) for row in rows)), "", ""),
     )
     for path in store.leftovers():
-        console.print(f"left by a killed build: {path}")
+        say(f"left by a killed build: {path}")
     return 0
 
 
@@ -192,31 +192,31 @@ def _print_graph(entry: Entry, name: str) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store, console = _store(args), output()
+    store = _store(args)
     rows = list(examine(store))
     damaged = [row for row in rows if row.entry is None]
     for row in damaged:
-        console.print(f"damaged: {row.damage}", soft_wrap=True)
+        say(f"damaged: {row.damage}")
     files = sum(len(row.entry.files) for row in rows if row.entry)
-    console.print(f"{len(rows) - len(damaged)} of {len(rows)} entries are whole ({files} files)")
+    say(f"{len(rows) - len(damaged)} of {len(rows)} entries are whole ({files} files)")
     entries = [row.entry for row in rows if row.entry and CERTIFICATE in row.entry.files]
     found = [(read_record(entry), *check_certificate(entry)) for entry in entries]
     for record, is_certified, line in found:
         if is_certified is None:
-            console.print(f"forged: {record.name} of {record.source}: {line}", soft_wrap=True)
+            say(f"forged: {record.name} of {record.source}: {line}")
         elif not is_certified and record.uncertified:
-            console.print(f"{record.name} of {record.source}: {line}", soft_wrap=True)
+            say(f"{record.name} of {record.source}: {line}")
     certified = sum(is_certified is True for _, is_certified, _ in found)
-    console.print(f"{certified} of {len(found)} steps are certified")
+    say(f"{certified} of {len(found)} steps are certified")
     return 1 if damaged or any(row[1] is None for row in found) else 0
 
 
 def _why(args: argparse.Namespace) -> int:
-    checkpoint, console = chosen_checkpoint(args.checkpoint), output()
+    checkpoint = chosen_checkpoint(args.checkpoint)
     asked = CompileOptions.parse(compile_options(args))
     set_threads(args.threads, checkpoint)
     source, plan = plan_model(checkpoint, asked)
-    cache = open_cache(source, plan, console.print)
+    cache = open_cache(source, plan, say)
     if cache is None:
         raise OptionError(f"backend {plan.backend!r} has no cache; use {PACKAGING}")
     answers = {str(key): _answer(cache, key) for key in step_keys(plan)}
@@ -235,20 +235,20 @@ def _answer(cache: StepCache, key: StepKey) -> str:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    store, console = _store(args), output()
+    store = _store(args)
     removed = 0
     for row in list(examine(store)):
         reason = _reason_to_remove(row, args)
         if reason:
             removed += _nbytes(store, row)
-            console.print(f"{row.digest[:8]}: {reason}", soft_wrap=True)
+            say(f"{row.digest[:8]}: {reason}")
             if not args.dry_run:
                 store.remove(row.digest)
     for path in store.leftovers():
-        console.print(f"{path.name}: left by a killed build")
+        say(f"{path.name}: left by a killed build")
         if not args.dry_run:
             shutil.rmtree(path, ignore_errors=True)
-    console.print(f"{'would free' if args.dry_run else 'freed'} {format_bytes(removed)}")
+    say(f"{'would free' if args.dry_run else 'freed'} {format_bytes(removed)}")
     return 0
 
 

@@ -6,7 +6,7 @@ import gzip
 
 from mtpc.backends.package import TAPE
 from mtpc.certificate import Certificate, CertificateError
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_table, say
 from mtpc.program.step_cache import CERTIFICATE
 from mtpc.store.entries import Entry
 
@@ -20,7 +20,7 @@ def print_certificate(certificate: Certificate, title: str) -> None:
     ]
     if rows:
         print_table(f"{title}: every line's type", ("line", "operator", "type"), rows)
-    output().print(f"{title}: {verdict(certificate)}", soft_wrap=True)
+    say(f"{title}: {verdict(certificate)}")
 
 
 def verdict(certificate: Certificate) -> str:

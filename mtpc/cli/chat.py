@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,35 +47,32 @@ def command(args: argparse.Namespace) -> int:
     with show_progress(sys.stderr) as tell:
         tell("import torch")
         model = compile_model(checkpoint, options, args, tell)
-    chat = Chat(model, template, sampling, args.max_new_tokens, args.system)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chat = Chat(model, template, sampling, args.max_new_tokens, system)
     with closing(model):
         chat.run(is_interactive=sys.stdin.isatty())
     return 0
 
 
+@dataclass
 class Chat:
     """One conversation.
 
-    Args:
+    Attributes:
         model: a compiled model.
         template: makes the prompts.
         sampling: how tokens are chosen.
         max_new_tokens: the most tokens of an answer; None is what `max_len` and the pool leave.
-        system: the system message, or None.
+        system: the messages that begin it.
+        messages: all messages after these.
     """
 
-    def __init__(
-        self,
-        model: mtpc.SpecModel,
-        template: ChatTemplate,
-        sampling: mtpc.SamplingParams,
-        max_new_tokens: int | None,
-        system: str | None,
-    ):
-        self._model, self._template, self._sampling = model, template, sampling
-        self._max_new_tokens = max_new_tokens
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, Any]] = [*self._system]
+    model: mtpc.SpecModel
+    template: ChatTemplate
+    sampling: mtpc.SamplingParams
+    max_new_tokens: int | None
+    system: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, is_interactive: bool) -> None:
         """Answer each message of the standard input, until it ends.
@@ -101,7 +99,7 @@ class Chat:
         if not re.fullmatch(r"/\w*", text):
             return False
         if text == "/reset":
-            self.messages = [*self._system]
+            self.messages.clear()
         said = {"/reset": "the conversation is forgotten", "/help": HELP}
         print(said.get(text, f"there is no command {text}. {HELP}"), file=sys.stderr)
         return True
@@ -110,12 +108,13 @@ class Chat:
         """Print the answer to the messages as it comes, and return it."""
         from mtpc.engine.text import TextAssembler
 
-        model, pieces, start = self._model, list[str](), time.perf_counter()
+        model, pieces, start = self.model, list[str](), time.perf_counter()
         text = TextAssembler(model.served.decode)
         # A chat template writes special tokens itself.
-        ids = model.served.encode(self._template.render(self.messages, {}), special_tokens=False)
-        most = self._max_new_tokens or max(1, model.engine.longest - len(ids))
-        outputs: Any = model.stream(ids, most, sampling=self._sampling)
+        prompt = self.template.render([*self.system, *self.messages], {})
+        ids = model.served.encode(prompt, special_tokens=False)
+        most = self.max_new_tokens or max(1, model.engine.longest - len(ids))
+        outputs: Any = model.stream(ids, most, sampling=self.sampling)
         try:
             with closing(outputs):
                 for output in outputs:

@@ -17,7 +17,7 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
 from mtpc.cli.parsing import typed
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_rows, print_table, say
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell, show_progress
 from mtpc.option_checks import drafters_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mtpc.models.mtp_faults import Fault
     from mtpc.plan import Plan
 
-COLUMNS = ("wiring", "tokens/step", "accepted", "by position", "same text")
 CLEARLY_MORE = 0.05
 """Another rule is recommended if it gains this many tokens per step."""
 
@@ -184,30 +183,29 @@ def _as_json(samples: list[Sample], verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
-    console = output()
     if samples:
-        print_table("Drafter", ("", ""), samples[0].declared.items())
+        first, *others = samples
+        print_table("Drafter", ("", ""), first.declared.items())
         rows = [
-            (
-                rule_text(sample.rules) or ("the family's" if len(samples) > 1 else "none"),
-                f"{sample.tokens_per_step:.2f}",
-                f"{sum(sample.drafts.accepted)} of {sum(sample.drafts.drafted)}",
-                "  ".join(f"{rate:.1%}" for rate in sample.drafts.by_position),
-                "yes" if sample.results == samples[0].results else "no",
-            )
+            {
+                "wiring": rule_text(sample.rules) or ("the family's" if others else "none"),
+                "tokens/step": f"{sample.tokens_per_step:.2f}",
+                "accepted": f"{sum(sample.drafts.accepted)} of {sum(sample.drafts.drafted)}",
+                "by position": "  ".join(f"{rate:.1%}" for rate in sample.drafts.by_position),
+                "same text": "yes" if sample.results == first.results else "no",
+            }
             for sample in samples
         ]
-        print_table("Accepted drafts by wiring", COLUMNS, rows)
+        print_rows("Accepted drafts by wiring", rows)
     for fault in verdict.faults:
-        text = f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}"
-        console.print(text, markup=False, soft_wrap=True)
+        say(f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}")
     if verdict.faults or len(samples) == 1:  # Copies have no wiring.
         return
-    name = rule_text(given) or "the family's wiring"
-    if verdict.better:
-        console.print(f"--wiring {verdict.better} accepts more than {name}")
-    else:
-        console.print(f"no other rule accepts clearly more than {name}")
+    name = "the family's wiring"
+    better = (
+        f"--wiring {verdict.better} accepts" if verdict.better else "no other rule accepts clearly"
+    )
+    say(f"{better} more than {rule_text(given) or name}")
 
 
 def _foreign(highest: float, floor: float, has_drafter: bool) -> Fault:

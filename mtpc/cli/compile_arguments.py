@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from mtpc.cli.parsing import (
     ids,
     number,
     numbers,
+    origins,
     positive,
     speculative,
-    threads,
+    thread_count,
     wiring,
 )
 from mtpc.declaration import GROUPS, Declared, declared
@@ -39,6 +40,10 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "N|FILE": draft_vocab,
     "RULE=VALUE,..": wiring,
     "DIR": Path,
+    "FILE": Path,
+    "S": float,
+    "NAMES": lambda text: tuple(text.split(",")),
+    "ORIGINS": origins,
     "DIR|copy|copy+DIR": drafters,
 }
 """How the text of a value is parsed, by the value's name in the help; other values are text."""
@@ -48,7 +53,12 @@ _CACHE, _RANKS = "cache", "tensor_parallel_size"
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `CompileOptions` that the user gave."""
-    given = {f.name: getattr(args, f.name, None) for f in fields(CompileOptions)}
+    return given_fields(args, CompileOptions)
+
+
+def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The fields of a class of options that the user gave."""
+    given = {name: getattr(args, name, None) for name, _ in declared(options)}
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
@@ -58,46 +68,50 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_compile_options(
     parser: SuggestingParser,
+    cache: bool = False,
+    threads: bool = True,
     several_k: bool = False,
     ranks: bool = False,
     **defaults: object,
 ) -> None:
-    """Add the options of `mtpc.compile`, by groups; those of the graph cache are apart.
+    """Add the options of `mtpc.compile`, by groups.
 
     Args:
         parser: the command's parser.
+        cache: whether to add those of the graph cache.
+        threads: whether to add `--threads`.
         several_k: whether `--spec-tokens` accepts a list.
         ranks: whether the command runs on several ranks.
         **defaults: default values to show in the help for options whose default differs here.
     """
-    options = dict(declared(CompileOptions))
     for group in GROUPS:
-        for name, said in options.items():
-            if said.group == group != _CACHE and (ranks or name != _RANKS):
-                _add(parser, name, said, several_k, defaults.get(name))
+        for name, said in declared(CompileOptions):
+            is_added = ranks if name == _RANKS else cache or group != _CACHE
+            if said.group == group and is_added:
+                _add(parser, CompileOptions, name, said, several_k, defaults.get(name))
     _add_vllm_options(parser, several_k)
+    if threads:
+        text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
+        further = parser.further("further options")
+        add_values(further, ("--threads", thread_count, "N", text))
 
 
-def add_cache_options(parser: SuggestingParser) -> None:
-    """Add the options of the graph cache."""
-    for name, said in declared(CompileOptions):
-        if said.group == _CACHE:
-            _add(parser, name, said)
-
-
-def add_cache_dir(parser: SuggestingParser) -> None:
-    """Add `--cache-dir`."""
-    add_values(
-        parser, ("--cache-dir", Path, "DIR", dict(declared(CompileOptions))["cache_dir"].help)
-    )
+def add_fields(parser: SuggestingParser, options: type, *names: str, **defaults: object) -> None:
+    """Add the options of fields of a class: of all, or those that are named, which help shows."""
+    for name, said in declared(options):
+        if name in names or not names:
+            shown = replace(said, common=said.common or name in names)
+            _add(parser, options, name, shown, default=defaults.get(name))
 
 
 def _title(group: str) -> str:
-    return "graph cache" if group == _CACHE else f"{group} (compile options)"
+    group = "graph cache" if group == _CACHE else group
+    return f"{group} (compile options)" if group in GROUPS else group
 
 
 def _add(
     parser: SuggestingParser,
+    options: type,
     name: str,
     said: Declared,
     several_k: bool = False,
@@ -116,19 +130,16 @@ def _add(
     elif flags[0].startswith("--no-"):
         how |= {"action": "store_false"}
     else:
-        is_open = getattr(CompileOptions, name) is None
+        is_open = getattr(options, name) is None
         how |= {"action": argparse.BooleanOptionalAction if is_open else "store_true"}
-    shown = default if default is not None else _shown(name, said)
+    shown = default if default is not None else _shown(getattr(options, name), said)
     how["help"] = f"{said.help} (default: {shown})" if shown else said.help
-    if said.common:
-        parser.group(_title(said.group)).add_argument(*flags, **how)
-    else:
-        parser.add_further(_title(said.group), *flags, **how)
+    place = parser.group if said.common else parser.further
+    place(_title(said.group)).add_argument(*flags, **how)
 
 
-def _shown(name: str, said: Declared) -> str:
+def _shown(default: Any, said: Declared) -> str:
     """The default of a field that the help names."""
-    default = getattr(CompileOptions, name)
     if said.shown is not None or not said.metavar or default in (None, ()):
         return said.shown or ""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -138,38 +149,31 @@ def _add_vllm_options(parser: SuggestingParser, several_k: bool) -> None:
     """Add vLLM's options that mtpc has in another form."""
     text = "most requests that decode at once: the same as --batch-buckets 1,2,4,..,N"
     how: dict[str, Any] = {"type": buckets_up_to, "dest": "batch_buckets", "metavar": "N"}
-    parser.add_further(_title("batching"), "--max-num-seqs", **how, help=text)
+    parser.further(_title("batching")).add_argument("--max-num-seqs", **how, help=text)
     text = 'vLLM\'s form of --spec-tokens: \'{"method": "mtp", "num_speculative_tokens": 3}\''
     kind = (lambda text: [speculative(text)]) if several_k else speculative
     how = {"type": kind, "dest": "spec_tokens", "metavar": "JSON"}
-    parser.add_further(_title("decoding"), "--speculative-config", **how, help=text)
+    parser.further(_title("decoding")).add_argument("--speculative-config", **how, help=text)
 
 
-def add_output_options(parser: SuggestingParser) -> None:
-    """Add `--quiet` and `--json`. With the latter a command sets `args.result`."""
-    text = "print results only: no stages and no statistics"
-    parser.add_argument("-q", "--quiet", action="store_true", help=text)
-    text = "print one JSON object, and nothing else"
-    parser.add_argument("--json", action="store_true", dest="as_json", help=text)
+def add_checkpoint(
+    parser: argparse.ArgumentParser, verbose: bool = False, output: bool = False
+) -> None:
+    """Add the checkpoint, an optional argument, `--verbose`, and what says how to print.
 
-
-def add_verbose(parser: SuggestingParser) -> None:
-    """Add `--verbose`."""
-    text = "show each stage of each step, and what the cache lacks"
-    parser.add_argument("-v", "--verbose", action="store_true", help=text)
-
-
-def add_threads(parser: SuggestingParser) -> None:
-    """Add `--threads`."""
-    text = "CPU threads (default: 1 for checkpoints under 64 MiB, else torch's choice)"
-    group = parser.add_further_group("further options")
-    add_values(group, ("--threads", threads, "N", text))
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint, an optional argument."""
+    With `--json` a command sets `args.result`.
+    """
+    add = parser.add_argument
     text = (
         "directory with config.json and *.safetensors, or an id of the Hugging Face hub "
         "(default: the demo model)"
     )
-    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
+    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=text)
+    if verbose:
+        text = "show each stage of each step, and what the cache lacks"
+        add("-v", "--verbose", action="store_true", help=text)
+    if output:
+        text = "print results only: no stages and no statistics"
+        add("-q", "--quiet", action="store_true", help=text)
+        text = "print one JSON object, and nothing else"
+        add("--json", action="store_true", dest="as_json", help=text)

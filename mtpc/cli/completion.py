@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from mtpc.cli.arguments import build_parser
 from mtpc.errors import OptionError
@@ -18,18 +17,8 @@ def command(args: argparse.Namespace) -> int:
     import shtab
 
     parser = build_parser()
-    for action in _actions(parser):
+    for action in parser.show_all():
         if action.type is Path:
             action.complete = shtab.FILE
     print(shtab.complete(parser, shell=args.shell))
     return 0
-
-
-def _actions(parser: argparse.ArgumentParser) -> list[Any]:
-    """The arguments of a parser and of its commands."""
-    found = list[Any](parser._actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in {id(choice): choice for choice in action.choices.values()}.values():
-                found += _actions(command)
-    return found

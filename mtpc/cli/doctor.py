@@ -74,16 +74,11 @@ def examine() -> Iterator[Finding]:
     needed = [check_distribution(name) for name in RANGES]
     yield from needed
     yield _check_demo()
-    if all(finding.status == "ok" for finding in needed):
-        yield _check_compiler()
-        yield _check_kernels()
-        yield _check_cpu()
-        yield _check_gpu()
     triton = check_triton()
-    yield triton
     if all(finding.status == "ok" for finding in needed):
+        yield from (_check_compiler(), _check_kernels(), _check_cpu(), _check_gpu())
         yield _check_gpu_kernels(triton)
-    yield check_aiter()
+    yield from (triton, check_aiter())
 
 
 def _check_python() -> Finding:

@@ -1,4 +1,4 @@
-"""Condenses a step graph for drawing: boxes in execution order, their buffers, and the data flow.
+"""Condenses a step graph for drawing: boxes in execution order, with their buffers and their data.
 
 A box is a run of consecutive nodes of one piece. Inlining keeps the order of pieces, so each run is
 one execution of a piece. The draft layer, for example, has one box for each draft step.
@@ -7,17 +7,14 @@ one execution of a piece. The draft layer, for example, has one box for each dra
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, dim_of
-from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, operator_name, piece_of
+from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, piece_of
 from mtpc.cli.tables import format_bytes, format_shape
 from mtpc.layout import Layout, dtype_name
 from mtpc.layout.specs import is_buffer_name
@@ -31,23 +28,22 @@ class Box:
         piece: the piece's name.
         band: "verify", "propose" or "advance".
         title: the box's title in the drawing.
-        operators: the number of operations of each operator.
+        num_nodes: the number of operations.
         weights: names of the weights that the box uses.
         reads: buffers that the box reads.
         writes: buffers that the box writes.
+        data: temporaries that an earlier box computes and this one uses: the index of that box, and
+            a label.
     """
 
     piece: str
     band: str = "verify"
     title: str = ""
-    operators: Counter[str] = field(default_factory=Counter)
+    num_nodes: int = 0
     weights: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(self.operators.values())
+    data: list[tuple[int, str]] = field(default_factory=list)
 
     def layers(self) -> str:
         """The cache layers that the box accesses, such as `0-46`, or an empty string."""
@@ -55,66 +51,26 @@ class Box:
         return number_ranges({int(name.split(".")[1]) for name in caches})
 
 
-@dataclass(frozen=True)
-class Value:
-    """A temporary: its dtype, and its shape in the bucket that the step is for."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class DataEdge:
-    """Temporaries that box `source` computes and the later box `target` uses."""
-
-    source: int
-    target: int
-    values: tuple[Value, ...]
-
-    @property
-    def label(self) -> str:
-        """Dtype and shape of the largest value, the number of others, and the bytes of all."""
-        if not self.values:
-            return ""
-        largest = max(self.values, key=lambda value: value.nbytes)
-        more = f" +{len(self.values) - 1}" if len(self.values) > 1 else ""
-        total = format_bytes(sum(value.nbytes for value in self.values))
-        return f"{dtype_name(largest.dtype)}{format_shape(largest.shape)}{more}, {total}"
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Boxes in execution order, and the data edges between them."""
-
-    boxes: tuple[Box, ...]
-    edges: tuple[DataEdge, ...]
-
-
-def condense(graph: StepGraph) -> Flow:
-    """Condense a step graph to boxes and the data flow between them."""
+def condense(graph: StepGraph) -> list[Box]:
+    """Condense a step graph to boxes in execution order."""
     effects = analyse(graph.graph)
     boxes: list[Box] = []
     box_of: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
         if not node.op.startswith("call_"):
             continue
-        index = _box_index(node, boxes, box_of)
-        box_of[node] = index
+        box_of[node] = index = _box_index(node, boxes, box_of)
         inner = inner_graph(graph, node)
         inside = [node] if inner is None else [n for n in inner.nodes if n.op.startswith("call_")]
-        boxes[index].operators.update(map(operator_name, inside))
+        boxes[index].num_nodes += len(inside)
         held = {str(n.target) for n in node.all_input_nodes if n.op == "get_attr"}
         boxes[index].weights |= {name for name in held if not is_buffer_name(name)}
-    for access in accesses(graph, effects):
-        box = boxes[box_of[access.node]]
-        box.reads |= access.reads
-        box.writes |= access.writes
+    for node, reads, writes in accesses(graph, effects):
+        boxes[box_of[node]].reads |= reads
+        boxes[box_of[node]].writes |= writes
     _name_boxes(boxes)
-    return Flow(tuple(boxes), tuple(_data_edges(box_of, effects, graph.layout)))
+    _add_data(boxes, box_of, effects, graph.layout)
+    return boxes
 
 
 def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> int:
@@ -128,7 +84,9 @@ def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> i
     return len(boxes) - 1
 
 
-def _data_edges(box_of: dict[fx.Node, int], effects: Effects, layout: Layout) -> Iterator[DataEdge]:
+def _add_data(
+    boxes: list[Box], box_of: dict[fx.Node, int], effects: Effects, layout: Layout
+) -> None:
     flowing: dict[tuple[int, int], dict[fx.Node, None]] = {}
     for node, target in box_of.items():
         for arg in node.all_input_nodes:
@@ -139,14 +97,26 @@ def _data_edges(box_of: dict[fx.Node, int], effects: Effects, layout: Layout) ->
                 flowing.setdefault((source, target), {})[arg] = None
     for (source, target), nodes in sorted(flowing.items()):
         fakes = [node.meta.get("val") for node in nodes]
-        values = [_value(fake, layout) for fake in fakes if isinstance(fake, Tensor)]
-        yield DataEdge(source, target, tuple(values))
+        label = _label([fake for fake in fakes if isinstance(fake, Tensor)], layout)
+        boxes[target].data.append((source, label))
 
 
-def _value(fake: Tensor, layout: Layout) -> Value:
-    """A fake tensor, with numbers for the sizes that its step leaves open."""
-    mode = getattr(fake, "fake_mode", None)
-    return Value(fake.dtype, tuple(layout.value(dim_of(mode, size)) for size in fake.shape))
+def _label(fakes: list[Tensor], layout: Layout) -> str:
+    """Dtype and shape of the largest value, the number of others, and the bytes of all.
+
+    Sizes that the step leaves open are those of its bucket.
+    """
+    values = []
+    for fake in fakes:
+        mode = getattr(fake, "fake_mode", None)
+        shape = [layout.value(dim_of(mode, size)) for size in fake.shape]
+        text = f"{dtype_name(fake.dtype)}{format_shape(shape)}"
+        values.append((prod(shape) * fake.dtype.itemsize, text))
+    if not values:
+        return ""
+    more = f" +{len(values) - 1}" if len(values) > 1 else ""
+    largest, total = max(values, key=lambda value: value[0]), sum(size for size, _ in values)
+    return f"{largest[1]}{more}, {format_bytes(total)}"
 
 
 def _name_boxes(boxes: list[Box]) -> None:

@@ -16,7 +16,7 @@ from mtpc.cli.anatomy import (
     position,
     weight_kinds,
 )
-from mtpc.cli.tables import format_bytes, format_shape, output, print_table
+from mtpc.cli.tables import format_bytes, format_shape, print_table, say
 from mtpc.layout import Layout, dtype_name
 from mtpc.layout.buffers import N, P, Q, R, S
 
@@ -37,12 +37,11 @@ def print_graph(
         backend: whom it is for: the name of the backend, and of several ranks one.
         drafter: `Drafting.declared`.
     """
-    console = output()
     title = f"{graph.key} {position(graph)}: {graph.num_nodes} nodes, for backend {backend}"
-    console.print(title, style="bold", soft_wrap=True)
+    say(title, style="bold")
     if nodes:
-        console.print(graph.text(), soft_wrap=True)
-        console.print()
+        say(graph.text())
+        say()
     print_table("Drafter", ("", ""), drafter.items())
     columns = ("pass", "rewrites", "seconds", "nodes before", "after")
     passes = [
@@ -75,14 +74,9 @@ def _print_counts(graph: StepGraph) -> None:
 def _print_weights(graph: StepGraph) -> None:
     """Print the bytes of the weights that the step reads, by how they are stored."""
     kinds = weight_kinds(graph)
-    rows = [
-        (kind, found.count, found.dequantised, format_bytes(found.nbytes))
-        for kind, found in sorted(kinds.items(), key=lambda item: -item[1].nbytes)
-    ]
-    total = ("total", sum(k.count for k in kinds.values()), "",
-             format_bytes(sum(k.nbytes for k in kinds.values())))  # fmt: skip
-    columns = ("kind", "tensors", "dequantised", "size")
-    print_table("Weights", columns, rows, total)
+    rows = [(*numbers, format_bytes(nbytes)) for *numbers, nbytes in kinds]
+    total = ("total", sum(row[1] for row in kinds), "", format_bytes(sum(row[-1] for row in kinds)))
+    print_table("Weights", ("kind", "tensors", "dequantised", "size"), rows, total)
 
 
 def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
@@ -111,7 +105,7 @@ def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
 def _print_growth(layout: Layout) -> None:
     """Print the memory of a request: its rows of the state, and its tokens in KV pages."""
     page, request = growth(layout, N), growth(layout, S)
-    output().print(
+    say(
         f"A request costs {format_bytes(request)}, whatever its length, and "
         f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
         "tokens.\n"
@@ -129,7 +123,7 @@ def _print_effects(graph: StepGraph) -> None:
     print_table("Effects on buffers", columns, _effect_rows(graph))
     if any(node.op == "call_module" for node in graph.graph.nodes):
         text = "  The effects inside pieces are known after the pass fuse-draft-chain."
-        output().print(text, style="dim")
+        say(text, style="dim")
 
 
 def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
@@ -139,12 +133,11 @@ def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
     """
     order: dict[str, list[str]] = {name: [] for name in graph.layout}
     actors: dict[tuple[str, str], Counter[str]] = {}
-    for access in accesses(graph):
-        what = actor(access.node)
-        for kind, names in (("r", access.reads), ("w", access.writes)):
+    for node, reads, writes in accesses(graph):
+        for kind, names in (("r", reads), ("w", writes)):
             for name in names:
                 order[name].append(kind)
-                actors.setdefault((name, kind), Counter())[what] += 1
+                actors.setdefault((name, kind), Counter())[actor(node)] += 1
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name in graph.layout:
         runs = [(kind, len(list(run))) for kind, run in groupby(order[name])]

@@ -45,10 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_any_character()
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
-    module = args.command.replace("-", "_")
     try:
         with ended_by_sigterm(), _only_json(args), ranks_of(args, argv), _noted(args):
-            code: int = import_module(f"mtpc.cli.{module}").command(args)
+            code: int = import_module(f"mtpc.cli.{args.module}").command(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

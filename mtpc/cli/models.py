@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_table, say
 
 
 def command(args: argparse.Namespace) -> int:
@@ -15,7 +15,7 @@ def command(args: argparse.Namespace) -> int:
     if not args.names and not args.all:
         _print_families()
         return 0
-    say, refused = output().print, 0
+    refused = 0
     with quiet_transformers():
         for name in args.names or classes():
             why = why_not(name)
@@ -34,7 +34,6 @@ def _print_families() -> None:
 
     rows = ((family.name, ", ".join(family.architectures)) for family in FAMILIES)
     print_table("families with drafts or modules of their own", ("family", "architectures"), rows)
-    say = output().print
     say(
         f"any other decoder-only causal LM of transformers {transformers.__version__} whose "
         f"attention, cache and experts go through its interfaces ({len([*classes()])} classes; "

@@ -7,81 +7,64 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from mtpc import CompileOptions
 from mtpc.option_checks import AUTO
 
-_NUMBERS = {"int": "an integer", "float": "a number"}
-"""Python's type names in argparse's messages -> words for the user."""
+_UNITS = {
+    f"{prefix}{i}B": base**power
+    for i, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
 MOST_THREADS = 1024
+"""OpenMP ends the process if the system refuses it a thread."""
 
 
 class SuggestingParser(argparse.ArgumentParser):
     """argparse's parser, with errors of one line that suggest the most similar existing name.
 
-    `--help` leaves out the options of `add_further_group` and `add_further`; `--help-all` shows
-    all.
+    `--help` leaves out the options of `further`; `--help-all` shows all.
     """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._further: list[Any] = []
-        self._left_out: list[argparse.Action] = []
-        self.register("type", Path, _path)
+        self._left_out: dict[argparse.Action, str] = {}
+        for kind, parse in ((int, _integer), (float, _number), (Path, path)):
+            self.register("type", kind, parse)
 
     def group(self, title: str) -> Any:
         """The group of this title."""
         known = [group for group in self._action_groups if group.title == title]
         return known[0] if known else self.add_argument_group(title)
 
-    def add_further_group(self, title: str) -> Any:
-        """The group of this title, for options for which few users look."""
-        group = self.group(title)
-        if group not in self._further:
-            self._further.append(group)
-            self._add_help_all()
-        return group
+    def further(self, title: str) -> Any:
+        """The group of this title, to add options for which few users look."""
+        return SimpleNamespace(add_argument=partial(self._add_further, title))
 
-    def add_further(self, title: str, *flags: str, **more: Any) -> None:
-        """Add to the group of this title an option for which few users look."""
-        self._left_out.append(self.group(title).add_argument(*flags, **more))
-        self._add_help_all()
+    def _add_further(self, title: str, *flags: str, help: str, **more: Any) -> None:
+        if not self._left_out:
+            text = "show all options, and exit"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+        action = self.group(title).add_argument(*flags, **more, help=argparse.SUPPRESS)
+        self._left_out[action] = help
+        self.epilog = f"--help-all shows {len(self._left_out)} more options."
 
-    def _add_help_all(self) -> None:
-        flag = "--help-all"
-        if flag not in self._option_string_actions:
-            self.add_argument(flag, action=_HelpAll, nargs=0, help="show all options, and exit")
-
-    def format_help(self, shows_all: bool = False) -> str:
-        """The text of `--help` or, with `shows_all`, of `--help-all`."""
-        shown = {
-            group: [a for a in group._group_actions if shows_all or a not in self._left_out]
-            for group in self._action_groups
-            if shows_all or group not in self._further
-        }
-        formatter = self._get_formatter()
-        given = [action for action in self._actions if any(action in of for of in shown.values())]
-        formatter.add_usage(self.usage, given, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group, actions in shown.items():
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        left_out = len(self._actions) - len(given)
-        if left_out:
-            formatter.add_text(f"--help-all shows {left_out} more options.")
-        return formatter.format_help()
+    def show_all(self) -> list[Any]:
+        """Have help show every option; returns the arguments of this parser and its commands."""
+        for action, text in self._left_out.items():
+            action.help, self.epilog = text, None
+        commands = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+        parsers = {parser for each in commands for parser in each.choices.values()}
+        return [*self._actions, *(action for each in parsers for action in each.show_all())]
 
     def error(self, message: str) -> NoReturn:
         """Print the error as all errors of commands are printed, without the usage, and exit."""
-        number = re.search(r"invalid (int|float) value: (.*)", message)
-        if number:
-            expected = _NUMBERS[number[1]]
-            message = f"{message[: number.start()]}{number[2]} is invalid; expected {expected}"
         message += self._suggestion(message)
         self.exit(2, f"error: {message} ({self.prog} --help says more)\n")
 
@@ -105,7 +88,8 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, SuggestingParser)
-        print(parser.format_help(shows_all=True), end="")
+        parser.show_all()
+        parser.print_help()
         parser.exit()
 
 
@@ -124,10 +108,10 @@ def add_values(parser: Any, *rows: tuple[Any, ...]) -> None:
         )
 
 
-def add_switches(parser: Any, *rows: tuple[str, str], default: bool | None = False) -> None:
-    """Add options without a value, each a (flag, help); `default` is what an absent one gives."""
+def add_switches(parser: Any, *rows: tuple[str, str]) -> None:
+    """Add options without a value, each a (flag, help)."""
     for flag, text in rows:
-        parser.add_argument(flag, action="store_true", default=default, help=text)
+        parser.add_argument(flag, action="store_true", help=text)
 
 
 def typed(text: str) -> str:
@@ -145,65 +129,53 @@ def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
 
 
-def drafters(text: str) -> str:
-    """A drafter's directory, or copy; `mtpc bench` takes several, with commas between them."""
-    _path(text)
-    return text
+def parser_of(
+    kind: Callable[[str], Any], wanted: str, fits: Callable[[Any], bool] = lambda value: True
+) -> Callable[[str], Any]:
+    """What parses the text of an argument.
+
+    Args:
+        kind: makes the value, or raises ValueError.
+        wanted: what is expected, for the error.
+        fits: whether a value is allowed.
+    """
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise invalid(text, wanted) from None
+        if not fits(value):
+            raise invalid(text, wanted)
+        return value
+
+    return parse
 
 
-def _path(text: str) -> Path:
+def _split(text: str) -> list[int]:
+    return [int(word) for word in re.split(r"[\s,]+", text.strip()) if word]
+
+
+_integer, _number = parser_of(int, "an integer"), parser_of(float, "a number")
+whole = parser_of(int, "an integer >= 0", lambda value: value >= 0)
+positive = parser_of(int, "an integer >= 1", lambda value: value >= 1)
+thread_count = parser_of(
+    int, f"an integer in 1..{MOST_THREADS}", lambda value: 1 <= value <= MOST_THREADS
+)
+above_zero = parser_of(float, "a number above 0", lambda value: 0 < value < math.inf)
+drafters = parser_of(str, "a path", bool)
+"""A drafter's directory, or copy; `mtpc bench` takes several, with commas between them."""
+ids = parser_of(_split, "integers such as 1,2,3")
+"""Integers that spaces or commas separate."""
+number = parser_of(lambda text: text if text == AUTO else int(text), f"an integer or {AUTO}")
+shares = parser_of(
+    lambda text: [float(word) for word in text.split(",")], "numbers such as 0.9,0.6,0.3"
+)
+
+
+def path(text: str) -> Path:
     """Parse a path. An empty text, which Python takes for the working directory, is none."""
-    if not text:
-        raise invalid(text, "a path")
-    return Path(text)
-
-
-def whole(text: str, low: int = 0) -> int:
-    """Parse an integer that is `low` or more."""
-    if not text.isdecimal() or int(text) < low:
-        raise invalid(text, f"an integer >= {low}")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """Parse an integer that is 1 or more."""
-    return whole(text, low=1)
-
-
-def threads(text: str) -> int:
-    """Parse a number of threads. OpenMP ends the process if the system refuses one."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
-        raise invalid(text, f"an integer in 1..{MOST_THREADS}")
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    """Parse a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise invalid(text, "a number above 0")
-    return value
-
-
-def ids(text: str) -> list[int]:
-    """Parse integers that spaces or commas separate."""
-    try:
-        return [int(word) for word in re.split(r"[\s,]+", text.strip()) if word]
-    except ValueError:
-        raise invalid(text, "integers such as 1,2,3") from None
-
-
-def number(text: str) -> int | str:
-    """Parse a number of drafts, or "auto"."""
-    if text == AUTO:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise invalid(text, f"an integer or {AUTO}") from None
+    return Path(drafters(text))
 
 
 def numbers(text: str) -> list[int | str]:
@@ -247,12 +219,13 @@ def acceptance_length(text: str) -> float | str:
         return text
 
 
-def shares(text: str) -> list[float]:
-    """Parse numbers that commas separate."""
+def origins(text: str) -> tuple[str, ...]:
+    """Parse origins, also as the JSON list that vLLM takes."""
     try:
-        return [float(word) for word in text.split(",")]
+        listed = json.loads(text)
     except ValueError:
-        raise invalid(text, "numbers such as 0.9,0.6,0.3") from None
+        listed = text.split(",")
+    return tuple(listed) if isinstance(listed, list) else (text,)
 
 
 def wiring(text: str) -> dict[str, str | bool]:
@@ -274,3 +247,19 @@ def draft_vocab(text: str) -> int | list[int]:
         return ids(Path(text).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
+
+
+def size(text: str) -> int:
+    """Parse bytes, or bytes a second: "141GiB", "4.8TB/s"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)(?:/s)?", text.strip())
+    if match is None or not float(match[1]):
+        raise invalid(text, "a size with its unit, as 141GiB, 192GB or 4.8TB/s")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def counts(low: int) -> Callable[[str], list[int]]:
+    """A parser of one integer or several, none of them below `low`."""
+    return parser_of(ids, f"integers >= {low}, as 1,2,3", lambda found: found and min(found) >= low)
+
+
+microseconds = parser_of(float, "microseconds, as 10", lambda value: 0 <= value < math.inf)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtpc import CompileOptions
-from mtpc.cli.plan_arguments import DEFAULT_LEN
-from mtpc.cli.tables import format_bytes, output, print_table
+from mtpc.cli.arguments import DEFAULT_LEN, FIELDS
+from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.plan import make_plan
@@ -31,6 +32,8 @@ def command(args: argparse.Namespace) -> int:
             f"--devices {args.devices} does not divide into replicas of {ranks}; expected a "
             "--tensor-parallel-size that divides it"
         )
+    asked = {name: value for name, value in compile_options(args).items() if name in FIELDS}
+    CompileOptions.parse(asked)
     device = _device(args)
     numbers = args.spec_tokens or DEFAULT_SPEC_TOKENS
     if args.spec_tokens is None and not announces_drafts(args.checkpoint):
@@ -38,37 +41,28 @@ def command(args: argparse.Namespace) -> int:
         numbers = (0,)
     shapes = load_shapes(args.checkpoint, args.dtype, max(numbers) > 0)
     scheme = args.quantize or shapes.scheme
-    most = shapes.loaded.max_positions or DEFAULT_LEN
+    most = min(DEFAULT_LEN, shapes.loaded.max_positions or DEFAULT_LEN)
+    given = {"batch_buckets": (1,), "max_len": most, **asked}
     models = [
         RankModel(
             shapes.loaded,
-            make_plan(
-                CompileOptions(
-                    spec_tokens=k,
-                    batch_buckets=(1,),
-                    max_len=args.max_len or min(DEFAULT_LEN, most),
-                    page_size=args.page_size,
-                    kv_cache_dtype=args.kv_cache_dtype or CompileOptions.kv_cache_dtype,
-                    quantize=scheme,
-                )
-            ),
+            make_plan(CompileOptions.parse({**given, "spec_tokens": k, "quantize": scheme})),
             ranks,
             args.enable_expert_parallel,
         )
         for k in numbers
     ]
-    console = output()
-    console.print(f"device: {device.title}", soft_wrap=True)
+    say(f"device: {device.title}")
     alone = "config.json alone, without weight files"
     origin = "headers of its files" if shapes.has_headers else alone
     counted = f"; counted in the scheme {scheme}" if scheme else ""
-    console.print(f"weights: from {origin}{counted}", soft_wrap=True)
+    say(f"weights: from {origin}{counted}")
     return _print(models, device, args)
 
 
 def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace) -> int:
     """Print the tables, and return the exit code."""
-    console, largest = output(), max(models, key=lambda model: model.plan.spec_tokens)
+    largest = max(models, key=lambda model: model.plan.spec_tokens)
     ranks = largest.ranks
     print_table(
         f"A rank of {ranks}, {args.devices // ranks} replica(s), memory",
@@ -82,20 +76,19 @@ def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace
             ("K", "batch", "weights", "KV, state", "transfer", "latency", "step", "break-even"),
             [*_times(models, device, args.batch, args.collective_latency * 1e-6)],
         )
-        console.print("break-even: tokens a request must emit in a step to be as fast as K = 0")
+        say("break-even: tokens a request must emit in a step to be as fast as K = 0")
     else:
         needed = format_bytes(largest.weight_bytes + ALLOWANCE)
-        console.print(
+        say(
             f"the weights do not fit: a rank needs {needed} and has {format_bytes(device.memory)}; "
-            "let more devices share a replica, or use --quantize",
-            soft_wrap=True,
+            "let more devices share a replica, or use --quantize"
         )
-    console.print(_PAPER, soft_wrap=True)
+    say(_PAPER)
     return 0 if fits else 1
 
 
 def _device(args: argparse.Namespace) -> Device:
-    device = DEVICES[args.device or "h200"]
+    device = DEVICES[args.device]
     given = {"memory": args.memory, "bandwidth": args.bandwidth, "link": args.link_bandwidth}
     changes = {name: value for name, value in given.items() if value is not None}
     title = device.title + "".join(f"; {name} as given" for name in changes)

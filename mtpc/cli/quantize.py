@@ -13,6 +13,7 @@ from mtpc.cli.tables import format_bytes
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.plain_file import read_text
 from mtpc.weights.write_quantised import NO_MOMENTS, quantise_checkpoint
 
 _TOKENS = 4096
@@ -48,7 +49,7 @@ def _calibrated(
 
     checkpoint = Checkpoint(source)
     served = ServedModel(str(source), 0, (), checkpoint.directory)
-    ids = served.encode(_help_topics() if text == Path() else text.read_text())[:_TOKENS]
+    ids = served.encode(_help_topics() if text == Path() else read_text(text))[:_TOKENS]
     if len(ids) < WINDOW:
         raise OptionError(f"{text} has {len(ids)} tokens; expected at least {WINDOW}")
     return second_moments(checkpoint, tensor(ids), tell)

@@ -13,7 +13,7 @@ from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.ranks import follow
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_table, say
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 
@@ -187,15 +187,14 @@ def _print_results(
     statistics: Sequence[tuple[str, str]],
     quiet: bool,
 ) -> None:
-    console = output()
     if quiet:
         for result in results:
-            console.print(_as_text(result), soft_wrap=True)
+            say(_as_text(result))
         return
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
-        console.print(f"[{number}] {_as_text(prompt)}", style="dim", soft_wrap=True)
-        console.print(_as_text(result), soft_wrap=True)
-        console.print()
+        say(f"[{number}] {_as_text(prompt)}", style="dim")
+        say(_as_text(result))
+        say()
     print_table("Statistics", ("", ""), statistics)
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mtpc
-from mtpc.cli.compile_arguments import compile_options
+from mtpc.cli.compile_arguments import compile_options, given_fields
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.ranks import follow, is_other
 from mtpc.cli.run import check_tokenizer, compile_model, drafts
-from mtpc.cli.serve_arguments import server_fields
 from mtpc.environment import api_key
 from mtpc.errors import OptionError
 from mtpc.layout.display import show_progress
@@ -34,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
     if "spec_tiers" in options:
         options.setdefault("spec_tokens", AUTO)
     mtpc.CompileOptions.parse(options)
-    server = ServerOptions(**{**server_fields(args), "api_key": _key(args)})
+    server = ServerOptions(**{**given_fields(args, ServerOptions), "api_key": _key(args)})
     require_packages()
     if options.get("images"):
         require_packages("--images", ("PIL",), "images")

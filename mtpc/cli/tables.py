@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ def output() -> Console:
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False)
+
+
+def say(text: str = "", style: str | None = None) -> None:
+    """Print a line, however long."""
+    output().print(text, style=style, soft_wrap=True)
 
 
 def print_table(
@@ -56,6 +61,11 @@ def print_table(
         table.add_section()
         table.add_row(*(Text(str(cell), style="bold") for cell in total))
     output().print(table)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table of rows that have their headings."""
+    print_table(title, [*rows[0]] if rows else (), ([*row.values()] for row in rows))
 
 
 def format_bytes(count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtpc.cli.compile_arguments import add_cache_options, add_compile_options, add_threads
+from mtpc.cli.compile_arguments import add_compile_options
 from mtpc.cli.parsing import (
     SuggestingParser,
     above_zero,
@@ -21,14 +21,15 @@ FORMS = ("mtp", "eagle3")
 def add_tune_head(parser: SuggestingParser) -> None:
     """Arguments of `mtpc tune-head`."""
     text = "directory with config.json and *.safetensors, or an id of the Hugging Face hub"
+    parser.set_defaults(form=None)
     _add_training(parser, text, length=192, learning_rate=1e-3)
 
 
 def add_train_draft(parser: SuggestingParser) -> None:
     """Arguments of `mtpc train-draft`."""
-    form = dict(choices=FORMS, default=FORMS[0])
+    parser.set_defaults(module="tune_head")
     text = "mtp: one MTP layer as MiMo's; eagle3: a head fed by three layers (default: mtp)"
-    parser.add_argument("--form", **form, help=text)  # type: ignore[arg-type]
+    parser.add_argument("--form", choices=FORMS, default=FORMS[0], help=text)
     text = "directory or GGUF file of the target, or an id of the Hugging Face hub"
     _add_training(parser, text, length=256, learning_rate=3e-4)
 
@@ -63,6 +64,4 @@ def _add_training(
     add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
     add_switches(parser, ("--resume", "continue an interrupted run"))
     add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
-    add_threads(parser)
-    add_compile_options(parser, spec_tokens="3", batch_buckets="16")
-    add_cache_options(parser)
+    add_compile_options(parser, cache=True, spec_tokens="3", batch_buckets="16")

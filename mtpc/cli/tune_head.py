@@ -1,4 +1,4 @@
-"""`mtpc tune-head`: train the MTP layers of a checkpoint on a user's texts."""
+"""`mtpc tune-head` and `mtpc train-draft`: train MTP layers, or a new drafter, on texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.run import check_tokenizer, set_threads
-from mtpc.cli.tables import output, print_table
+from mtpc.cli.tables import print_rows, say
 from mtpc.layout.display import show_progress
 from mtpc.weights.hub import find_directory
 from mtpc.weights.plain_file import write_output
@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MINUTES = 10.0
 DEFAULT_SPEC_TOKENS = 3
-COLUMNS = ("MTP layers", "accepted/step", "by position", "accepted")
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
-    return tune(args, None)
-
-
-def tune(args: argparse.Namespace, form: str | None) -> int:
-    """Train MTP layers or, with a form, a new drafter; and print what came of it."""
+    """Train MTP layers or, with a form, a new drafter; print what came of it, and return 0."""
     checkpoint = find_directory(args.checkpoint)
     options = {"spec_tokens": DEFAULT_SPEC_TOKENS, **compile_options(args)}
     with show_progress(sys.stderr) as tell:
@@ -39,7 +33,7 @@ def tune(args: argparse.Namespace, form: str | None) -> int:
         set_threads(args.threads, checkpoint)
         check_tokenizer(checkpoint, [str(path) for path in args.texts])
         given = (args.texts, args.held_out, args.out, _plan(args), options, tell)
-        tuned = Tuning(checkpoint, *given, form).run(args.resume)
+        tuned = Tuning(checkpoint, *given, args.form).run(args.resume)
     _print(args, tuned)
     if args.json:
         write_output(args.json, (json.dumps(asdict(tuned)) + "\n").encode())
@@ -57,24 +51,22 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _print(args: argparse.Namespace, tuned: Tuned) -> None:
-    console = output()
     rows = [
-        (
-            name,
-            f"{found.per_step:.2f}",
-            "  ".join(f"{rate:.1%}" for rate in found.by_position),
-            f"{sum(found.accepted)} of {sum(found.drafted)}",
-        )
+        {
+            "MTP layers": name,
+            "accepted/step": f"{found.per_step:.2f}",
+            "by position": "  ".join(f"{rate:.1%}" for rate in found.by_position),
+            "accepted": f"{sum(found.accepted)} of {sum(found.drafted)}",
+        }
         for name, found in (("before", tuned.before), ("after", tuned.after))
         if found is not None
     ]
-    print_table("Accepted drafts on held-out text", COLUMNS, rows)
+    print_rows("Accepted drafts on held-out text", rows)
     gain = f"{tuned.gain:+.1%} accepted drafts a step; " if tuned.before else ""
-    console.print(
+    say(
         f"{args.out}: {gain}{len(tuned.tensors)} tensors "
         f"trained on {tuned.texts[0]} texts of {tuned.texts[1]} tokens in {tuned.progress.step} "
-        f"steps ({tuned.progress.seconds:.0f} s)",
-        soft_wrap=True,
+        f"steps ({tuned.progress.seconds:.0f} s)"
     )
     if tuned.before and tuned.gain <= 0:
-        console.print(f"no gain: keep {args.checkpoint}, or train longer on more text")
+        say(f"no gain: keep {args.checkpoint}, or train longer on more text")

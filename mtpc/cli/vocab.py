@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.errors import RequestError
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.plain_file import write_output
+from mtpc.weights.plain_file import read_text, write_output
 from mtpc.weights.served_model import ServedModel
 
 
@@ -20,7 +19,7 @@ def command(args: argparse.Namespace) -> int:
     served = ServedModel(str(directory), 0, (), directory)
     counts: Counter[int] = Counter()
     for path in args.texts:
-        counts.update(served.encode(_read(path)))
+        counts.update(served.encode(read_text(path)))
     kept = counts.most_common(args.tokens)
     if not kept:
         raise RequestError("the texts hold no tokens; give files with text that suits the model")
@@ -29,10 +28,3 @@ def command(args: argparse.Namespace) -> int:
     share = sum(count for _, count in kept) / counts.total()
     print(f"{args.out}: {len(kept)} of {len(counts)} tokens seen, {share:.1%} of the texts")
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from None

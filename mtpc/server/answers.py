@@ -1,14 +1,10 @@
-"""Encodes answers as OpenAI's JSON: one body, or the chunks of a stream.
-
-The constant parts of a chunk are encoded once per choice. Each chunk then encodes only its text,
-its log-probabilities and its finish reason.
-"""
+"""Encodes answers as OpenAI's JSON: one body, or the chunks of a stream."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -103,7 +99,8 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     token: str = field(default_factory=lambda: uuid4().hex)
 
-    def _head(self, is_stream: bool) -> dict[str, Any]:
+    def head(self, is_stream: bool) -> dict[str, Any]:
+        """What every chunk, or the body, begins with."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.token}",
@@ -122,7 +119,7 @@ class Answer:
             choices: all pieces of each choice.
             usage: the token counts.
         """
-        head = self._head(False)
+        head = self.head(False)
         if self.is_chat and self.prompt_ids:
             head["prompt_token_ids"] = self.prompt_ids[0]
         frame = json.dumps(head)[:-1]
@@ -132,16 +129,22 @@ class Answer:
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        content: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            content = {"message": _message(text, pieces)}
-        logprobs = self.logprobs(entries, 0)[0] if self.wants_logprobs else None
-        reason = pieces[-1].finish_reason
-        if self.prompt_ids:
-            content["token_ids"] = [i for piece in pieces for i in piece.token_ids]
-            if not self.is_chat:
-                content["prompt_token_ids"] = self.prompt_ids[index]
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": index,
+            **({"message": _message(text, pieces)} if self.is_chat else {"text": text}),
+            **self.ids(index, pieces, is_first=True),
+            "logprobs": self.logprobs(entries, 0)[0] if self.wants_logprobs else None,
+            "finish_reason": pieces[-1].finish_reason,
+        }
+
+    def ids(self, index: int, pieces: Sequence[Piece], is_first: bool) -> dict[str, Any]:
+        """Token ids of pieces, and before the first ones those of a completion's prompt."""
+        if not self.prompt_ids:
+            return {}
+        found = {"token_ids": [i for piece in pieces for i in piece.token_ids]}
+        if is_first and not self.is_chat:
+            found["prompt_token_ids"] = self.prompt_ids[index]
+        return found
 
     def logprobs(
         self, entries: Sequence[TokenLogprobs | Unscored], offset: int
@@ -232,49 +235,33 @@ class Chunks:
     """
 
     def __init__(self, answer: Answer, index: int):
-        self._answer, self._offset, self._is_first = answer, 0, True
-        frame = json.dumps(answer._head(True))[:-1]
-        opening = '"delta":{"content":' if answer.is_chat else '"text":'
-        self._start = f'data: {frame}, "choices":[{{"index":{index},'
-        self._opening = opening
-        # The first chunk has the prompt's ids: of a completion in the choice, as vLLM's.
-        prompt = (
-            f'"prompt_token_ids":{json.dumps(answer.prompt_ids[index])},'
-            if answer.prompt_ids
-            else ""
-        )
-        self._prompt = "" if answer.is_chat else prompt
-        self._between = "}" if answer.is_chat else ""
-        self._after = ',"usage":null}\n\n' if answer.wants_usage else "}\n\n"
-        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        start = (
-            self._start.replace('"choices":', f'{prompt}"choices":', 1) if prompt else self._start
-        )
-        self._role = start + role + self._after
+        self._answer, self._index, self._offset, self._is_first = answer, index, 0, True
 
     def encode(self, piece: Piece) -> bytes:
         """Encode a piece as an event. In a chat, an event with the role precedes the first one."""
-        logprobs = "null"
-        if self._answer.wants_logprobs and piece.logprobs:
-            shape, self._offset = self._answer.logprobs(piece.logprobs, self._offset)
-            logprobs = json.dumps(shape)
-        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
-        role = self._role if self._is_first and self._answer.is_chat else ""
-        start = f"{role}{self._start}"
-        if self._answer.prompt_ids:
-            start += f'{self._prompt}"token_ids":{json.dumps([*piece.token_ids])},'
-            self._prompt = ""
+        answer, role, logprobs = self._answer, b"", None
+        if self._is_first and answer.is_chat:
+            ids = {"prompt_token_ids": answer.prompt_ids[self._index]} if answer.prompt_ids else {}
+            role = self._event({"delta": {"role": "assistant", "content": ""}}, ids)
+        if answer.wants_logprobs and piece.logprobs:
+            logprobs, self._offset = answer.logprobs(piece.logprobs, self._offset)
+        choice: dict[str, Any] = answer.ids(self._index, [piece], self._is_first)
+        choice |= {"delta": _delta(piece)} if answer.is_chat else {"text": piece.text}
         self._is_first = False
-        if piece.reasoning or piece.calls:
-            opened = f'{start}"delta":{json.dumps(_delta(piece))}'
-        else:
-            opened = f"{start}{self._opening}{json.dumps(piece.text)}{self._between}"
-        return (f'{opened},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._after}').encode()
+        more = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return role + self._event(choice | more, {})
+
+    def _event(self, choice: dict[str, Any], ids: Mapping[str, Any]) -> bytes:
+        said = {"index": self._index, "logprobs": None, "finish_reason": None, **choice}
+        body = {**self._answer.head(True), **ids, "choices": [said]}
+        usage = {"usage": None} if self._answer.wants_usage else {}
+        return f"data: {json.dumps(body | usage)}\n\n".encode()
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    """What a piece with reasoning or calls adds to a message."""
-    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+    """What a piece adds to a message."""
+    is_parsed = piece.reasoning or piece.calls
+    delta: dict[str, Any] = {} if is_parsed and not piece.text else {"content": piece.text}
     if piece.reasoning:
         delta["reasoning_content"] = piece.reasoning
     if piece.calls:
@@ -284,5 +271,5 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 def usage_chunk(answer: Answer, usage: Usage) -> bytes:
     """The event with the token counts of a whole stream."""
-    body = {**answer._head(True), "choices": [], "usage": usage.json()}
+    body = {**answer.head(True), "choices": [], "usage": usage.json()}
     return f"data: {json.dumps(body)}\n\n".encode()

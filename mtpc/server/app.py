@@ -29,7 +29,7 @@ from mtpc.server.bodies import HeldBody, parse_json
 from mtpc.server.connections import Connections, GuardedProtocol
 from mtpc.server.errors import ApiError, api_error
 from mtpc.server.fields import check_fields
-from mtpc.server.generation import Job, Prepared, make_job
+from mtpc.server.generation import Job, make_job
 from mtpc.server.heads import head_fault
 from mtpc.server.hosts import AllowedHosts
 from mtpc.server.lark import Lark
@@ -204,24 +204,20 @@ class Endpoints:
             return Reply(service, job, answer, is_stream, start_s, admission.pop_all())
 
     def _job(self, fields: dict[str, Any], is_chat: bool) -> Job:
-        service = self._service
-        prepared = self._prepare(fields, is_chat)
-        return make_job(fields, prepared, service.engine, is_chat, service.options.max_tokens)
-
-    def _prepare(self, fields: dict[str, Any], is_chat: bool) -> Prepared:
-        """The token ids of each prompt and, for a chat, the parser of its answer."""
-        service = self._service
-        count = fields.get("n", 1)
-        if not is_chat:
+        service, count, made, images = self._service, fields.get("n", 1), None, None
+        if is_chat:
+            made = service.conversations.make(fields)
+            matchers = service.matchers(made.lark, made.param, count)
+            ids, images = service.encode_chat(made)
+            prompts = [ids]
+        else:
             lark, wanted = Lark(service.engine.served.own_tokens), fields.get("structured_outputs")
             grammar = lark.grammar(lark.structured(wanted)) if wanted else None
             count *= len(fields["prompt"])
             matchers = service.matchers(grammar, "structured_outputs", count)
-            return Prepared(service.encode(fields["prompt"]), matchers)
-        made = service.conversations.make(fields)
-        matchers = service.matchers(made.lark, made.param, count)
-        ids, images = service.encode_chat(made)
-        return Prepared([ids], matchers, made.parser, made.texts, images)
+            prompts = service.encode(fields["prompt"])
+        most = service.options.max_tokens
+        return make_job(fields, prompts, matchers, service.engine, most, made, images)
 
     def _check_model(self, name: str) -> None:
         known = self._service.model_name

@@ -54,9 +54,7 @@ def asgi_app(model: SpecModel, options: ServerOptions) -> Gate:
         options: the server's limits.
 
     Raises:
-        RequestError: the checkpoint has no tokenizer.
-        OptionError: the model was compiled with synthetic acceptance.
-        CheckpointError: the chat template or the vision tower cannot be read or is invalid.
+        MtpcError: see `make_service`.
     """
     service = make_service(model, options)
 

@@ -101,16 +101,16 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, GrammarError) and isinstance(error.__cause__, ApiError):
         return error.__cause__  # A limit of the library, which only this text reached.
-    if isinstance(error, CapacityError):
-        return ApiError(400, str(error), code=_TOO_LONG)
     if isinstance(error, RequestError):
         return _refused(str(error))
-    if isinstance(error, NumericsError):
-        return ApiError(500, str(error), code="numerics_error")
-    if isinstance(error, GrammarError):
-        return ApiError(500, str(error), code="grammar_error")
-    if isinstance(error, ServingError):
-        return ApiError(503, str(error), code="engine_ended")
+    for kind, status, code in (
+        (CapacityError, 400, _TOO_LONG),
+        (NumericsError, 500, "numerics_error"),
+        (GrammarError, 500, "grammar_error"),
+        (ServingError, 503, "engine_ended"),
+    ):
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
     return ApiError(500, "the server failed; see the server's log", code="internal_error")
 
 

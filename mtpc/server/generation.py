@@ -18,6 +18,7 @@ from mtpc.errors import ServingError
 from mtpc.sampling_params import MAX_SEED, TokenLogprobs
 from mtpc.server.answers import Piece, Unscored, Usage
 from mtpc.server.chat_parser import ChatParser
+from mtpc.server.conversation import Conversation
 from mtpc.server.errors import ApiError, no_token_masks
 from mtpc.server.grammars import Matcher
 
@@ -94,40 +95,25 @@ class Job:
     returns_ids: bool = False
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request's prompts, tokenised, with grammars and a parser.
-
-    Attributes:
-        prompts: token ids of each prompt.
-        matchers: the grammar of each text; () without grammars.
-        parser: makes the parser of a text, or None.
-        texts: texts of special tokens that the parser needs.
-        images: the images of the only prompt, or None.
-    """
-
-    prompts: Sequence[list[int]]
-    matchers: Sequence[Matcher] = ()
-    parser: Callable[[], ChatParser] | None = None
-    texts: tuple[str, ...] = ()
-    images: PromptImages | None = None
-
-
 def make_job(
     fields: dict[str, Any],
-    prepared: Prepared,
+    prompts: Sequence[list[int]],
+    matchers: Sequence[Matcher],
     engine: AsyncEngine,
-    is_chat: bool,
     max_tokens: int | None,
+    chat: Conversation | None = None,
+    images: PromptImages | None = None,
 ) -> Job:
     """Make a job, and check that the engine can serve each of its choices.
 
     Args:
         fields: the result of `check_fields`.
-        prepared: its prompts, grammars and parser.
+        prompts: token ids of each prompt.
+        matchers: the grammar of each text; () without grammars.
         engine: the engine that will run the job.
-        is_chat: whether the request is a chat; this decides the default of `max_tokens`.
         max_tokens: the server's limit of `max_tokens`, or None.
+        chat: the conversation, if the request is a chat; else its prompts are texts to continue.
+        images: the images of the only prompt, or None.
 
     Raises:
         ApiError: the request asks for more tokens than the server allows, or a field needs another
@@ -135,34 +121,34 @@ def make_job(
         RequestError: a parameter is out of range.
         CapacityError: the page pool cannot hold the request.
     """
-    sampling = _sampling(fields, engine, is_chat)
+    sampling = _sampling(fields, engine, chat is not None)
     requested = fields.get("max_completion_tokens", fields.get("max_tokens"))
     if requested is not None and max_tokens is not None and requested > max_tokens:
         message = f"max_tokens is {requested}; this server allows at most {max_tokens}"
         raise ApiError(400, message, "max_tokens")
     stop_ids = () if fields.get("ignore_eos") else engine.served.stop_ids
-    if prepared.matchers and fields.get("ignore_eos"):
+    if matchers and fields.get("ignore_eos"):
         message = "ignore_eos is true; expected false where a grammar says where the text ends"
         raise ApiError(400, message, "ignore_eos")
     choices: list[Choice] = []
-    matchers = iter(prepared.matchers)
-    decode = engine.served.decode_keeping(prepared.texts)
-    for place, prompt in enumerate(prepared.prompts):
+    grammars = iter(matchers)
+    decode = engine.served.decode_keeping(chat.texts if chat else ())
+    for place, prompt in enumerate(prompts):
         limit = requested
         if limit is None:
-            limit = _default_tokens(len(prompt), engine, is_chat, max_tokens)
+            limit = _default_tokens(len(prompt), engine, chat is not None, max_tokens)
         given = fields["prompt"][place] if fields.get("echo") else None
         echo = decode(given) if isinstance(given, list) else given
         for number in range(fields.get("n", 1)):
             seed = None if sampling.seed is None else (sampling.seed + number) & MAX_SEED
             params = replace(sampling, seed=seed)
-            row = (len(choices), prompt, limit, params, next(matchers, None), echo)
-            choices.append(Choice(*row, prepared.images))
+            row = (len(choices), prompt, limit, params, next(grammars, None), echo)
+            choices.append(Choice(*row, images))
     for choice in choices[:: fields.get("n", 1)]:
         choice.check(engine, stop_ids)
-    total, copies = sum(len(prompt) for prompt in prepared.prompts), fields.get("n", 1)
+    total, copies = sum(map(len, prompts)), fields.get("n", 1)
     flags = (fields.get(name, False) for name in ("include_stop_str_in_output", "return_token_ids"))
-    rest = (fields.get("stop", ()), stop_ids, total, copies, decode, prepared.parser, *flags)
+    rest = (fields.get("stop", ()), stop_ids, total, copies, decode, chat and chat.parser, *flags)
     return Job(tuple(choices), *rest)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mtpc.declaration import declared, option
 from mtpc.errors import OptionError, ServingError
-from mtpc.option_checks import check_int
+from mtpc.option_checks import Check, integer, one_of, or_none
 from mtpc.server.tool_formats import PARSERS
 
 REASONING = ("auto", "none", "deepseek_r1", "glm45", "mimo", "qwen3")
@@ -23,110 +24,125 @@ _TEXT_BODY_BYTES, _IMAGES_BODY_BYTES = 2**20, 2**25
 _NEEDED = ("starlette", "uvicorn", "jinja2")
 
 
+def _given(name: str, value: Any) -> Any:
+    return value
+
+
+def _key(name: str, value: Any) -> str:
+    if not (value.isascii() and value.isprintable()):
+        raise OptionError(
+            "the API key has characters that no HTTP header can carry; expected printable ASCII"
+        )
+    if not value:
+        raise OptionError("the API key is empty; give a key, or no key to admit every client")
+    return str(value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise OptionError(f"{name} is {value!r}; expected a positive number of seconds")
+    return float(value)
+
+
+def _texts(pattern: str, wanted: str, least: int = 0) -> Check:
+    """The check for a tuple of at least `least` texts that match a pattern."""
+
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        texts = value if isinstance(value, tuple) and len(value) >= least else (None,)
+        if not all(isinstance(text, str) and re.fullmatch(pattern, text) for text in texts):
+            raise OptionError(f"{name} is {value!r}; expected {wanted}")
+        return texts
+
+    return check
+
+
+_hosts = _texts(r"[^\s/@]+", "host names without ports, such as ('api.example',)", least=1)
+_origins = _texts(
+    r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+",
+    "origins without paths, such as ('https://app.example',), or ('*',)",
+)
+_whole = integer(1)
+
+
+def _server(default: Any, help: str, metavar: str, check: Check = _given, **more: Any) -> Any:
+    return option(default, "server", check, help, metavar, common=True, **more)
+
+
+def _named(default: str, known: Sequence[str], help: str) -> Any:
+    return _server(default, f"{help}: {', '.join(known)}", "NAME", one_of(known))
+
+
+def _limit(default: Any, help: str, check: Check = _whole, **more: Any) -> Any:
+    return option(default, "server limits", check, help, "S" if check is _seconds else "N", **more)
+
+
 @dataclass(frozen=True)
 class ServerOptions:
-    """A server's address, API key and limits. docs/server.md describes each limit.
-
-    Attributes:
-        host: address to listen on.
-        port: TCP port; 0 takes a free one.
-        model_name: the model's name in requests; None is the checkpoint directory's name.
-        api_key: bearer token that clients must send; None admits every client.
-        chat_template: file with a Jinja template to use instead of the checkpoint's.
-        max_tokens: the most new tokens that a request may ask for; None is the number that
-            `max_len` leaves.
-        max_requests: the most choices in the engine at once.
-        max_queue: the most choices that wait for the engine. The server refuses further ones with
-            status 429.
-        max_body_bytes: the largest body of a request, in bytes. The default becomes 32 MiB for a
-            model that takes images.
-        max_total_body_bytes: the most bytes of the bodies of all requests, from their first byte
-            until they are prompts. At least one body always has room.
-        max_images: the most images in a request, for a model that takes images.
-        max_connections: the most open connections. The server closes further ones.
-        header_seconds: time limit for a request's head.
-        body_seconds: time limit for a request's body.
-        write_seconds: time limit for a client to read something while its buffers are full.
-        keep_alive_seconds: the longest time that a connection is idle between two requests.
-        drain_seconds: time limit for running requests to end after SIGTERM.
-        http: uvicorn's HTTP parser, one of HTTP_PARSERS.
-        allowed_hosts: names, without ports, that requests may have in their Host header; "*" allows
-            any. None means loopback names where `host` is a loopback address and there is no API
-            key, else any.
-        allowed_origins: origins whose web pages may read answers (CORS), such as
-            "https://app.example"; "*" allows any, () none.
-        tool_call_parser: how the model writes tool calls, one of
-            `mtpc.server.tool_formats.PARSERS`; "auto" finds the format in the chat template.
-        reasoning_parser: how the model writes its reasoning, one of REASONING.
-        log_level: what `mtpc serve` logs, one of LOG_LEVELS.
+    """A server's address, API key and limits; docs/server.md says more of each.
 
     Raises:
         OptionError: a value is out of range.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    chat_template: Path | None = None
-    max_tokens: int | None = None
-    max_requests: int = 256
-    max_queue: int = 256
-    max_body_bytes: int = _TEXT_BODY_BYTES
-    max_total_body_bytes: int = 2**28
-    max_images: int = 16
-    max_connections: int = 1024
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    write_seconds: float = 30.0
-    keep_alive_seconds: float = 15.0
-    drain_seconds: float = 30.0
-    http: str = "auto"
-    allowed_hosts: tuple[str, ...] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    log_level: str = "info"
+    # fmt: off
+    host: str = _server("127.0.0.1", "address to listen on", "ADDRESS")
+    port: int = _server(8000, "TCP port; 0 takes a free one", "N", integer(0, 65535))
+    model_name: str | None = _server(
+        None, "the model's name in requests (default: the directory's name)", "NAME",
+        vllm="--served-model-name",
+    )
+    api_key: str | None = option(None, "server", or_none(_key), repr=False)
+    """Bearer token that clients must send; None admits every client."""
+    chat_template: Path | None = _server(
+        None, "Jinja file to use instead of the checkpoint's chat template", "FILE",
+    )
+    http: str = _named("auto", HTTP_PARSERS, "uvicorn's parser")
+    allowed_hosts: tuple[str, ...] | None = _server(
+        None, "names that requests may have in their Host header, separated by commas; * allows "
+        "any (default: loopback names, on a loopback address without a key; else any)", "NAMES",
+        or_none(_hosts),
+    )
+    allowed_origins: tuple[str, ...] = _server(
+        (), "origins whose web pages may read answers (CORS), separated by commas; * allows any",
+        "ORIGINS", _origins, shown="none",
+    )
+    tool_call_parser: str = _named("auto", PARSERS, "how the model writes tool calls")
+    reasoning_parser: str = _named("auto", REASONING, "how the model writes its reasoning")
+    log_level: str = _named("info", LOG_LEVELS, "what to log")
+    max_tokens: int | None = _limit(
+        None, "most new tokens that a request may ask for", or_none(_whole),
+        shown="what max-len leaves",
+    )
+    max_requests: int = _limit(256, "most texts in the engine at once")
+    max_queue: int = _limit(
+        256, "most texts that wait for the engine; further ones get status 429", integer(0),
+    )
+    max_body_bytes: int = _limit(
+        _TEXT_BODY_BYTES, "largest body of a request",
+        shown=f"{_TEXT_BODY_BYTES}; {_IMAGES_BODY_BYTES} with --images",
+    )
+    max_total_body_bytes: int = _limit(
+        2**28, "most bytes of the bodies of all requests together; the largest makes room",
+    )
+    max_images: int = _limit(16, "most images of a request, with --images")
+    max_connections: int = _limit(1024, "most open connections; further ones are closed")
+    header_seconds: float = _limit(10, "time limit for the head of a request to arrive", _seconds)
+    body_seconds: float = _limit(30, "time limit for the body of a request to arrive", _seconds)
+    write_seconds: float = _limit(
+        30, "time limit for a client with full buffers to read something", _seconds,
+    )
+    keep_alive_seconds: float = _limit(
+        15, "longest time that a connection is idle between requests", _seconds,
+    )
+    drain_seconds: float = _limit(
+        30, "time limit for running requests to end after SIGTERM", _seconds,
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name.endswith("_seconds"):
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not is_number or not 0 < value < math.inf:
-                    raise OptionError(
-                        f"{entry.name} is {value!r}; expected a positive number of seconds"
-                    )
-            elif entry.name.startswith("max_") and value is not None:
-                check_int(entry.name, value, 0 if entry.name == "max_queue" else 1)
-        check_int("port", self.port, 0, 65535)
-        if self.http not in HTTP_PARSERS:
-            raise OptionError(f"http is {self.http!r}; expected one of {', '.join(HTTP_PARSERS)}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise OptionError(
-                "the API key has characters that no HTTP header can carry; expected printable ASCII"
-            )
-        if self.allowed_hosts is not None and not _all_match(self.allowed_hosts, r"[^\s/@]+", 1):
-            raise OptionError(
-                f"allowed_hosts is {self.allowed_hosts!r}; expected host names without ports, such "
-                "as ('api.example',)"
-            )
-        if not _all_match(self.allowed_origins, r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+"):
-            raise OptionError(
-                f"allowed_origins is {self.allowed_origins!r}; expected origins without paths, "
-                "such as ('https://app.example',), or ('*',)"
-            )
-        for name, known in (
-            ("tool_call_parser", PARSERS),
-            ("reasoning_parser", REASONING),
-            ("log_level", LOG_LEVELS),
-        ):
-            if getattr(self, name) not in known:
-                raise OptionError(
-                    f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
-                )
-        if self.api_key == "":
-            raise OptionError("the API key is empty; give a key, or no key to admit every client")
+        for name, said in declared(ServerOptions):
+            said.check(name, getattr(self, name))
 
     def for_images(self) -> ServerOptions:
         """These options with the default of `max_body_bytes` for a model that takes images."""
@@ -157,10 +173,3 @@ def require_packages(
         raise ServingError(
             f"{user} needs {', '.join(missing)}, not installed here: pip install 'mtpc[{extra}]'"
         )
-
-
-def _all_match(texts: Any, pattern: str, least: int = 0) -> bool:
-    """Whether a value is a tuple of at least `least` texts that match a pattern."""
-    if not isinstance(texts, tuple) or len(texts) < least:
-        return False
-    return all(isinstance(text, str) and re.fullmatch(pattern, text) for text in texts)

@@ -77,9 +77,8 @@ def run_server(
         listener: the result of `bind`; None binds the address now.
 
     Raises:
+        MtpcError: see `make_service`.
         OptionError: the server cannot listen on the address.
-        RequestError: the checkpoint has no tokenizer.
-        CheckpointError: the tokenizer or the chat template cannot be read or is invalid.
         ServingError: the system lacks memory, descriptors or threads for a server.
         LostRankError: another rank has ended, or no longer answers.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtpc.engine.stats import DraftCounts
 from mtpc.errors import RequestError
+from mtpc.weights.plain_file import read_text
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -105,11 +106,7 @@ def _spread(rows: Tensor, most: int) -> Tensor:
 
 def _encode(path: Path, served: ServedModel, most: int) -> list[int]:
     """The tokens of a file's first `most` characters."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(most)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}; expected a text in UTF-8") from None
+    text = read_text(path, most)
     if not text.strip():
         raise RequestError(f"{path} is empty; expected text that suits the model")
     return served.encode(text)

@@ -10,6 +10,8 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+from mtpc.errors import RequestError
+
 
 def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
     """A file to read. A pipe or a device is refused, and never waited for.
@@ -26,6 +28,19 @@ def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, "not a plain file", str(path))
     return os.fdopen(handle, "rb")
+
+
+def read_text(path: Path, most: int = -1) -> str:
+    """The first `most` characters of a text that a user names; -1 is all.
+
+    Raises:
+        RequestError: it cannot be read, or is not in UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(most)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}; expected a text in UTF-8") from None
 
 
 def write_output(path: Path, data: bytes) -> None:

@@ -225,3 +225,18 @@ def test_schemes_of_other_names(said: str, near: str | None) -> None:
     with pytest.raises(OptionError) as refused:
         CompileOptions.parse({"quantize": said})
     assert str(refused.value).startswith(f"quantize is {said!r}{hint}; expected one of iq4_nl, ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["quantize {model} {out} --scheme int8 --calibration {text}", "vocab {text} --out {out}"],
+)
+def test_a_text_that_is_none(
+    words: str, word_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are not UTF-8: one line, and no file is written."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_bytes(b"w5 \xff")
+    assert main(words.format(model=word_model, out=out, text=text).split()) == 2
+    assert f"error: cannot read {text}: 'utf-8' codec" in capsys.readouterr().err
+    assert not out.exists()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale import CONFIGS
+from mtpc.cli.arguments import DEVICE_NAMES
 from mtpc.cli.main import main
-from mtpc.cli.plan_arguments import DEVICE_NAMES, counts, microseconds, size
+from mtpc.cli.parsing import counts, microseconds, size
 from mtpc.scale import DEVICES
 
 

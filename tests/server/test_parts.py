@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import mtpc
 from mtpc.cli import serve
 from mtpc.cli.arguments import parse
+from mtpc.cli.compile_arguments import given_fields
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
-from mtpc.cli.serve_arguments import server_fields
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.text import TextAssembler
 from mtpc.errors import OptionError, RequestError
@@ -188,10 +188,10 @@ def test_refused_options(fields: dict[str, Any], message: str) -> None:
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = parse(["serve", "--port", "0", "--max-queue", "7", "--drain-seconds", "2.5"])
-    assert server_fields(args) == {"port": 0, "max_queue": 7, "drain_seconds": 2.5}
+    assert given_fields(args, ServerOptions) == {"port": 0, "max_queue": 7, "drain_seconds": 2.5}
     assert args.sampling is None
     hosts = parse(["serve", "--allowed-hosts", "a.example,b.example"])
-    assert server_fields(hosts) == {"allowed_hosts": ("a.example", "b.example")}
+    assert given_fields(hosts, ServerOptions) == {"allowed_hosts": ("a.example", "b.example")}
     assert parse(["serve", "--no-sampling"]).sampling is False
     monkeypatch.delenv("MTPC_API_KEY", raising=False)
     assert serve._key(args) is None
