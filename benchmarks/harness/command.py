@@ -65,14 +65,6 @@ def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
 
 
-def new_plot_parser(name: str, doc: str | None, benchmark: str) -> argparse.ArgumentParser:
-    """The command line of `python -m benchmarks.NAME`, which draws what a benchmark wrote."""
-    parser = new_parser(name, doc)
-    parser.add_argument("results", type=Path, help=f"JSON that benchmarks.{benchmark} wrote")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
-    return parser
-
-
 _SHARED: dict[str, dict[str, Any]] = {
     "--shape": dict(choices=SHAPES, default="0.5b", help="sizes of the model"),
     "--backend": dict(default="auto", help="mtpc's backend"),
