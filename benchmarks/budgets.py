@@ -23,9 +23,7 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -139,8 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.begin(args)
     cases = []
     with command.working_directory(args.workdir) as workdir:
-        directory = workdir / "random"
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+        directory = command.write_mimo(args, workdir, tell).directory
         most = args.spec_tokens
         asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
         asked["budget"] = {"spec_tokens": most, "row_budgets": tuple(range(1, most + 2))}
@@ -181,16 +178,13 @@ def _row(case: Case, max_foreign: float) -> Row:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("budgets", __doc__)
+    parser = command.new_parser(
+        "budgets", __doc__, "--shape", "--backend", *command.SAMPLING,
+        spec_tokens=3, batches=[4, 8], new_tokens=128, repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="the largest")
-    add("--batches", nargs="+", type=positive, default=[4, 8], metavar="N")
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
-    add("--new-tokens", type=positive, default=128, metavar="N")
     add("--quantize", metavar="SCHEME", help="of all engines")
-    command.add_shared(parser, "--backend")
-    command.add_sampling(parser, 3)
     command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens >= HARD - EASY:

@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.codes import MIMO_7B, write_codes
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
@@ -58,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "spec_tokens": args.spec_tokens,
                 "batch_buckets": args.batch_buckets,
                 "max_len": args.max_len,
-                "enabled_passes": args.enable,
             },
         }
         rows = []
@@ -153,17 +151,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("memory", __doc__)
+    defaults = dict[str, Any](spec_tokens=3, batch_buckets=[1, 8], max_len=1024)
+    parser = command.new_parser("memory", __doc__, "--child", **defaults)
     add = parser.add_argument
     add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
     codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]
     add("--quantize", choices=codes, metavar="SCHEME", help="random codes of a scheme, not weights")
-    add("--spec-tokens", type=int, default=3, metavar="K")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--max-len", type=positive, default=1024, metavar="N")
-    command.add_shared(parser, "--enable")
     command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -27,9 +27,7 @@ import torch.distributed as dist
 import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.memory import planned_bytes
 from mtpc.program.follow import LeadingProgram
@@ -60,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.teller()
     samples: list[dict[str, Any]] = []
     with command.working_directory(args.workdir) as workdir:
-        tell(f"write {workdir / 'mimo'}")
-        write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=True)
+        command.write_mimo(args, workdir, tell, accepting=True)
         for turn in range(1, args.repeats + 1):
             for k, batch in ((k, batch) for k in args.spec_tokens for batch in args.batches):
                 for ranks in (1, args.ranks):
@@ -81,7 +78,7 @@ def _sample(
 ) -> dict[str, Any]:
     """Run one group of processes; returns the report of its rank 0."""
     job = {
-        "directory": str(workdir / "mimo"),
+        "directory": str(workdir / "accepting"),
         "size": ranks,
         "threads": args.threads // ranks,
         "new_tokens": args.new_tokens,
@@ -228,18 +225,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("ranks", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--ranks", type=positive, default=2, metavar="N", help="how many beside one")
-    add("--threads", type=positive, default=2, metavar="N", help="of all ranks together")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
-    add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=64, metavar="N")
-    add("--repeats", type=positive, default=3, metavar="N", help="samples of each row")
+    parser = command.new_parser(
+        "ranks", __doc__, "--shape", "--child", threads=2, spec_tokens=[0, 3], batches=[1, 8],
+        prompt_tokens=32, new_tokens=64, repeats=3,
+    )  # fmt: skip
+    help_ = "how many beside one, which share the threads"
+    parser.add_argument("--ranks", type=command.positive, default=2, metavar="N", help=help_)
     command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.threads % args.ranks or args.ranks < 2:
         parser.error(f"{args.threads} threads for {args.ranks} ranks; expected an equal share each")

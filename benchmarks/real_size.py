@@ -29,7 +29,6 @@ from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.codes import write_codes
-from benchmarks.harness.command import positive
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.memory import LARGE
@@ -161,11 +160,10 @@ def start(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("real_size", __doc__)
+    parser = command.new_parser("real_size", __doc__, spec_tokens=[0, 1, 3])
     add = parser.add_argument
     add("--shape", choices=LARGE, default="7b", help="sizes of the model")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
-    add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
+    add("--steps", type=command.positive, default=24, metavar="N", help="decode steps to time")
     command.add_files(parser)
     add("--touch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -29,7 +29,6 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Tell
 from benchmarks.peers.llama_decoder import LlamaFiles
@@ -269,15 +268,12 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("second_turn", __doc__)
-    add = parser.add_argument
-    add("--families", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
-    add("--prompt-tokens", type=positive, default=8192, metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
-    add("--repeats", type=positive, default=1, metavar="N", help="conversations")
-    command.add_shared(parser, "--threads")
-    add("--seed", type=int, default=0)
-    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--backend")
+    parser = command.new_parser(
+        "second_turn", __doc__, "--threads", "--seed", *command.PEERS, "--backend",
+        prompt_tokens=8192, spec_tokens=[1], repeats=1,
+    )  # fmt: skip
+    families = dict[str, Any](nargs="+", choices=SHAPES, metavar="NAME")
+    parser.add_argument("--families", default=list(SHAPES), **families)
     command.add_files(parser)
     return parser.parse_args(argv)
 

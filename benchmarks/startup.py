@@ -30,7 +30,6 @@ import torch
 
 from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import FamilyWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
@@ -345,20 +344,15 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command.new_parser("startup", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
+    parser = command.new_parser(
+        "startup", __doc__, "--shape", "--vllm-python", *command.SAMPLING, spec_tokens=3,
+        batch_buckets=[1, 2, 4, 8], max_len=1024, prompt_tokens=32, new_tokens=8, repeats=5,
+    )  # fmt: skip
+    add, number = parser.add_argument, dict[str, Any](type=command.positive, metavar="N")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    command.add_shared(parser, "--vllm-python")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
-    add("--max-len", type=positive, default=1024, metavar="N")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
-    command.add_sampling(parser, 5, "undisturbed samples, warm")
-    add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
-    add("--timeout", type=positive, default=900, metavar="S", help="of one start")
+    add("--cold-repeats", **number, default=1, help="samples, cold")
+    add("--timeout", **number, default=900, help="seconds of one start")
     command.add_files(parser)
     return parser.parse_args(argv)
 

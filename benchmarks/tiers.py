@@ -27,8 +27,6 @@ from typing import Any
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival
-from benchmarks.harness.command import positive
-from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -207,9 +205,7 @@ def shares(tokens: dict[int, int]) -> str:
 def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
     """Both checkpoints, each with drafts fixed at 0 and K, and chosen."""
     for weights in WEIGHTS:
-        directory = workdir / weights
-        tell(f"write {directory}")
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], weights == "accepting", args.seed)
+        directory = command.write_mimo(args, workdir, tell, weights == "accepting").directory
         numbers: tuple[Any, ...] = (0, args.spec_tokens, AUTO)
         for k in numbers:
             tell(f"compile {weights} K={k}")
@@ -226,9 +222,7 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
 
 def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
     """The servers for each acceptance: K = 0, every other fixed K, and "auto"."""
-    directory, most = workdir / "random", max(args.tiers)
-    tell(f"write {directory}")
-    write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+    directory, most = command.write_mimo(args, workdir, tell).directory, max(args.tiers)
     models: dict[int | str, mtpc.SpecModel] = {}
     known: dict[Place, CellCosts] = {}
     several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
@@ -270,17 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("tiers", __doc__)
+    parser = command.new_parser(
+        "tiers", __doc__, "--shape", "--backend", *command.SAMPLING,
+        spec_tokens=3, batch_buckets=[1, 2, 4, 8], acceptance=[], repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
-    add("--acceptance", nargs="+", type=float, default=[], metavar="P", help="synthetic")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
-    add("--requests", type=positive, default=24, metavar="N", help="of each load")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    command.add_shared(parser, "--backend")
-    command.add_sampling(parser, 3)
+    add("--requests", type=command.positive, default=24, metavar="N", help="of each load")
     command.add_files(parser)
     return parser.parse_args(argv)
 

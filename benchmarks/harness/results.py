@@ -11,7 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -183,6 +183,27 @@ def publish(
 ) -> None:
     """At the end of a run: `save`, and print the table."""
     save(benchmark, args, measured, to_table).print()
+
+
+def publish_parts(
+    benchmark: str,
+    args: argparse.Namespace,
+    parts: Iterable[Sequence[Any]],
+    to_table: Callable[[Record], Table],
+) -> None:
+    """`save` after each part of a run, so that an interrupt loses the running one only; then print.
+
+    Args:
+        benchmark: the module that runs.
+        args: its command line.
+        parts: some more rows, which are dataclasses or dictionaries, each.
+        to_table: the module's `table`.
+    """
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += [row if isinstance(row, dict) else asdict(row) for row in part]
+        table = save(benchmark, args, {"rows": rows}, to_table)
+    table.print()
 
 
 def to_markdown(record: Record, table: Table) -> str:

@@ -113,7 +113,11 @@ class LlamaDecoder(Decoder):
 
 
 def llama_decoders(
-    programs: Path, python: Path, checkpoint: Path, kinds: Sequence[str] = KINDS
+    programs: Path,
+    python: Path,
+    checkpoint: Path,
+    kinds: Sequence[str] = KINDS,
+    decoder: type[LlamaDecoder] = LlamaDecoder,
 ) -> Iterator[LlamaDecoder]:
     """A decoder for each type of file. The files are written to `checkpoint`/gguf.
 
@@ -122,10 +126,11 @@ def llama_decoders(
         python: interpreter that has the package gguf.
         checkpoint: directory of the checkpoint.
         kinds: types of files.
+        decoder: what decodes.
     """
     files = LlamaFiles(programs, python, checkpoint, checkpoint / "gguf")
     for kind in kinds:
-        yield LlamaDecoder(programs, files.write(kind), kind, torch.get_num_threads())
+        yield decoder(programs, files.write(kind), kind, torch.get_num_threads())
 
 
 def read_result(output: str) -> LlamaTimes:
