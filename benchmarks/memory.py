@@ -3,27 +3,29 @@
     python -m benchmarks.memory                    # the 0.5B shape: just compiled, and warm
     python -m benchmarks.memory --shape 7b --quantize int4-g32 --spec-tokens 1 --batch-buckets 1
 
-Every row is one process. "Resident" is its growth from the end of its imports until it has decoded.
-The peak is counted from there, too, so that the row of a process that compiles shows the memory of
-compilation.
+Every row is one process (`harness.startup_child`). "Resident" is its growth from the end of its
+imports until it has decoded. The peak is counted from there, too, so that the row of a process that
+compiles shows the memory of compilation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.codes import MIMO_7B, write_codes
-from benchmarks.harness.machine import field_bytes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.startup_child import start_here
+from mtpc import CompileOptions
+from mtpc.layout import graph_keys
+from mtpc.program.open_cache import open_cache, plan_model
+from mtpc.program.program import need_of_steps
+from mtpc.program.ranks import all_parts
 from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
@@ -43,26 +45,16 @@ NOTES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
-    if args.child:
-        print(json.dumps(_grow(json.loads(args.child))))
-        return 0
     tell = command.teller()
+    names = ("spec_tokens", "batch_buckets", "max_len")
+    options = {name: getattr(args, name) for name in names}
     with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         _write(workdir / "mimo", args)
-        job = {
-            "directory": str(workdir.absolute() / "mimo"),
-            "cache": str(workdir.absolute() / "cache"),
-            "options": {
-                "spec_tokens": args.spec_tokens,
-                "batch_buckets": args.batch_buckets,
-                "max_len": args.max_len,
-            },
-        }
         rows = []
         for start in ("just compiled", "warm"):
             tell(start)
-            rows.append({"start": start, **_measure(job)})
+            rows.append({"start": start, **_measure(workdir.absolute(), options)})
     publish("memory", args, {"rows": rows}, table)
     return 0
 
@@ -80,47 +72,25 @@ def table(record: Record) -> Table:
     return Table("Memory", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
 
 
-def _measure(job: dict[str, Any]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _grow(job: dict[str, Any]) -> dict[str, float]:
-    """Compile or start warm in this process, and return its memory."""
-    import torch  # noqa: F401
-
-    import mtpc
-
-    compile_model = mtpc.compile
-    before = _status("VmRSS")
-    where = {"cache_dir": job["cache"], "backend": "cpu"}
-    model = compile_model(job["directory"], **where, **job["options"])
-    model.generate(list(range(2, 34)), 16, ignore_eos=True)
-    program = model.program
-    tensors = [*program.shared.values(), *(t for s in program.steps.values() for t in
-                                           s.buffers.values())]  # fmt: skip
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    weights = sum(f.stat().st_size for f in Path(job["directory"]).glob("*.safetensors"))
-    state, resident = sum(storages.values()), _status("VmRSS") - before
+def _measure(workdir: Path, options: dict[str, Any]) -> dict[str, float]:
+    directory, cache = workdir / "mimo", workdir / "cache"
+    found = start_here(directory, cache, workdir / "start.log", options=options, new_tokens=16)
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    resident = found["resident_bytes"] - found["imports_bytes"]
     return dict(
         weights_bytes=weights,
-        state_bytes=state,
-        planned_bytes=planned_bytes(job["directory"], {**job["options"], **where}),
+        state_bytes=found["state_bytes"],
+        planned_bytes=planned_bytes(
+            str(directory), {**options, "cache_dir": str(cache), "backend": "cpu"}
+        ),
         resident_bytes=resident,
-        ratio=resident / (weights + state),
-        peak_bytes=_status("VmHWM") - before,
+        ratio=resident / (weights + found["state_bytes"]),
+        peak_bytes=found["peak_bytes"] - found["imports_bytes"],
     )
 
 
 def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int:
     """The memory that mtpc plans for a rank's steps in the cache: weights and buffers."""
-    from mtpc import CompileOptions
-    from mtpc.layout import graph_keys
-    from mtpc.program.open_cache import open_cache, plan_model
-    from mtpc.program.program import need_of_steps
-    from mtpc.program.ranks import all_parts
-
     source, plan = plan_model(directory, CompileOptions.parse(options))
     part = all_parts(options.get("tensor_parallel_size", 1))[rank]
     cache = open_cache(source, plan, lambda line: None, part)
@@ -128,13 +98,6 @@ def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int
     assert steps is not None
     need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
     return need.weights + need.buffers
-
-
-def _status(field: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
-    found = field_bytes("/proc/self/status", field)
-    assert found is not None
-    return found
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -152,7 +115,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = dict[str, Any](spec_tokens=3, batch_buckets=[1, 8], max_len=1024)
-    parser = command.new_parser("memory", __doc__, "--child", **defaults)
+    parser = command.new_parser("memory", __doc__, **defaults)
     add = parser.add_argument
     add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
     codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]

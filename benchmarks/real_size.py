@@ -13,7 +13,6 @@ memory is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.codes import write_codes
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.startup_child import start_here
 from benchmarks.memory import LARGE
 from mtpc.models.families.mimo import MIMO
 from mtpc.weights import packing
@@ -150,13 +150,11 @@ def _write_new(nbytes: int) -> float:
 def start(
     checkpoint: Path, cache: Path, k: int, steps: int, prompt: str | None = None
 ) -> dict[str, Any]:
-    """Run one process of `real_start`; returns its report, and `first_token_s` from its start."""
-    job = dict(directory=str(checkpoint), cache=str(cache), k=k, steps=steps, prompt=prompt)
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.harness.real_start", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    report = json.loads(done.stdout.splitlines()[-1])
-    return report | {"first_token_s": report.pop("first_token") - begin}
+    """Start a process, generate a token and time steps; `first_token_s` is from its beginning."""
+    job: dict[str, Any] = {"options": {"spec_tokens": k, "max_len": 1024}, "steps": steps}
+    job |= {} if prompt is None else {"prompt": prompt}
+    report = start_here(checkpoint, cache, cache.with_suffix(".log"), **job)
+    return {name: report[name] for name in ("first_token_s", "peak_bytes", "step_ms")}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

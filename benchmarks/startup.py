@@ -161,8 +161,8 @@ class Starter:
         variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
         log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
         watch, begin = FamilyWatch(), time.monotonic()
-        child.launch(python, job, variables, log, args.timeout)
-        share, report = watch.foreign_share(), json.loads(Path(job["report"]).read_text())
+        report = child.launch(python, job, variables, log, args.timeout)
+        share = watch.foreign_share()
         report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
         reached = report.pop("moments")
         moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
@@ -188,11 +188,11 @@ class Starter:
             directory=str(case.directory.absolute()),
             prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
             new_tokens=args.new_tokens,
+            steps=0,
             options=options,
             hf_class=family.hf_class,
             mtp_pattern=re.escape(family.layer_prefix(config["num_hidden_layers"], 0)),
             eager=not engine.state,
-            report=str(self.workdir / "report.json"),
         )
 
 
