@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, opened
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import (
     SAMPLES_NOTE,

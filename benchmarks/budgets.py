@@ -33,7 +33,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import Sampled
+from benchmarks.harness.sampling import Sampled, in_rounds
 from mtpc.acceptance import GOLDEN_LENGTHS
 from mtpc.step.synthetic import draws
 
@@ -56,6 +56,9 @@ class Taken:
     tokens_per_step: float
     foreign_share: float
 
+    def __str__(self) -> str:
+        return f"{self.tokens_per_s:.1f} tokens/s"
+
 
 @dataclass
 class Case(Sampled[Taken]):
@@ -66,7 +69,10 @@ class Case(Sampled[Taken]):
     model: mtpc.SpecModel
     samples: list[Taken] = field(default_factory=list)
 
-    def sample(self, new_tokens: int) -> None:
+    def __str__(self) -> str:
+        return f"{self.name} batch {self.batch}"
+
+    def sample(self, new_tokens: int) -> Taken:
         """Decode one batch."""
         model, vocab = self.model, 1000
         prompts = [
@@ -81,7 +87,7 @@ class Case(Sampled[Taken]):
         seconds = time.perf_counter() - start
         count = self.batch * new_tokens
         per_step = count / max(model.stats.request_steps - steps, 1)
-        self.samples.append(Taken(count / seconds, per_step, watch.foreign_share()))
+        return Taken(count / seconds, per_step, watch.foreign_share())
 
 
 @dataclass(frozen=True)
@@ -155,12 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options["spec_tokens"]:
                 set_acceptance(model, args.length)
             cases += [Case(name, batch, model) for batch in args.batches]
-        for turn in range(args.repeats + 1):  # The first one warms up, and teaches costs.
-            for case in cases:
-                case.sample(args.new_tokens)
-                tell(f"{turn} {case.name} batch {case.batch}: {case.samples[-1].tokens_per_s:.1f}")
-                if turn == 0:
-                    case.samples.clear()
+        for case in cases:  # Warms up, and teaches costs.
+            tell(f"warm up: {case}: {case.sample(args.new_tokens)}")
+        count = (args.repeats, args.max_foreign)
+        in_rounds(cases, *count, lambda case: case.sample(args.new_tokens), tell)
     rows = [asdict(_row(case, args.max_foreign)) for case in cases]
     publish("budgets", args, {"rows": rows}, table)
     return 0

@@ -182,11 +182,7 @@ def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
     had = [path.stat().st_size for path in kernels.rglob("*") if path.is_file()]
     weights = sum(path.stat().st_size for path in case.directory.glob("*.safetensors"))
     return dict(
-        what=case.what,
-        model=case.model,
-        layers=case.layers,
-        options=case.options,
-        changed=case.changed,
+        **{name: value for name, value in vars(case).items() if name != "directory"},
         seconds=seconds,
         peak_bytes=peak_bytes,
         weights_bytes=weights if case.what != "kernels" else 0,

@@ -43,7 +43,7 @@ from benchmarks.harness.results import (
     publish,
     save,
 )
-from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
+from benchmarks.peers.llama_decoder import SPECULATIVE, Counts, look_up
 from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import (
     Decoder,
     MtpcDecoder,
@@ -34,6 +33,7 @@ from benchmarks.harness.decoders import (
     TransformersDecoder,
     opened,
 )
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import (
     HYBRID_SHAPES,
     MOE_SHAPES,
@@ -53,7 +53,7 @@ from benchmarks.harness.results import (
 )
 from benchmarks.harness.sampling import Case, Plan, Row, Tell, measure
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
-from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
+from benchmarks.peers.llama_server import server_decoders
 from benchmarks.peers.vllm_decoder import VLLM, vllm_decoders
 from mtpc import Progress
 from mtpc.cli.parsing import acceptance_length
@@ -134,7 +134,7 @@ def _measure(
 
 def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
     """The bytes that a step of a decoder reads."""
-    if isinstance(decoder, LlamaDecoder | ServerDecoder):
+    if isinstance(decoder, LlamaDecoder):
         return decoder.step_bytes(checkpoint.embedding_bytes)
     engine, _, scheme = decoder.engine.partition(" ")
     weights = checkpoint.quantised(scheme) if scheme in SCHEMES else checkpoint

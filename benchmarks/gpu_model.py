@@ -204,10 +204,9 @@ def all_layers(
     """
     from benchmarks.gpu.traffic import Cost, Work, step_costs
 
-    config, work = SHAPES[case.shape].config, Work(case.batch, context)
-    depth = config["num_hidden_layers"]
-    dense = config["first_k_dense_replace"]
-    least = min(depth - 1, 3 + (dense if dense < depth else 0))
+    (_, shape), work = SHAPES[case.shape], Work(case.batch, context)
+    depth = shape.num_hidden_layers
+    least = min(depth - 1, 3 + shape.more.get("first_k_dense_replace", int(bool(shape.experts))))
     few, more = (
         step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work, device)
         for layers in (least, least + 1)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, opened
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import SHAPES, Checkpoint
 from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish_parts, sample_counts
 from benchmarks.harness.sampling import Case, Row, Tell, measure, rows_of

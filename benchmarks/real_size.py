@@ -26,8 +26,8 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.codes import write_codes
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.startup_child import start_here

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -116,62 +117,29 @@ def write(family_name: str, directory: Path) -> Path:
     return save_checkpoint(target, [layer.to(torch.bfloat16)], directory, family)
 
 
-class Chat(Protocol):
-    """An engine that answers one prompt after another."""
+Answer = tuple[float, list[int], int]
+"""Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """An engine that answers one prompt after another, until it is closed."""
 
     engine: str
     spec_tokens: int
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        """Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
+    answer: Callable[[list[int]], Answer]
+    close: Callable[[], None] = lambda: None
 
 
-class MtpcChat:
-    """mtpc in this process."""
-
-    engine = "mtpc"
-
-    def __init__(self, spec: mtpc.SpecModel) -> None:
-        self._spec, self.spec_tokens = spec, spec.options.spec_tokens
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        before = self._spec.stats.reused_tokens
-        answer = self._spec.generate(prompt, ANSWER, ignore_eos=True)
-        return answer.first_token_s, list(answer), self._spec.stats.reused_tokens - before
-
-    def close(self) -> None:
-        """Nothing to do."""
+def _ours(spec: mtpc.SpecModel, prompt: list[int]) -> Answer:
+    before = spec.stats.reused_tokens
+    answer = spec.generate(prompt, ANSWER, ignore_eos=True)
+    return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
 
 
-class VllmChat:
-    """vLLM in its process."""
-
-    engine = "vLLM"
-
-    def __init__(self, process: VllmProcess) -> None:
-        self._process, self.spec_tokens = process, process.spec_tokens
-        self.close = process.close
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        done = self._process.ask({"turn": prompt, "new_tokens": ANSWER})
-        return done["seconds"], done["answer"], done["reused"]
-
-
-class LlamaChat:
-    """llama.cpp's server, in bfloat16."""
-
-    engine, spec_tokens = "llama.cpp", 0
-
-    def __init__(self, server: LlamaServer) -> None:
-        self._server, self.close = server, server.close
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        return self._server.answer(prompt, ANSWER)
+def _vllms(process: VllmProcess, prompt: list[int]) -> Answer:
+    done = process.ask({"turn": prompt, "new_tokens": ANSWER})
+    return done["seconds"], done["answer"], done["reused"]
 
 
 @dataclass(frozen=True)
@@ -240,15 +208,9 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
     longest = args.prompt_tokens + 4 * ANSWER
     for spec_tokens in args.spec_tokens:
         tell(f"compile {model} K={spec_tokens}")
-        yield MtpcChat(
-            mtpc.compile(
-                directory,
-                spec_tokens=spec_tokens,
-                batch_buckets=(1,),
-                max_len=longest,
-                backend=args.backend,
-            )
-        )
+        options = dict[str, Any](batch_buckets=(1,), max_len=longest, backend=args.backend)
+        spec = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
+        yield Chat("mtpc", spec_tokens, partial(_ours, spec))
     for spec_tokens in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM, {model} K={spec_tokens}")
         sizes = (spec_tokens, longest, 1, directory.parent / "vllm" / model)
@@ -259,12 +221,14 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
         except VllmError as error:
             tell(f"vLLM does not run {model} at K={spec_tokens}: {error}")
             continue
-        yield VllmChat(process)
+        yield Chat("vLLM", spec_tokens, partial(_vllms, process), process.close)
     if args.llama_bench and model == "mimo":
         tell("start llama.cpp's server")
         files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
         log, threads = directory.parent / "llama-server.log", torch.get_num_threads()
-        yield LlamaChat(LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log))
+        place = (args.llama_bench, files.write("BF16"), longest, threads, log)
+        server = LlamaServer(*place)  # In bfloat16.
+        yield Chat("llama.cpp", 0, partial(server.answer, new_tokens=ANSWER), server.close)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -61,34 +61,26 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a server.
+class Sample:
+    """One run of a load.
 
     Attributes:
+        at_s: the arrivals.
         traces: see `arrivals.serve`.
-        child_cpu_s: CPU seconds of the server's own other processes.
+        foreign_share: share of the CPU that other processes used.
         host_gap_share: share of the time with work that is between replays; None if unknown.
         work_s: seconds with work: replays and the gaps between them; None if unknown.
         tokens_by_k: tokens by the K of the step that emitted them, if counted.
+        child_cpu_s: CPU seconds of the server's own other processes.
     """
-
-    traces: list[Trace]
-    child_cpu_s: float = 0.0
-    host_gap_share: float | None = None
-    work_s: float | None = None
-    tokens_by_k: dict[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One run of a load: arrivals, outputs, and the CPU share of other processes."""
 
     at_s: list[float]
     traces: list[Trace]
-    foreign_share: float
+    foreign_share: float = 0.0
     host_gap_share: float | None = None
     work_s: float | None = None
     tokens_by_k: dict[int, int] | None = None
+    child_cpu_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{tokens_per_s(self):.1f} tokens/s"
@@ -105,8 +97,8 @@ class Serves(Protocol):
     engine: str
     spec_tokens: int | str
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
-        """Serve requests, and return their traces."""
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
+        """Serve requests; `foreign_share` is not known yet."""
         ...
 
 
@@ -137,7 +129,7 @@ class MtpcServer:
         for output in outputs:
             yield self._names[output.request_id], len(output.token_ids)
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
         """Serve them."""
         stats = self._engine.stats
         gap_s, replay_s = stats.host_gap_s, stats.replay_s
@@ -146,7 +138,7 @@ class MtpcServer:
         gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
         work_s = gap_s + replay_s
         tokens = dict(sorted(self._tokens.items()))
-        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s, tokens_by_k=tokens)
+        return Sample(_times(arrivals), traces, 0.0, gap_s / work_s, work_s, tokens)
 
 
 class VllmServer:
@@ -158,10 +150,14 @@ class VllmServer:
         self._process = process
         self.spec_tokens: int | str = process.spec_tokens
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
         """Let its process serve requests."""
         answer = self._process.ask({"arrivals": [asdict(arrival) for arrival in arrivals]})
-        return Run(answer["traces"], answer["cpu_s"])
+        return Sample(_times(arrivals), answer["traces"], child_cpu_s=answer["cpu_s"])
+
+
+def _times(arrivals: Sequence[Arrival]) -> list[float]:
+    return [arrival.at_s for arrival in arrivals]
 
 
 @dataclass
@@ -207,11 +203,9 @@ def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell)
     def take(case: Case) -> Sample:
         # By what has been kept: a dropped sample's requests come again, as they did to others.
         kept = len(case.undisturbed(args.max_foreign))
-        watch, arrivals = CpuWatch(), draw(case.load, args.seed + 1 + kept)
-        run = case.server.run(arrivals)
-        seen = (run.host_gap_share, run.work_s, run.tokens_by_k)
-        share, at_s = watch.foreign_share(run.child_cpu_s), [each.at_s for each in arrivals]
-        return Sample(at_s, run.traces, share, *seen)
+        watch = CpuWatch()
+        run = case.server.run(draw(case.load, args.seed + 1 + kept))
+        return replace(run, foreign_share=watch.foreign_share(run.child_cpu_s))
 
     in_rounds(cases, args.repeats, args.max_foreign, take, tell)
 

@@ -233,9 +233,7 @@ def _take(case: Case, starter: Starter, tell: Tell) -> None:
         tell(f"{case}: {error}")
         return
     case.samples.append(sample)
-    share, limit = sample.foreign_share, starter.args.max_foreign
-    disturbed = f" (disturbed: others used {share:.0%} of the CPU)" * (share > limit)
-    tell(f"{case}: {sample.seconds:.2f} s{disturbed}")
+    tell(f"{case}: {sample.seconds:.2f} s, {sample.foreign_share:.0%} of the CPU used by others")
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:

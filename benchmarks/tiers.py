@@ -42,7 +42,6 @@ from benchmarks.serving import (
     Case,
     Load,
     MtpcServer,
-    Run,
     Sample,
     ms_per_token,
     percentile,
@@ -106,7 +105,7 @@ class SyntheticServer(TierServer):
         self._rates = tuple(probability**count for count in range(1, most + 1))
         self.run = self._run
 
-    def _run(self, arrivals: Sequence[Arrival]) -> Run:
+    def _run(self, arrivals: Sequence[Arrival]) -> Sample:
         model, k = self._model, self.spec_tokens
         if self._rates:
             model.set_synthetic_acceptance(self._rates)

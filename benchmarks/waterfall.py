@@ -24,8 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.machine import BandwidthProbe, CpuWatch
 from benchmarks.harness.models import Checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell

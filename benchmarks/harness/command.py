@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.harness.bandwidth import BUFFER_BYTES
+from benchmarks.harness.machine import BUFFER_BYTES
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
 from benchmarks.harness.results import add_result_files
 from benchmarks.harness.sampling import Plan, Tell

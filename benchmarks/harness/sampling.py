@@ -14,9 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded, Decoder, Prompts
-from benchmarks.harness.machine import CpuWatch, memory_shortage
+from benchmarks.harness.machine import BandwidthProbe, CpuWatch, memory_shortage
 from benchmarks.harness.results import Counts, Record
 
 Tell = Callable[[str], None]

@@ -12,8 +12,7 @@ import pytest
 from benchmarks import copies, plot
 from benchmarks.copies import FREE, LLAMA, MTPC, Sample, median_of, prompts, table
 from benchmarks.harness.results import earlier_rows, new_record
-from benchmarks.peers.llama_decoder import LlamaError
-from benchmarks.peers.llama_lookup import Counts, read_counts
+from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 
 LOG = """
 0.52.019 I encoded   46 tokens in    0.164 seconds, speed:  280.488 t/s

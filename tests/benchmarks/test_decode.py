@@ -15,8 +15,8 @@ import transformers
 import mtpc
 from benchmarks import decode, plot, waterfall
 from benchmarks.harness import machine
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import (
     HYBRID_SHAPES,
     MOE_SHAPES,

@@ -27,7 +27,7 @@ from benchmarks.gpu.models import build, weigh
 from benchmarks.gpu.op_inputs import CALLS
 from benchmarks.gpu.ops import difference
 from benchmarks.gpu.pieces import cut_step
-from benchmarks.gpu.profile import Bytes, OperatorProfiler, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.profile import OperatorProfiler, gap_rows, kernel_rows, launches_in
 from benchmarks.gpu.rows import (
     APART,
     COMPILED,
@@ -223,7 +223,7 @@ def test_gaps() -> None:
         ("triton_norm", 1, 1.5),
     ]
     assert launches_in(profiler) == 4
-    gaps = gap_rows(whole, kernels, Bytes(products=2 * 10**9, experts=0))
+    gaps = gap_rows(whole, kernels, products=2 * 10**9)
     assert [(r.engine, r.ms_device, r.floor_ms, r.gap_ms) for r in gaps] == [
         ("triton_norm", 1.5, 0.0, 1.5),
         ("matrix products", 3.0, 2.0, 1.0),
@@ -271,10 +271,13 @@ def test_bytes_of_a_step() -> None:
     head = nbytes["lm_head.weight"]
     rest = sum(nbytes.values()) - head - nbytes["model.embed_tokens.weight"]
     assert routed > 0
-    assert weigh(loaded, 100).target == rest
-    assert weigh(loaded, 1).target == rest - routed // 2, "two of four experts"
-    sizes = weigh(loaded, 100)
-    assert sizes.step(2) == rest + head + 2 * (sizes.draft + head)
+    sizes = weigh(loaded)
+    assert sizes.target_bytes == rest
+    assert sizes.step_bytes(0, batch=100) == rest + head
+    assert sizes.step_bytes(0) == rest + head - routed // 2, "two of four experts"
+    assert sizes.step_bytes(2, batch=100) == rest + head + 2 * (sizes.draft_bytes + head)
+    own = sum(sizes.expert_bytes)
+    assert sizes.step_bytes(1, batch=0) == rest + 2 * head + sizes.draft_bytes - own
 
 
 def test_findings_and_order() -> None:
