@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks import ROOT, startup
 from benchmarks.harness import command
-from benchmarks.harness.codes import MIMO_7B
-from benchmarks.harness.hollow import write_hollow
+from benchmarks.harness.large import MIMO_7B, write_hollow
 from benchmarks.harness.machine import FamilyWatch, tree_bytes
 from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.codes import MIMO_7B, write_codes
+from benchmarks.harness.large import MIMO_7B, write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.startup_child import start_here

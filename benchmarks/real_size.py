@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.codes import write_codes
+from benchmarks.harness.large import write_codes
 from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish

@@ -205,40 +205,27 @@ def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Tie
     """Both checkpoints, each with drafts fixed at 0 and K, and chosen."""
     for weights in WEIGHTS:
         directory = command.write_mimo(args, workdir, tell, weights == "accepting").directory
-        numbers: tuple[Any, ...] = (0, args.spec_tokens, AUTO)
-        for k in numbers:
+        for k in (0, args.spec_tokens, AUTO):
             tell(f"compile {weights} K={k}")
-            model = mtpc.compile(
-                directory,
-                spec_tokens=k,
-                batch_buckets=args.batch_buckets,
-                max_len=MAX_LEN,
-                backend=args.backend,
-                **({"spec_tiers": args.tiers} if k == AUTO else {}),
-            )
-            yield TierServer(model, weights, k)
+            yield TierServer(_compile(directory, k, args), weights, k)
+
+
+def _compile(directory: Path, k: Any, args: argparse.Namespace, **more: Any) -> mtpc.SpecModel:
+    more |= {"spec_tiers": args.tiers} if k == AUTO else {}
+    sizes = dict[str, Any](batch_buckets=args.batch_buckets, max_len=MAX_LEN)
+    return mtpc.compile(directory, spec_tokens=k, backend=args.backend, **sizes, **more)
 
 
 def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
     """The servers for each acceptance: K = 0, every other fixed K, and "auto"."""
-    directory, most = command.write_mimo(args, workdir, tell).directory, max(args.tiers)
-    models: dict[int | str, mtpc.SpecModel] = {}
-    known: dict[Place, CellCosts] = {}
-    several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
-    kinds: tuple[tuple[Any, dict[str, Any]], ...] = ((0, {}), (AUTO, several))
-    for k, options in kinds:
-        tell(f"compile K={k}")
-        models[k] = mtpc.compile(
-            directory,
-            spec_tokens=k,
-            batch_buckets=args.batch_buckets,
-            max_len=MAX_LEN,
-            backend=args.backend,
-            **options,
-        )
+    directory, known = command.write_mimo(args, workdir, tell).directory, dict[Place, CellCosts]()
+    tell(f"compile K=0 and K={AUTO}")
+    nothing = (0.0,) * max(args.tiers)
+    plain = _compile(directory, 0, args)
+    several = _compile(directory, AUTO, args, synthetic_acceptance_rates=nothing)
     for probability in args.acceptance:
         for fixed in (0, *(k for k in sorted(args.tiers) if k), AUTO, AGAIN):
-            yield SyntheticServer(models[0 if fixed == 0 else AUTO], probability, fixed, known)
+            yield SyntheticServer(several if fixed else plain, probability, fixed, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,21 +9,19 @@ token. So a kernel that writes garbage lowers the acceptance. The part gate chec
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from benchmarks.harness.models import (
     INITIALIZER_RANGE,
     Checkpoint,
     Experts,
     Shape,
-    make_config,
-    make_successor_model,
+    make_model,
     sort_bytes,
-    split_off_mtp_layer,
 )
 from mtpc.models import FAMILIES
 from mtpc.models.load import LoadedModel
@@ -84,14 +82,11 @@ def build(
     family_name, shape = SHAPES[name]
     family = next(f for f in FAMILIES if f.name == family_name)
     depth = layers or shape.num_hidden_layers
-    config = make_config(family, replace(shape, num_hidden_layers=depth))
     torch.manual_seed(0)
+    stir = partial(_stir, depth=depth) if accepting else lambda model: None
+    sizes = replace(shape, num_hidden_layers=depth)
+    model, cut_off = make_model(family, sizes, device, accepting, stir)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        if accepting:
-            make_successor_model(model)
-            _stir(model, depth)
-        cut_off = split_off_mtp_layer(model, family, accepting)
         target = share_model(model, family.canonical)
         layer = build_mtp_layer(family, target, 0).eval()
     layer.load_state_dict(cut_off.state_dict(), assign=True)

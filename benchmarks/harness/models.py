@@ -184,14 +184,26 @@ def write_checkpoint(
     """
     family = next(f for f in FAMILIES if f.name == family_name)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        make_config(family, shape), dtype=torch.bfloat16
-    )
-    if accepting:
-        make_successor_model(model)
-    layer = split_off_mtp_layer(model, family, accepting)
+    model, layer = make_model(family, shape, "cpu", accepting)
     save_checkpoint(model, (layer,), directory, family)
     return weigh(directory, family)
+
+
+def make_model(
+    family: ModelFamily,
+    shape: Shape,
+    device: str,
+    accepting: bool,
+    change: Callable[[Any], None] = lambda model: None,
+) -> tuple[Any, MTPLayer]:
+    """A bfloat16 model on a device, and its MTP layer; `change` comes before the layer is cut."""
+    config = make_config(family, shape)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        if accepting:
+            make_successor_model(model)
+        change(model)
+        return model, split_off_mtp_layer(model, family, accepting)
 
 
 def demo() -> Checkpoint:
@@ -367,11 +379,7 @@ def without_weights(
         names that a checkpoint has for them.
     """
     family = next(family for family in FAMILIES if family.name == family_name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            make_config(family, shape), dtype=torch.bfloat16
-        )
-        layer = split_off_mtp_layer(model, family, accepting=False)
+    model, layer = make_model(family, shape, "meta", accepting=False)
     prefix = family.layer_prefix(shape.num_hidden_layers, 0)
     own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
     says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}

@@ -40,7 +40,7 @@ from benchmarks.gpu.rows import (
     findings,
 )
 from benchmarks.gpu.schedule import Schedule
-from benchmarks.gpu.speed import OURS, Case, Plan, Task, tasks
+from benchmarks.gpu.speed import OURS, PROFILES, Case, Plan, Task, tasks
 from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.models.load import load
@@ -78,7 +78,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, *gaps = (row for row in found if row["part"] in ("profile", "gap"))
     kernels = [int(row["kernels"]) for row in found if row["part"] == "kernel"]
     assert int(whole["kernels"]) == sum(kernels) > 100
-    assert len(gaps) == 3 + 2, "three, then two more profiles"
+    assert len(gaps) == 3 + len(PROFILES) - 1, "three, then the other profiles"
     assert float(whole["floor_ms"]) + float(whole["gap_ms"]) == pytest.approx(
         float(whole["ms_device"]), rel=1e-4
     )
