@@ -236,11 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "acceptance", __doc__, "--shape", "--quantize", *command.PEERS, "--backend",
+        "acceptance", __doc__, *command.FILES, "--shape", "--quantize", *command.PEERS, "--backend",
         *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[1, 2, 3],
         acceptance=[0, 0.25, 0.5, 0.75, 1], prompt_tokens=32, new_tokens=64, repeats=3,
     )  # fmt: skip
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import Record, Table, publish
 from mtpc.evaluation.compare import COLUMNS, NOTES, Row, answer_questions, cells, compare
 from mtpc.evaluation.engines import AnsweringEngine, MtpcEngine, TransformersEngine
 from mtpc.evaluation.tasks import encode_all, read_task
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = dict[str, Any](kv_cache_dtypes=["auto"], spec_tokens=[0, 1, 2, 3], threads=1)
-    parser = command.new_parser("accuracy", __doc__, **defaults)
+    parser = command.new_parser("accuracy", __doc__, *command.RESULTS, **defaults)
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--task", type=Path, required=True, metavar="FILE", help="questions, as `mtpc eval` has")
@@ -73,7 +73,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backends", nargs="+", default=["cpu"], metavar="NAME")
     add("--schemes", nargs="*", default=["int8", "int4-g32"], metavar="SCHEME")
     add("--max-new-tokens", type=positive, default=8, metavar="N")
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

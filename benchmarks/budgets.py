@@ -183,13 +183,12 @@ def _row(case: Case, max_foreign: float) -> Row:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "budgets", __doc__, "--shape", "--backend", *command.SAMPLING,
+        "budgets", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
         spec_tokens=3, batches=[4, 8], new_tokens=128, repeats=3,
     )  # fmt: skip
     add = parser.add_argument
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
     add("--quantize", metavar="SCHEME", help="of all engines")
-    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens >= HARD - EASY:
         parser.error(f"--new-tokens is {args.new_tokens}; expected less than {HARD - EASY}")

@@ -297,7 +297,7 @@ def _number(value: float | None) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags = ("--shape", "--vllm-python", "--child")
-    parser = command.new_parser("compile", __doc__, *flags, max_len=512)
+    parser = command.new_parser("compile", __doc__, *command.FILES, *flags, max_len=512)
     add, numbers = (
         parser.add_argument,
         dict[str, Any](nargs="+", type=command.positive, metavar="N"),
@@ -307,7 +307,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"also build these from headers: {', '.join(LARGE)}")  # fmt: skip
     add("--options", type=int, default=len(OPTIONS), metavar="N", help="rows of changed options")
     add("--buckets", **numbers, default=[1, 4, 8])
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

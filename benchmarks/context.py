@@ -216,13 +216,12 @@ def _key(context: int, row: Row) -> tuple[str, int, int, int]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "context", __doc__, "--shape", *command.PEERS, "--peer-context", "--backend",
-        *command.SAMPLING, "--probe-mib", batches=[1, 4], spec_tokens=[0, 3],
+        "context", __doc__, *command.FILES, "--shape", *command.PEERS, "--peer-context",
+        "--backend", *command.SAMPLING, "--probe-mib", batches=[1, 4], spec_tokens=[0, 3],
         kv_cache_dtypes=["auto"], new_tokens=32, repeats=2,
     )  # fmt: skip
     contexts: dict[str, Any] = dict(nargs="+", type=command.positive, metavar="N", help="tokens")
     parser.add_argument("--contexts", default=[512, 2048, 8192, 32768], **contexts)
-    command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.contexts)
     return args

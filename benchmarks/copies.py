@@ -34,11 +34,10 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
+from benchmarks.harness.command import add_result_files, positive
 from benchmarks.harness.results import (
     Record,
     Table,
-    add_result_files,
     earlier_rows,
     publish,
     save,

@@ -336,8 +336,8 @@ def table(record: Record) -> Table:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "decode", __doc__, "--shape", "--peers", *command.PEERS, "--quantize", "--backend",
-        *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[0, 1, 2, 3],
+        "decode", __doc__, *command.FILES, "--shape", "--peers", *command.PEERS, "--quantize",
+        "--backend", *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[0, 1, 2, 3],
         prompt_tokens=32, new_tokens=96, repeats=3,
     )  # fmt: skip
     add = parser.add_argument
@@ -347,7 +347,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
-    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")

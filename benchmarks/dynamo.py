@@ -187,12 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "dynamo", __doc__, "--shape", *command.SAMPLING,
+        "dynamo", __doc__, *command.FILES, "--shape", *command.SAMPLING,
         prompt_tokens=512, batches=[1, 4], repeats=7,
     )  # fmt: skip
     help_ = "decode rows of a sample"
     parser.add_argument("--calls", type=command.positive, default=16, metavar="N", help=help_)
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu.rows import FIGURES, figures
 from benchmarks.harness import command
 from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import Record, Table, publish
 
 _WORDS = {"part", "device", "shape", "engine", "note"}
 _CHECKS = ("ops", "gate", "sampling", "aot")
@@ -25,9 +25,8 @@ _CHECKS = ("ops", "gate", "sampling", "aot")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the record."""
-    parser = command.new_parser("gpu_record", __doc__)
+    parser = command.new_parser("gpu_record", __doc__, *command.RESULTS)
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of benchmarks.gpu")
-    add_result_files(parser)
     args = parser.parse_args(argv)
     rows = [row for path in args.files for row in read(path)]
     args.files = None

@@ -115,12 +115,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = dict[str, Any](spec_tokens=3, batch_buckets=[1, 8], max_len=1024)
-    parser = command.new_parser("memory", __doc__, **defaults)
+    parser = command.new_parser("memory", __doc__, *command.FILES, **defaults)
     add = parser.add_argument
     add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
     codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]
     add("--quantize", choices=codes, metavar="SCHEME", help="random codes of a scheme, not weights")
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

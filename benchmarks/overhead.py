@@ -365,10 +365,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "overhead", __doc__, "--shape", "--backend", *command.SAMPLING, weights="accepting",
-        spec_tokens=3, batches=[1, 4, 8], prompt_tokens=32, new_tokens=128, repeats=5,
+        "overhead", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
+        weights="accepting", spec_tokens=3, batches=[1, 4, 8], prompt_tokens=32, new_tokens=128,
+        repeats=5,
     )  # fmt: skip
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -203,12 +203,12 @@ def table(record: Record) -> Table:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "prefill", __doc__, "--shape", "--peers", *command.PEERS, "--peer-context", "--backend",
-        *command.SAMPLING, "--probe-mib", prompt_tokens=[512], spec_tokens=[0, 1], repeats=5,
+        "prefill", __doc__, *command.FILES, "--shape", "--peers", *command.PEERS, "--peer-context",
+        "--backend", *command.SAMPLING, "--probe-mib", prompt_tokens=[512], spec_tokens=[0, 1],
+        repeats=5,
     )  # fmt: skip
     chunks: dict[str, Any] = dict(nargs="+", type=command.positive, metavar="N", help="mtpc's")
     parser.add_argument("--chunks", default=[128, 512], **chunks)
-    command.add_files(parser)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.prompt_tokens)
     return args

@@ -226,12 +226,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "ranks", __doc__, "--shape", "--child", threads=2, spec_tokens=[0, 3], batches=[1, 8],
-        prompt_tokens=32, new_tokens=64, repeats=3,
+        "ranks", __doc__, *command.FILES, "--shape", "--child", threads=2, spec_tokens=[0, 3],
+        batches=[1, 8], prompt_tokens=32, new_tokens=64, repeats=3,
     )  # fmt: skip
     help_ = "how many beside one, which share the threads"
     parser.add_argument("--ranks", type=command.positive, default=2, metavar="N", help=help_)
-    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.threads % args.ranks or args.ranks < 2:
         parser.error(f"{args.threads} threads for {args.ranks} ranks; expected an equal share each")

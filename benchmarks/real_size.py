@@ -158,11 +158,10 @@ def start(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("real_size", __doc__, spec_tokens=[0, 1, 3])
+    parser = command.new_parser("real_size", __doc__, *command.FILES, spec_tokens=[0, 1, 3])
     add = parser.add_argument
     add("--shape", choices=LARGE, default="7b", help="sizes of the model")
     add("--steps", type=command.positive, default=24, metavar="N", help="decode steps to time")
-    command.add_files(parser)
     add("--touch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

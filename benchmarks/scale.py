@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from benchmarks.harness.results import ON_PAPER, Record, Table, publish
 from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
@@ -93,8 +93,7 @@ NOTES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, write and print."""
-    parser = command.new_parser("scale", __doc__)
-    add_result_files(parser)
+    parser = command.new_parser("scale", __doc__, *command.RESULTS)
     args: argparse.Namespace = parser.parse_args(argv)
     publish("scale", args, {"machine": ON_PAPER, "rows": [*rows()]}, table)
     return 0

@@ -233,12 +233,11 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "second_turn", __doc__, "--threads", "--seed", *command.PEERS, "--backend",
+        "second_turn", __doc__, *command.FILES, "--threads", "--seed", *command.PEERS, "--backend",
         prompt_tokens=8192, spec_tokens=[1], repeats=1,
     )  # fmt: skip
     families = dict[str, Any](nargs="+", choices=SHAPES, metavar="NAME")
     parser.add_argument("--families", default=list(SHAPES), **families)
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -328,13 +328,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "serving", __doc__, "--shape", "--vllm-python", "--backend", *command.SAMPLING,
-        weights="random", spec_tokens=3, batch_buckets=[1, 2, 4, 8], repeats=3,
+        "serving", __doc__, *command.FILES, "--shape", "--vllm-python", "--backend",
+        *command.SAMPLING, weights="random", spec_tokens=3, batch_buckets=[1, 2, 4, 8], repeats=3,
     )  # fmt: skip
     add = parser.add_argument
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
     add("--requests", type=command.positive, default=24, metavar="N", help="of each load")
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

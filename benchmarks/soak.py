@@ -28,7 +28,7 @@ import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Record, Table, add_result_files, new_record, write_results
+from benchmarks.harness.results import Record, Table, new_record, write_results
 from benchmarks.harness.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("soak", __doc__)
+    parser = command.new_parser("soak", __doc__, *command.RESULTS)
     add, bounds = parser.add_argument, Bounds()
     add("checkpoint", nargs="?", type=Path, help="default: the demo model")
     add("--tokens", type=positive, default=1_000_000, metavar="N")
@@ -314,7 +314,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-growth-mib", type=float, default=bounds.max_growth_mib, metavar="MIB")
     add("--max-objects", type=int, default=bounds.max_objects, metavar="N")
     add("--seed", type=int, default=0)
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

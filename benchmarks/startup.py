@@ -343,15 +343,15 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = command.new_parser(
-        "startup", __doc__, "--shape", "--vllm-python", *command.SAMPLING, spec_tokens=3,
-        batch_buckets=[1, 2, 4, 8], max_len=1024, prompt_tokens=32, new_tokens=8, repeats=5,
+        "startup", __doc__, *command.FILES, "--shape", "--vllm-python", *command.SAMPLING,
+        spec_tokens=3, batch_buckets=[1, 2, 4, 8], max_len=1024, prompt_tokens=32, new_tokens=8,
+        repeats=5,
     )  # fmt: skip
     add, number = parser.add_argument, dict[str, Any](type=command.positive, metavar="N")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
     add("--cold-repeats", **number, default=1, help="samples, cold")
     add("--timeout", **number, default=900, help="seconds of one start")
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

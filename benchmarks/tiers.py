@@ -251,14 +251,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "tiers", __doc__, "--shape", "--backend", *command.SAMPLING,
+        "tiers", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
         spec_tokens=3, batch_buckets=[1, 2, 4, 8], acceptance=[], repeats=3,
     )  # fmt: skip
     add = parser.add_argument
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
     add("--requests", type=command.positive, default=24, metavar="N", help="of each load")
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import Record, Table, publish
 from mtpc.engine.stats import DraftCounts
 from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("tune_head", __doc__, "--seed", threads=1, spec_tokens=3)
+    parser = command.new_parser(
+        "tune_head", __doc__, *command.RESULTS, "--seed", threads=1, spec_tokens=3,
+    )  # fmt: skip
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("texts", nargs="+", type=Path, metavar="TEXT")
@@ -99,7 +101,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--disk", type=positive, default=Plan.disk, metavar="BYTES")
     add("--prompts", type=positive, default=128)
     add("--max-new-tokens", type=positive, default=64)
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -164,13 +164,13 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
-        "waterfall", __doc__, "--shape", "--max-foreign", spec_tokens=[0, 1, 3], batches=[1, 8]
-    )
+        "waterfall", __doc__, *command.FILES, "--shape", "--max-foreign", spec_tokens=[0, 1, 3],
+        batches=[1, 8],
+    )  # fmt: skip
     add = parser.add_argument
     add("--quantize", choices=SCHEMES, metavar="SCHEME", help="measure a quantised copy")
     help_ = "decode steps a measurement"
     add("--steps", type=command.positive, default=16, metavar="N", help=help_)
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

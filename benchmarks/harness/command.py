@@ -16,7 +16,6 @@ import transformers
 
 from benchmarks.harness.machine import BUFFER_BYTES
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import add_result_files
 from benchmarks.harness.sampling import Plan, Tell
 from benchmarks.peers.llama_decoder import BENCH
 from mtpc.config import KV_CACHE_DTYPES, SCHEMES
@@ -116,11 +115,18 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--workdir": dict(
         type=Path, help="keep checkpoints, caches and logs here; default: a temporary directory"
     ),
+    "--out": dict(type=Path, metavar="FILE", help="write everything as JSON"),
+    "--csv": dict(type=Path, metavar="FILE", help="write the rows as CSV"),
+    "--markdown": dict(type=Path, metavar="FILE", help="write the table as Markdown"),
     "--child": dict(help=argparse.SUPPRESS),
 }
 """Options that several benchmarks have."""
 SAMPLING = ("--max-foreign", "--threads", "--seed")
 """Those that say, beside `--repeats`, how undisturbed samples are."""
+RESULTS = ("--out", "--csv", "--markdown")
+"""Those that `write_results` reads."""
+FILES = ("--workdir", *RESULTS)
+"""Those that `working_directory` and `write_results` take."""
 PEERS = ("--vllm-python", "--llama-bench", "--gguf-python")
 """Those that `peer_decoders` needs."""
 
@@ -162,9 +168,13 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """The options that `working_directory` and `write_results` take."""
-    add_shared(parser, "--workdir")
-    add_result_files(parser)
+    """The options `FILES`."""
+    add_shared(parser, *FILES)
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """The options `RESULTS`."""
+    add_shared(parser, *RESULTS)
 
 
 def max_len(args: argparse.Namespace) -> int:

@@ -134,16 +134,8 @@ def earlier_rows(
     return rows
 
 
-def add_result_files(parser: argparse.ArgumentParser) -> None:
-    """The options that `write_results` reads."""
-    add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-
-
 def write_results(args: argparse.Namespace, record: Record, table: Table) -> None:
-    """Write the files that `add_result_files` has options for, and the folders that they lack."""
+    """Write the files of the options `command.RESULTS`, and the folders that they lack."""
     for path in filter(None, (args.out, args.csv, args.markdown)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.out:
