@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.harness import command
 from benchmarks.harness.large import MIMO_7B, write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.results import Columns, Record, Table, publish
 from benchmarks.harness.startup_child import start_here
 from mtpc import CompileOptions
 from mtpc.layout import graph_keys
@@ -30,8 +30,19 @@ from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
 LARGE = {**SHAPES, "7b": MIMO_7B}
-COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB",
-           "planned MiB", "resident over planned")  # fmt: skip
+COLUMNS: Columns[dict[str, Any]] = {
+    "start": lambda row: row["start"],
+    "weights MiB": lambda row: f"{row['weights_bytes'] / MIB:.0f}",
+    "pool and buffers MiB": lambda row: f"{row['state_bytes'] / MIB:.0f}",
+    "resident MiB": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    "peak MiB": lambda row: f"{row['peak_bytes'] / MIB:.0f}",
+    # Older records do not have it.
+    "planned MiB": lambda r: f"{r['planned_bytes'] / MIB:.0f}" if "planned_bytes" in r else "-",
+    "resident over planned": lambda row: (
+        f"{row['resident_bytes'] / row['planned_bytes']:.2f}" if "planned_bytes" in row else "-"
+    ),
+}
 NOTES = (
     "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
     "planned: packed weights, pool and buffers, as mtpc counts them before it binds a step; weights"
@@ -69,7 +80,7 @@ def _write(directory: Path, args: argparse.Namespace) -> None:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Memory", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+    return Table.of("Memory", COLUMNS, record["rows"], NOTES)
 
 
 def _measure(workdir: Path, options: dict[str, Any]) -> dict[str, float]:
@@ -98,19 +109,6 @@ def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int
     assert steps is not None
     need = need_of_steps(steps, next(iter(steps.values())).plan, owns_buffers=True)
     return need.weights + need.buffers
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    sizes = (row[f"{name}_bytes"] / MIB for name in ("weights", "state", "resident"))
-    planned = row.get("planned_bytes")  # Older records do not have it.
-    return [
-        row["start"],
-        *(f"{size:.0f}" for size in sizes),
-        f"{row['ratio']:.2f}",
-        f"{row['peak_bytes'] / MIB:.0f}",
-        f"{planned / MIB:.0f}" if planned else "-",
-        f"{row['resident_bytes'] / planned:.2f}" if planned else "-",
-    ]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

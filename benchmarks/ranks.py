@@ -28,16 +28,28 @@ import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.results import Columns, Record, Table, publish
 from benchmarks.memory import planned_bytes
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.program import Program
 
 MIB = 2**20
 COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
-COLUMNS = ("K", "batch", "ranks", "threads each", "ms a step", "collectives ms", "of a step",
-           "calls a step", "bytes sent a step", "in idle steps", "resident MiB a rank",
-           "weights and pool MiB", "samples")  # fmt: skip
+COLUMNS: Columns[dict[str, Any]] = {
+    "K": lambda row: str(row["spec_tokens"]),
+    "batch": lambda row: str(row["batch"]),
+    "ranks": lambda row: str(row["ranks"]),
+    "threads each": lambda row: str(row["threads"]),
+    "ms a step": lambda row: f"{row['ms_per_step']:.2f}",
+    "collectives ms": lambda row: _of_several(row, f"{row['collective_ms']:.2f}"),
+    "of a step": lambda row: _of_several(row, f"{row['collective_ms'] / row['profiled_ms']:.0%}"),
+    "calls a step": lambda row: _of_several(row, f"{row['collective_calls']:.0f}"),
+    "bytes sent a step": lambda row: _of_several(row, f"{row['bytes_per_step']:.0f}"),
+    "in idle steps": lambda row: _of_several(row, f"{row['idle_bytes']:.0f}"),
+    "resident MiB a rank": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
+    "weights and pool MiB": lambda row: f"{row['held_bytes'] / MIB:.0f}",
+    "samples": lambda row: str(row["samples"]),
+}
 NOTES = (
     "ms a step: of decode steps, rank 0's, medians of samples.",
     "collectives ms: mean time of rank 0 in collectives, waiting for the others included, under the"
@@ -70,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Ranks", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+    return Table.of("Ranks", COLUMNS, record["rows"], NOTES)
+
+
+def _of_several(row: dict[str, Any], cell: str) -> str:
+    return "-" if row["ranks"] == 1 else cell
 
 
 def _sample(
@@ -206,22 +222,6 @@ def _rows(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         own = [s for s in samples if tuple(s[name] for name in names) == place]
         figures = {n: median(s[n] for s in own) for n in own[0] if n not in names}
         yield {**dict(zip(names, place, strict=True)), **figures, "samples": len(own)}
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    alone = row["ranks"] == 1
-    return [
-        *(str(row[name]) for name in ("spec_tokens", "batch", "ranks", "threads")),
-        f"{row['ms_per_step']:.2f}",
-        "-" if alone else f"{row['collective_ms']:.2f}",
-        "-" if alone else f"{row['collective_ms'] / row['profiled_ms']:.0%}",
-        "-" if alone else f"{row['collective_calls']:.0f}",
-        "-" if alone else f"{row['bytes_per_step']:.0f}",
-        "-" if alone else f"{row['idle_bytes']:.0f}",
-        f"{row['resident_bytes'] / MIB:.0f}",
-        f"{row['held_bytes'] / MIB:.0f}",
-        str(row["samples"]),
-    ]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
