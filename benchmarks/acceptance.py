@@ -18,31 +18,28 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
-from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, opened
+from benchmarks.harness.machine import BandwidthProbe
+from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
     Counts,
     Record,
     Table,
+    publish_parts,
     sample_counts,
-    save,
 )
-from benchmarks.harness.sampling import Case, Plan, Tell, sample_in_turns
+from benchmarks.harness.sampling import Case, Tell, sample_in_turns
 from benchmarks.harness.sampling import summarise as summarise_case
-from benchmarks.peers.llama_decoder import llama_decoders
-from benchmarks.peers.vllm_decoder import vllm_decoders
+from benchmarks.peers.decoders import peer_decoders
 
 NOTES = (
     "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
@@ -184,27 +181,21 @@ def table(record: Record) -> Table:
     return Table.of("Speed by synthetic acceptance", columns, rows, NOTES)
 
 
-def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[list[Decoder]]:
+def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Iterable[Decoder]]:
     """The groups of decoders that are sampled in rounds, each on one set of weights.
 
     A group is made after the previous one is closed. Each other engine is a group of its own.
     """
-    directory = workdir / "random"
-    tell(f"write {directory}")
-    checkpoint = write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
-    yield list(_ours("mtpc", checkpoint.load_target(), args, tell))
+    checkpoint = command.write_mimo(args, workdir, tell)
+    yield _ours("mtpc", checkpoint.load_target(), args, tell)
     for scheme in args.quantize:
         source = checkpoint.write_quantised(scheme, workdir)
-        yield list(_ours(f"mtpc {scheme}", source, args, tell))
-    if args.llama_bench:  # A process a sample.
-        tell("write GGUF files")
-        kinds = ("BF16", "Q4_0") if args.quantize else ("BF16",)
-        yield list(llama_decoders(args.llama_bench, args.gguf_python, directory, kinds))
-    if args.vllm_python:
-        sizes = (command.max_len(args), max(args.batches), workdir)
-        for k in (0, *args.spec_tokens):
-            tell(f"start vLLM K={k}")
-            yield list(vllm_decoders(args.vllm_python, directory, (k,), *sizes))
+        yield _ours(f"mtpc {scheme}", source, args, tell)
+    sizes = (command.max_len(args), max(args.batches))
+    kinds = ("BF16", "Q4_0") if args.quantize else ("BF16",)
+    numbers = (0, *args.spec_tokens)
+    place = (args, checkpoint.directory, numbers, sizes, tell, kinds)
+    yield from ([peer] for peer in peer_decoders(*place))
 
 
 def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
@@ -221,56 +212,34 @@ def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Ite
         yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
 
 
-def _measure(
-    group: Sequence[Decoder],
-    args: argparse.Namespace,
-    plan: Plan,
-    prompts: Prompts,
-    probe: BandwidthProbe,
-    tell: Tell,
-) -> list[Row]:
-    """Measure the rows of a group, and end its processes."""
-    with ExitStack() as closing:
-        for decoder in group:
-            closing.callback(decoder.close)
-        cases = [Case("mimo", "random", d, batch, 0) for d in group for batch in args.batches]
-        sample_in_turns(cases, plan, prompts, probe, tell)
-        return [summarise(case, args.max_foreign) for case in cases]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    plan = command.plan_of(args)
     prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
-    rows: list[Row] = []
+
+    def measured(group: Iterable[Decoder]) -> list[Row]:
+        gc.collect()  # What the group before has left.
+        with opened(group) as decoders:
+            cases = [
+                Case("mimo", "random", d, batch, 0) for d in decoders for batch in args.batches
+            ]
+            sample_in_turns(cases, plan, prompts, probe, tell)
+            return [summarise(case, args.max_foreign) for case in cases]
+
     with command.working_directory(args.workdir) as workdir:
-        for group in groups(args, workdir, tell):
-            rows += _measure(group, args, plan, prompts, probe, tell)
-            group.clear()  # Or its models would live until the next group is made.
-            gc.collect()
-            # A peer may fail; what is there stays.
-            saved = save("acceptance", args, {"rows": [asdict(row) for row in rows]}, table)
-    saved.print()
+        parts = map(measured, groups(args, workdir, tell))
+        publish_parts("acceptance", args, parts, table)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("acceptance", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
-    add("--spec-tokens", nargs="+", type=positive, default=[1, 2, 3], metavar="K")
-    add("--acceptance", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], metavar="P")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=64, metavar="N")
-    command.add_shared(
-        parser, "--quantize", "--vllm-python", "--llama-bench", "--gguf-python", "--backend"
-    )
-    command.add_sampling(parser, 3)
-    command.add_shared(parser, "--probe-mib")
-    command.add_files(parser)
+    parser = command.new_parser(
+        "acceptance", __doc__, *command.FILES, "--shape", "--quantize", *command.PEERS, "--backend",
+        *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[1, 2, 3],
+        acceptance=[0, 0.25, 0.5, 0.75, 1], prompt_tokens=32, new_tokens=64, repeats=3,
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 

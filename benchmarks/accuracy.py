@@ -19,8 +19,7 @@ from typing import Any
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
-from mtpc.config import KV_CACHE_DTYPES
+from benchmarks.harness.results import Record, Table, publish
 from mtpc.evaluation.compare import COLUMNS, NOTES, Row, answer_questions, cells, compare
 from mtpc.evaluation.engines import AnsweringEngine, MtpcEngine, TransformersEngine
 from mtpc.evaluation.tasks import encode_all, read_task
@@ -65,18 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("accuracy", __doc__)
+    defaults = dict[str, Any](kv_cache_dtypes=["auto"], spec_tokens=[0, 1, 2, 3], threads=1)
+    parser = command.new_parser("accuracy", __doc__, *command.RESULTS, **defaults)
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--task", type=Path, required=True, metavar="FILE", help="questions, as `mtpc eval` has")
     add("--limit", type=positive, metavar="N", help="the first N questions only")
     add("--backends", nargs="+", default=["cpu"], metavar="NAME")
     add("--schemes", nargs="*", default=["int8", "int4-g32"], metavar="SCHEME")
-    add("--kv-cache-dtypes", nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
     add("--max-new-tokens", type=positive, default=8, metavar="N")
-    add("--threads", type=positive, default=1, metavar="N")
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -23,9 +23,7 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -35,7 +33,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import Sampled
+from benchmarks.harness.sampling import Sampled, in_rounds
 from mtpc.acceptance import GOLDEN_LENGTHS
 from mtpc.step.synthetic import draws
 
@@ -58,6 +56,9 @@ class Taken:
     tokens_per_step: float
     foreign_share: float
 
+    def __str__(self) -> str:
+        return f"{self.tokens_per_s:.1f} tokens/s"
+
 
 @dataclass
 class Case(Sampled[Taken]):
@@ -68,7 +69,10 @@ class Case(Sampled[Taken]):
     model: mtpc.SpecModel
     samples: list[Taken] = field(default_factory=list)
 
-    def sample(self, new_tokens: int) -> None:
+    def __str__(self) -> str:
+        return f"{self.name} batch {self.batch}"
+
+    def sample(self, new_tokens: int) -> Taken:
         """Decode one batch."""
         model, vocab = self.model, 1000
         prompts = [
@@ -83,7 +87,7 @@ class Case(Sampled[Taken]):
         seconds = time.perf_counter() - start
         count = self.batch * new_tokens
         per_step = count / max(model.stats.request_steps - steps, 1)
-        self.samples.append(Taken(count / seconds, per_step, watch.foreign_share()))
+        return Taken(count / seconds, per_step, watch.foreign_share())
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.begin(args)
     cases = []
     with command.working_directory(args.workdir) as workdir:
-        directory = workdir / "random"
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
+        directory = command.write_mimo(args, workdir, tell).directory
         most = args.spec_tokens
         asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
         asked["budget"] = {"spec_tokens": most, "row_budgets": tuple(range(1, most + 2))}
@@ -158,12 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options["spec_tokens"]:
                 set_acceptance(model, args.length)
             cases += [Case(name, batch, model) for batch in args.batches]
-        for turn in range(args.repeats + 1):  # The first one warms up, and teaches costs.
-            for case in cases:
-                case.sample(args.new_tokens)
-                tell(f"{turn} {case.name} batch {case.batch}: {case.samples[-1].tokens_per_s:.1f}")
-                if turn == 0:
-                    case.samples.clear()
+        for case in cases:  # Warms up, and teaches costs.
+            tell(f"warm up: {case}: {case.sample(args.new_tokens)}")
+        count = (args.repeats, args.max_foreign)
+        in_rounds(cases, *count, lambda case: case.sample(args.new_tokens), tell)
     rows = [asdict(_row(case, args.max_foreign)) for case in cases]
     publish("budgets", args, {"rows": rows}, table)
     return 0
@@ -181,17 +182,13 @@ def _row(case: Case, max_foreign: float) -> Row:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("budgets", __doc__)
+    parser = command.new_parser(
+        "budgets", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
+        spec_tokens=3, batches=[4, 8], new_tokens=128, repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="the largest")
-    add("--batches", nargs="+", type=positive, default=[4, 8], metavar="N")
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
-    add("--new-tokens", type=positive, default=128, metavar="N")
     add("--quantize", metavar="SCHEME", help="of all engines")
-    command.add_shared(parser, "--backend")
-    command.add_sampling(parser, 3)
-    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens >= HARD - EASY:
         parser.error(f"--new-tokens is {args.new_tokens}; expected less than {HARD - EASY}")

@@ -26,9 +26,7 @@ from typing import Any
 
 from benchmarks import ROOT, startup
 from benchmarks.harness import command
-from benchmarks.harness.codes import MIMO_7B
-from benchmarks.harness.command import positive
-from benchmarks.harness.hollow import write_hollow
+from benchmarks.harness.large import MIMO_7B, write_hollow
 from benchmarks.harness.machine import FamilyWatch, tree_bytes
 from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
 from benchmarks.harness.results import Record, Table, publish
@@ -183,11 +181,7 @@ def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
     had = [path.stat().st_size for path in kernels.rglob("*") if path.is_file()]
     weights = sum(path.stat().st_size for path in case.directory.glob("*.safetensors"))
     return dict(
-        what=case.what,
-        model=case.model,
-        layers=case.layers,
-        options=case.options,
-        changed=case.changed,
+        **{name: value for name, value in vars(case).items() if name != "directory"},
         seconds=seconds,
         peak_bytes=peak_bytes,
         weights_bytes=weights if case.what != "kernels" else 0,
@@ -302,18 +296,17 @@ def _number(value: float | None) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("compile", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--layers", nargs="+", type=positive, default=[7, 14, 28, 36], metavar="N")
+    flags = ("--shape", "--vllm-python", "--child")
+    parser = command.new_parser("compile", __doc__, *command.FILES, *flags, max_len=512)
+    add, numbers = (
+        parser.add_argument,
+        dict[str, Any](nargs="+", type=command.positive, metavar="N"),
+    )
+    add("--layers", **numbers, default=[7, 14, 28, 36])
     add("--large", nargs="*", choices=LARGE, default=list(LARGE), metavar="NAME",
         help=f"also build these from headers: {', '.join(LARGE)}")  # fmt: skip
     add("--options", type=int, default=len(OPTIONS), metavar="N", help="rows of changed options")
-    add("--buckets", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
-    add("--max-len", type=positive, default=512, metavar="N")
-    command.add_shared(parser, "--vllm-python")
-    command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
+    add("--buckets", **numbers, default=[1, 4, 8])
     return parser.parse_args(argv)
 
 

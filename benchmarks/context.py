@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,14 +25,12 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts
-from benchmarks.harness.models import SHAPES, Checkpoint, Shape, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
-from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers.llama_decoder import llama_decoders
-from benchmarks.peers.vllm_decoder import VllmDecoder, VllmProcess
+from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, opened
+from benchmarks.harness.machine import BandwidthProbe
+from benchmarks.harness.models import SHAPES, Checkpoint, Shape
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish_parts, sample_counts
+from benchmarks.harness.sampling import Case, Row, Tell, measure, rows_of
+from benchmarks.peers.decoders import peer_decoders
 from mtpc.config import KV_CACHE_DTYPES
 from mtpc.engine.request import Request
 
@@ -97,27 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    shape, rows = SHAPES[args.shape], list[dict[str, Any]]()
     with command.working_directory(args.workdir) as workdir:
-        tell(f"write {workdir / 'mimo'}")
-        checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
-        for group in _groups(checkpoint, args, tell):
-            with ExitStack() as closing:
-                for decoder in group:
-                    closing.callback(decoder.close)
-                for context in args.contexts:
-                    rows += _measure(context, group, checkpoint, args, probe, tell)
-    publish("context", args, {"rows": rows}, table)
+        checkpoint = command.write_mimo(args, workdir, tell)
+        parts = (
+            rows
+            for group in _groups(checkpoint, args, tell)
+            for rows in _measure(group, checkpoint, args, probe, tell)
+        )
+        publish_parts("context", args, parts, table)
     return 0
 
 
 def _groups(
     checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
-) -> Iterator[Sequence[Decoder]]:
+) -> Iterator[Iterable[Decoder]]:
     """The groups of decoders that are sampled in rounds: mtpc's, then each other engine."""
-    yield list(_decoders(checkpoint, args, tell))
-    for peer in _peers(checkpoint, args, tell):
-        yield [peer]
+    yield _decoders(checkpoint, args, tell)
+    known = [context for context in args.contexts if context <= args.peer_context]
+    sizes = (_max_len(args, max(known, default=0)), max(args.batches))
+    place = (args, checkpoint.directory, args.spec_tokens, sizes, tell)
+    yield from ([peer] for peer in peer_decoders(*place, enable_prefix_caching=True))
 
 
 def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
@@ -136,56 +131,33 @@ def _decoders(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> I
         )
 
 
-def _peers(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
-    for k in args.spec_tokens if args.vllm_python else ():
-        tell(f"start vLLM K={k}")
-        longest = max(c for c in args.contexts if c <= args.peer_context)
-        launch = partial(
-            VllmProcess.of,
-            args.vllm_python,
-            checkpoint.directory,
-            k,
-            _max_len(args, longest),
-            max(args.batches),
-            checkpoint.directory.parent / "vllm",
-            enable_prefix_caching=True,
-        )
-        yield VllmDecoder(launch, relaunches=False)
-    if args.llama_bench:
-        tell("write a GGUF file")
-        directory = checkpoint.directory
-        yield from llama_decoders(args.llama_bench, args.gguf_python, directory, ("BF16",))
-
-
 def _max_len(args: argparse.Namespace, context: int) -> int:
     return int(context + args.new_tokens + HEADROOM)
 
 
 def _measure(
-    context: int,
-    decoders: Sequence[Decoder],
+    group: Iterable[Decoder],
     checkpoint: Checkpoint,
     args: argparse.Namespace,
     probe: BandwidthProbe,
     tell: Tell,
-) -> list[dict[str, Any]]:
-    """The rows of one context."""
-    plan = Plan(context, args.new_tokens, args.repeats, args.max_foreign, args.seed)
-    shape, cases = SHAPES[args.shape], list[Case]()
-    prompts = plan.prompts(max(args.batches), shape.vocab_size)
-    for decoder in decoders:
-        if isinstance(decoder, ContextDecoder):
-            decoder.pretend(prompts)
-        elif context > args.peer_context:
-            continue
-        k = decoder.spec_tokens
-        for batch in args.batches:
-            kv = kv_bytes(shape, k, context, decoder.engine)
-            size = checkpoint.step_bytes(k) + batch * kv
-            cases.append(Case("mimo", "random", decoder, batch, size))
-    tell(f"context {context}")
-    sample_in_turns(cases, plan, prompts, probe, tell)
-    return [{"context": context, **asdict(summarise(case, plan.max_foreign))} for case in cases]
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each context."""
+    shape = SHAPES[args.shape]
+    with opened(group) as decoders:
+        is_ours = isinstance(decoders[0], ContextDecoder)
+        for context in (c for c in args.contexts if is_ours or c <= args.peer_context):
+            tell(f"context {context}")
+            plan = command.plan_of(args, prompt_tokens=context)
+            prompts, cases = plan.prompts(max(args.batches), shape.vocab_size), list[Case]()
+            for decoder, batch in product(decoders, args.batches):
+                if isinstance(decoder, ContextDecoder):
+                    decoder.pretend(prompts)
+                kv = kv_bytes(shape, decoder.spec_tokens, context, decoder.engine)
+                size = checkpoint.step_bytes(decoder.spec_tokens) + batch * kv
+                cases.append(Case("mimo", "random", decoder, batch, size))
+            rows = measure(cases, plan, prompts, probe, tell)
+            yield [{"context": context, **asdict(row)} for row in rows]
 
 
 def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc") -> int:
@@ -199,10 +171,7 @@ def kv_bytes(shape: Shape, spec_tokens: int, context: int, engine: str = "mtpc")
 def table(record: Record) -> Table:
     """A record's table."""
     shape = SHAPES[record["arguments"]["shape"]]
-    rows = [
-        (row["context"], Row(**{name: v for name, v in row.items() if name != "context"}))
-        for row in record["rows"]
-    ]
+    rows = rows_of(record, "context")
     rows.sort(key=lambda pair: (pair[1].engine, pair[1].spec_tokens, pair[1].batch, pair[0]))
     return Table("Decoding at long contexts", COLUMNS, cells(rows, shape), NOTES)
 
@@ -246,24 +215,13 @@ def _key(context: int, row: Row) -> tuple[str, int, int, int]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("context", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    contexts = [512, 2048, 8192, 32768]
-    add("--contexts", nargs="+", type=positive, default=contexts, metavar="N", help="tokens")
-    add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
-    kinds: dict[str, Any] = dict(
-        nargs="+", choices=KV_CACHE_DTYPES, default=["auto"], metavar="NAME"
-    )
-    add("--kv-cache-dtypes", **kinds, help="what pages of K and V hold")
-    add("--new-tokens", type=positive, default=32, metavar="N")
-    command.add_shared(
-        parser, "--vllm-python", "--llama-bench", "--gguf-python", "--peer-context", "--backend"
-    )
-    command.add_sampling(parser, 2)
-    command.add_shared(parser, "--probe-mib")
-    command.add_files(parser)
+    parser = command.new_parser(
+        "context", __doc__, *command.FILES, "--shape", *command.PEERS, "--peer-context",
+        "--backend", *command.SAMPLING, "--probe-mib", batches=[1, 4], spec_tokens=[0, 3],
+        kv_cache_dtypes=["auto"], new_tokens=32, repeats=2,
+    )  # fmt: skip
+    contexts: dict[str, Any] = dict(nargs="+", type=command.positive, metavar="N", help="tokens")
+    parser.add_argument("--contexts", default=[512, 2048, 8192, 32768], **contexts)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.contexts)
     return args

@@ -36,16 +36,15 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
+from benchmarks.harness.command import add_result_files, positive
 from benchmarks.harness.results import (
     Record,
     Table,
-    add_result_files,
     earlier_rows,
     publish,
     save,
 )
-from benchmarks.peers.llama_lookup import SPECULATIVE, Counts, look_up
+from benchmarks.peers.llama_decoder import SPECULATIVE, Counts, look_up
 from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
 from mtpc.weights.checkpoint import Checkpoint

@@ -20,16 +20,20 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.harness.decoders import (
+    Decoder,
+    MtpcDecoder,
+    Prompts,
+    TransformersDecoder,
+    opened,
+)
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import (
     HYBRID_SHAPES,
     MOE_SHAPES,
@@ -40,12 +44,17 @@ from benchmarks.harness.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.harness.results import save
-from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
+from benchmarks.harness.results import (
+    SAMPLES_NOTE,
+    Record,
+    Table,
+    publish_parts,
+    sample_counts,
+)
+from benchmarks.harness.sampling import Case, Plan, Row, Tell, measure
 from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
-from benchmarks.peers.llama_drafts import ServerDecoder, server_decoders
+from benchmarks.peers.llama_server import server_decoders
 from benchmarks.peers.vllm_decoder import VLLM, vllm_decoders
-from benchmarks.report import table
 from mtpc import Progress
 from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
@@ -99,52 +108,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
     tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    rows: list[Row] = []
     with command.working_directory(args.workdir) as workdir:
-        for name in args.workloads:
-            rows += _measure(WORKLOADS[name], workdir / name, args, probe, tell)
-            # After each workload, so that an interrupt loses only the running workload.
-            saved = save("decode", args, {"rows": [asdict(row) for row in rows]}, table)
-            gc.collect()
-    tell("done")
-    saved.print()
+        parts = (_measure(WORKLOADS[n], workdir / n, args, probe, tell) for n in args.workloads)
+        publish_parts("decode", args, parts, table)
     return 0
 
 
 def _measure(
-    workload: Workload,
-    directory: Path,
-    args: argparse.Namespace,
-    probe: BandwidthProbe,
-    tell: Tell,
+    workload: Workload, directory: Path, args: argparse.Namespace, probe: BandwidthProbe, tell: Tell
 ) -> list[Row]:
-    """Measure all rows of one workload. Everything is freed afterwards."""
-    plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
+    """Measure all rows of one workload, after what the previous one has left is freed."""
+    gc.collect()
+    plan = command.plan_of(args)
     checkpoint, prompts = _prepare(workload, directory, plan, args, tell)
-    with ExitStack() as closing:
-        decoders = []
-        for decoder in _decoders(workload, checkpoint, directory.parent, args, tell):
-            closing.callback(decoder.close)
-            decoders.append(decoder)
+    weights = workload.weights + _dictated(args)
+    with opened(_decoders(workload, checkpoint, directory.parent, args, tell)) as decoders:
         cases = [
-            Case(
-                workload.model,
-                workload.weights + _dictated(args),
-                decoder,
-                batch,
-                _step_bytes(checkpoint, decoder, batch),
-            )
-            for decoder in decoders
+            Case(workload.model, weights, d, batch, _step_bytes(checkpoint, d, batch))
+            for d in decoders
             for batch in args.batches
-            if decoder.largest_batch is None or batch <= decoder.largest_batch
+            if d.largest_batch is None or batch <= d.largest_batch
         ]
-        sample_in_turns(cases, plan, prompts, probe, tell)
-    return [summarise(case, plan.max_foreign) for case in cases]
+        return measure(cases, plan, prompts, probe, tell)
 
 
 def _step_bytes(checkpoint: Checkpoint, decoder: Decoder, batch: int) -> int:
     """The bytes that a step of a decoder reads."""
-    if isinstance(decoder, LlamaDecoder | ServerDecoder):
+    if isinstance(decoder, LlamaDecoder):
         return decoder.step_bytes(checkpoint.embedding_bytes)
     engine, _, scheme = decoder.engine.partition(" ")
     weights = checkpoint.quantised(scheme) if scheme in SCHEMES else checkpoint
@@ -222,7 +212,6 @@ def _compile(
     engine: str = "mtpc",
 ) -> MtpcDecoder:
     """Compile a model: decode steps for the requested batches, and a prefill step."""
-    enabled = (*args.enable, *(["quantise-draft"] if engine == INT8 else []))
 
     def listen(progress: Progress) -> None:
         if progress.stage in LONG_STAGES:
@@ -235,31 +224,129 @@ def _compile(
         progress=listen,
         spec_tokens=spec_tokens,
         **command.decode_options(args),
-        enabled_passes=enabled,
+        enabled_passes=("quantise-draft",) if engine == INT8 else (),
         synthetic_acceptance_length=args.synthetic_acceptance_length if spec_tokens else None,
     )
 
 
+NOTES = (
+    "ms/step: one decode step (K drafts verified, K proposed) without prefill; medians.",
+    "of plain step: ms/step over the same engine's at K = 0, same model, weights and batch.",
+    "over plain: tokens/s over the same engine's at K = 0, same model, weights and batch.",
+    "over vLLM: tokens/s over vLLM's CPU build at the same K, same model, weights and batch; "
+    "(memory ...) where the bandwidth was that much faster or slower for this row than for vLLM's.",
+    "over Q4_0: tokens/s over llama.cpp's of the same weights in that type, which decodes plainly.",
+    "over transformers: tokens/s over generate at K = 0, same model, weights and batch.",
+    "over use_mtp: tokens/s over generate(use_mtp=True) at batch 1, same K, model and weights.",
+    "limit ms: the time that reading the step's weights takes at the bandwidth around the sample: "
+    "the target once, the MTP layer K times, the head K + 1 times.",
+    "of the memory limit: limit ms over ms/step.",
+    "The limit counts a mixture's experts as if rows chose independently. Similar rows choose "
+    "fewer experts.",
+    "The limit means nothing for a model that the caches hold, such as the demo model.",
+    "Where vLLM was started anew for each round (--vllm-relaunch), its best sample counts.",
+    SAMPLES_NOTE,
+)
+COMPARABLE = 1.1
+"""The cell of a ratio is marked if the bandwidths of its two rows differ by more than this."""
+
+_PlainKey = tuple[str, str, str, int]
+"""Engine, model, weights, batch."""
+_Cells = Callable[[Row, "_Baselines"], str]
+
+
+class _Baselines:
+    """Finds the rows with which others are compared."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._all = {(row.spec_tokens, *_plain_key(row, row.engine)): row for row in rows}
+        self._plain = {_plain_key(row, row.engine): row for row in rows if row.spec_tokens == 0}
+
+    def ratio(self, row: Row, engine: str | None = None) -> str:
+        """Tokens/s of a row relative to plain decoding, of its own engine by default."""
+        plain = self._plain.get(_plain_key(row, engine or row.engine.split(",")[0]))
+        return f"{row.tokens_per_s / plain.tokens_per_s:.2f}x" if plain else "-"
+
+    def step_ratio(self, row: Row) -> str:
+        """Milliseconds per step of a row relative to its own engine's plain decoding."""
+        plain = self._plain.get(_plain_key(row, row.engine.split(",")[0]))
+        return f"{row.ms_per_step / plain.ms_per_step:.2f}" if plain else "-"
+
+    def same(self, row: Row, engine: str) -> str:
+        """Tokens/s of a row relative to an engine with the same K."""
+        key = _plain_key(row, engine)
+        other = self._all.get((row.spec_tokens, *key))
+        faster = row.bandwidth_gb_s / other.bandwidth_gb_s if other else 1.0
+        is_comparable = 1 / COMPARABLE <= faster <= COMPARABLE
+        return self._over(row, key) + ("" if is_comparable else f" (memory {faster:.2f}x)")
+
+    def use_mtp(self, row: Row) -> str:
+        """Tokens/s of a row relative to transformers' `use_mtp`, which takes one request."""
+        return self._over(row, _plain_key(row, "transformers", 1)) if row.spec_tokens else "-"
+
+    def _over(self, row: Row, plain_key: _PlainKey) -> str:
+        other = self._all.get((row.spec_tokens, *plain_key))
+        return f"{row.tokens_per_s / other.tokens_per_s:.2f}x" if other else "-"
+
+
+def _plain_key(row: Row, engine: str, batch: int | None = None) -> _PlainKey:
+    return engine, row.model, row.weights, batch or row.batch
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+COLUMNS: dict[str, _Cells] = {
+    "model": lambda row, _: row.model,
+    "weights": lambda row, _: row.weights,
+    "engine": lambda row, _: row.engine,
+    "K": lambda row, _: str(row.spec_tokens),
+    "batch": lambda row, _: str(row.batch),
+    "ms/step": lambda row, _: f"{row.ms_per_step:.2f}",
+    "tokens/s": lambda row, _: f"{row.tokens_per_s:.1f}",
+    "accepted": lambda row, _: _percent(row.acceptance_rate),
+    "of plain step": lambda row, plain: plain.step_ratio(row),
+    "over plain": lambda row, plain: plain.ratio(row),
+    "over Q4_0": lambda row, plain: plain.ratio(row, "llama.cpp Q4_0"),
+    "over transformers": lambda row, plain: plain.ratio(row, "transformers"),
+    "over use_mtp": lambda row, plain: plain.use_mtp(row),
+    "over vLLM": lambda row, plain: plain.same(row, "vLLM"),
+    "GB/s": lambda row, _: f"{row.bandwidth_gb_s:.1f}",
+    "limit ms": lambda row, _: f"{row.roofline_ms:.2f}",
+    "of the memory limit": lambda row, _: _percent(row.efficiency),
+    "samples": lambda row, _: sample_counts(row),
+}
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The cells of the table; rows of one model, engine and K are adjacent."""
+    baselines = _Baselines(rows)
+    return [[cell(row, baselines) for cell in COLUMNS.values()] for row in rows]
+
+
+def table(record: Record) -> Table:
+    """A record's table, without empty columns."""
+    rows = [Row(**row) for row in record["rows"]]
+    lines = cells(rows)
+    told = [i for i in range(len(COLUMNS)) if any(line[i] != "-" for line in lines)]
+    shown = [[line[i] for i in told] for line in lines]
+    return Table("Decoding", [list(COLUMNS)[i] for i in told], shown, NOTES)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("decode", __doc__)
+    parser = command.new_parser(
+        "decode", __doc__, *command.FILES, "--shape", "--peers", *command.PEERS, "--quantize",
+        "--backend", *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[0, 1, 2, 3],
+        prompt_tokens=32, new_tokens=96, repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}")
-    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K")
-    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
     add("--int8", action=argparse.BooleanOptionalAction, default=True, help="int8 drafts, too")
     length = "accept drafts whatever they are: tokens per step, or a golden length by name"
     add("--synthetic-acceptance-length", type=acceptance_length, metavar="L|NAME", help=length)
-    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--quantize")
     relaunch = "start vLLM anew for each round, and take its best sample: launches differ"
     add("--vllm-relaunch", action=argparse.BooleanOptionalAction, default=False, help=relaunch)
-    command.add_shared(parser, "--backend", "--enable")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=96, metavar="N")
-    command.add_sampling(parser, 3)
-    command.add_shared(parser, "--probe-mib")
-    command.add_files(parser)
     args = parser.parse_args(argv)
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")

@@ -23,7 +23,6 @@ import transformers
 from transformers import StaticCache
 
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.models import SHAPES, make_config
 from benchmarks.harness.results import (
@@ -35,7 +34,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
+from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell, in_rounds
 from mtpc.integrations.dynamo import backend
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.seams import CACHE
@@ -59,6 +58,9 @@ class Sample:
 
     ms: float
     foreign_share: float
+
+    def __str__(self) -> str:
+        return f"{self.ms:.2f} ms"
 
 
 @dataclass
@@ -129,16 +131,15 @@ def sample_in_turns(wanted: Sequence[Case], args: argparse.Namespace, tell: Tell
         case.run()
         case.first_s = time.perf_counter() - start
         tell(f"first call: {case}: {case.first_s:.1f} s")
-    for turn in range(1, args.repeats * ATTEMPTS + 1):
-        for case in wanted:
-            if len(case.undisturbed(args.max_foreign)) >= args.repeats:
-                continue
-            watch, start = CpuWatch(), time.perf_counter()
-            for _ in range(case.calls):
-                case.run()
-            ms = 1e3 * (time.perf_counter() - start) / case.calls
-            case.samples.append(Sample(ms, watch.foreign_share(0.0)))
-            tell(f"round {turn}: {case}: {ms:.2f} ms")
+
+    def take(case: Case) -> Sample:
+        watch, start = CpuWatch(), time.perf_counter()
+        for _ in range(case.calls):
+            case.run()
+        ms = 1e3 * (time.perf_counter() - start) / case.calls
+        return Sample(ms, watch.foreign_share())
+
+    in_rounds(wanted, args.repeats, args.max_foreign, take, tell)
 
 
 def summarise(case: Case, max_foreign: float) -> Row:
@@ -185,14 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("dynamo", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--prompt-tokens", type=positive, default=512, metavar="N")
-    add("--batches", nargs="+", type=positive, default=[1, 4], metavar="N", help="of decode rows")
-    add("--calls", type=positive, default=16, metavar="N", help="decode rows of a sample")
-    command.add_sampling(parser, 7)
-    command.add_files(parser)
+    parser = command.new_parser(
+        "dynamo", __doc__, *command.FILES, "--shape", *command.SAMPLING,
+        prompt_tokens=512, batches=[1, 4], repeats=7,
+    )  # fmt: skip
+    help_ = "decode rows of a sample"
+    parser.add_argument("--calls", type=command.positive, default=16, metavar="N", help=help_)
     return parser.parse_args(argv)
 
 

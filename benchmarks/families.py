@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 from benchmarks import ROOT
 from benchmarks.harness import command
 from benchmarks.harness.machine import describe_machine, describe_versions
-from benchmarks.harness.results import Record, Table, add_result_files, save
+from benchmarks.harness.results import Record, Table, save
 from benchmarks.harness.sampling import Tell
 from mtpc import models
 
@@ -272,7 +272,7 @@ def _counts(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("families", __doc__)
+    parser = command.new_parser("families", __doc__, *command.RESULTS)
     for server, requests in (("vllm", 28), ("sglang", 8)):
         parser.add_argument(f"--{server}-python", type=Path, metavar="VENV/bin/python")
         help_ = "prompts of 100 new tokens for each K"
@@ -283,7 +283,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="RECORD", help=help_)
     help_ = "with --resume: make these anew"
     parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="FAMILY", help=help_)
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from benchmarks.harness.results import ON_PAPER, Record, Table, publish
 from mtpc import CompileOptions
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -109,14 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("gpu_model", __doc__)
+    parser = command.new_parser("gpu_model", __doc__, *command.RESULTS)
     add = parser.add_argument
     default = [Case.of(text) for text in CASES]
     add("--cases", type=Case.of, nargs="+", default=default, metavar="SHAPE:BATCH:K[:sampled]")
     add("--context", type=command.positive, default=4096, metavar="N", help="tokens of a request")
     add("--device", choices=("h100", "h200"), default="h200")
     add("--measured", type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles")
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 
@@ -204,10 +203,9 @@ def all_layers(
     """
     from benchmarks.gpu.traffic import Cost, Work, step_costs
 
-    config, work = SHAPES[case.shape].config, Work(case.batch, context)
-    depth = config["num_hidden_layers"]
-    dense = config["first_k_dense_replace"]
-    least = min(depth - 1, 3 + (dense if dense < depth else 0))
+    (_, shape), work = SHAPES[case.shape], Work(case.batch, context)
+    depth = shape.num_hidden_layers
+    least = min(depth - 1, 3 + shape.more.get("first_k_dense_replace", int(bool(shape.experts))))
     few, more = (
         step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work, device)
         for layers in (least, least + 1)

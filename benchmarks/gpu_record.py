@@ -14,21 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.rows import FIGURES, figures
 from benchmarks.harness import command
 from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import Record, Table, publish
 
 _WORDS = {"part", "device", "shape", "engine", "note"}
 _CHECKS = ("ops", "gate", "sampling", "aot")
-COLUMNS = ("run", "part", "shape", "of", "K", "batch", "ms a step", "ms on the device", "host us",
-           "kernels", "tokens/s", "accepted", "of bandwidth", "note")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the record."""
-    parser = command.new_parser("gpu_record", __doc__)
+    parser = command.new_parser("gpu_record", __doc__, *command.RESULTS)
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of benchmarks.gpu")
-    add_result_files(parser)
     args = parser.parse_args(argv)
     rows = [row for path in args.files for row in read(path)]
     args.files = None
@@ -55,14 +53,19 @@ def _value(name: str, text: str) -> str | float | bool:
 def table(record: Record) -> Table:
     """A record's table: timed rows and the number of checks, without a profile's kernels."""
     rows = record["rows"]
-    shown = [_cells(row) for row in rows if row["part"] in ("time", "speed", "profile")]
+    shown = [
+        [row["run"], row["part"], row["shape"], row["engine"], *figures(row), row.get("note", "")]
+        for row in rows
+        if row["part"] in ("time", "speed", "profile")
+    ]
     notes = [*record.get("notes", ()), *(f"{part}: {_passed(rows, part)}" for part in _CHECKS)]
     notes += [
         "of bandwidth: bytes of the weights that a step reads (of a kernel alone: of all that it "
         "must read), over the time on the device, against the bandwidth of a copy just before.",
         "host us: of a step, when the device had nothing to do.",
     ]
-    return Table(f"On {record['machine']['gpu']}", COLUMNS, shown, notes)
+    columns = ("run", "part", "shape", "of", *FIGURES, "note")
+    return Table(f"On {record['machine']['gpu']}", columns, shown, notes)
 
 
 def _passed(rows: Iterable[Mapping[str, Any]], part: str) -> str:
@@ -70,18 +73,6 @@ def _passed(rows: Iterable[Mapping[str, Any]], part: str) -> str:
     passed = Counter(bool(row["passed"]) for row in checks)
     names = ", ".join(sorted({row["shape"] for row in checks}))
     return f"{passed[True]} of {len(checks)} cases passed: {names}"
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    def show(name: str, form: str, scale: float = 1) -> str:
-        return format(scale * row[name], form) if name in row else ""
-
-    return [
-        row["run"], row["part"], row["shape"], row["engine"], show("spec_tokens", ".0f"),
-        show("batch", ".0f"), show("ms_step", ".3f"), show("ms_device", ".4f"),
-        show("host_us", ".0f"), show("kernels", ".0f"), show("tokens_per_s", ".0f"),
-        show("acceptance", ".0%"), show("of_bandwidth", ".0%"), row.get("note", ""),
-    ]  # fmt: skip
 
 
 if __name__ == "__main__":

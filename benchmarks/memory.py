@@ -3,34 +3,46 @@
     python -m benchmarks.memory                    # the 0.5B shape: just compiled, and warm
     python -m benchmarks.memory --shape 7b --quantize int4-g32 --spec-tokens 1 --batch-buckets 1
 
-Every row is one process. "Resident" is its growth from the end of its imports until it has decoded.
-The peak is counted from there, too, so that the row of a process that compiles shows the memory of
-compilation.
+Every row is one process (`harness.startup_child`). "Resident" is its growth from the end of its
+imports until it has decoded. The peak is counted from there, too, so that the row of a process that
+compiles shows the memory of compilation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.codes import MIMO_7B, write_codes
-from benchmarks.harness.command import positive
-from benchmarks.harness.machine import field_bytes
+from benchmarks.harness.large import MIMO_7B, write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.results import Columns, Record, Table, publish
+from benchmarks.harness.startup_child import start_here
+from mtpc import CompileOptions
+from mtpc.layout import graph_keys
+from mtpc.program.open_cache import open_cache, plan_model
+from mtpc.program.program import need_of_steps
+from mtpc.program.ranks import all_parts
 from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
 LARGE = {**SHAPES, "7b": MIMO_7B}
-COLUMNS = ("start", "weights MiB", "pool and buffers MiB", "resident MiB", "ratio", "peak MiB",
-           "planned MiB", "resident over planned")  # fmt: skip
+COLUMNS: Columns[dict[str, Any]] = {
+    "start": lambda row: row["start"],
+    "weights MiB": lambda row: f"{row['weights_bytes'] / MIB:.0f}",
+    "pool and buffers MiB": lambda row: f"{row['state_bytes'] / MIB:.0f}",
+    "resident MiB": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    "peak MiB": lambda row: f"{row['peak_bytes'] / MIB:.0f}",
+    # Older records do not have it.
+    "planned MiB": lambda r: f"{r['planned_bytes'] / MIB:.0f}" if "planned_bytes" in r else "-",
+    "resident over planned": lambda row: (
+        f"{row['resident_bytes'] / row['planned_bytes']:.2f}" if "planned_bytes" in row else "-"
+    ),
+}
 NOTES = (
     "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
     "planned: packed weights, pool and buffers, as mtpc counts them before it binds a step; weights"
@@ -44,27 +56,16 @@ NOTES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     args = _parse(argv)
-    if args.child:
-        print(json.dumps(_grow(json.loads(args.child))))
-        return 0
     tell = command.teller()
+    names = ("spec_tokens", "batch_buckets", "max_len")
+    options = {name: getattr(args, name) for name in names}
     with command.working_directory(args.workdir) as workdir:
         tell(f"write {workdir / 'mimo'}")
         _write(workdir / "mimo", args)
-        job = {
-            "directory": str(workdir.absolute() / "mimo"),
-            "cache": str(workdir.absolute() / "cache"),
-            "options": {
-                "spec_tokens": args.spec_tokens,
-                "batch_buckets": args.batch_buckets,
-                "max_len": args.max_len,
-                "enabled_passes": args.enable,
-            },
-        }
         rows = []
         for start in ("just compiled", "warm"):
             tell(start)
-            rows.append({"start": start, **_measure(job)})
+            rows.append({"start": start, **_measure(workdir.absolute(), options)})
     publish("memory", args, {"rows": rows}, table)
     return 0
 
@@ -79,50 +80,28 @@ def _write(directory: Path, args: argparse.Namespace) -> None:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Memory", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+    return Table.of("Memory", COLUMNS, record["rows"], NOTES)
 
 
-def _measure(job: dict[str, Any]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _grow(job: dict[str, Any]) -> dict[str, float]:
-    """Compile or start warm in this process, and return its memory."""
-    import torch  # noqa: F401
-
-    import mtpc
-
-    compile_model = mtpc.compile
-    before = _status("VmRSS")
-    where = {"cache_dir": job["cache"], "backend": "cpu"}
-    model = compile_model(job["directory"], **where, **job["options"])
-    model.generate(list(range(2, 34)), 16, ignore_eos=True)
-    program = model.program
-    tensors = [*program.shared.values(), *(t for s in program.steps.values() for t in
-                                           s.buffers.values())]  # fmt: skip
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    weights = sum(f.stat().st_size for f in Path(job["directory"]).glob("*.safetensors"))
-    state, resident = sum(storages.values()), _status("VmRSS") - before
+def _measure(workdir: Path, options: dict[str, Any]) -> dict[str, float]:
+    directory, cache = workdir / "mimo", workdir / "cache"
+    found = start_here(directory, cache, workdir / "start.log", options=options, new_tokens=16)
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    resident = found["resident_bytes"] - found["imports_bytes"]
     return dict(
         weights_bytes=weights,
-        state_bytes=state,
-        planned_bytes=planned_bytes(job["directory"], {**job["options"], **where}),
+        state_bytes=found["state_bytes"],
+        planned_bytes=planned_bytes(
+            str(directory), {**options, "cache_dir": str(cache), "backend": "cpu"}
+        ),
         resident_bytes=resident,
-        ratio=resident / (weights + state),
-        peak_bytes=_status("VmHWM") - before,
+        ratio=resident / (weights + found["state_bytes"]),
+        peak_bytes=found["peak_bytes"] - found["imports_bytes"],
     )
 
 
 def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int:
     """The memory that mtpc plans for a rank's steps in the cache: weights and buffers."""
-    from mtpc import CompileOptions
-    from mtpc.layout import graph_keys
-    from mtpc.program.open_cache import open_cache, plan_model
-    from mtpc.program.program import need_of_steps
-    from mtpc.program.ranks import all_parts
-
     source, plan = plan_model(directory, CompileOptions.parse(options))
     part = all_parts(options.get("tensor_parallel_size", 1))[rank]
     cache = open_cache(source, plan, lambda line: None, part)
@@ -132,38 +111,13 @@ def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int
     return need.weights + need.buffers
 
 
-def _status(field: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
-    found = field_bytes("/proc/self/status", field)
-    assert found is not None
-    return found
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    sizes = (row[f"{name}_bytes"] / MIB for name in ("weights", "state", "resident"))
-    planned = row.get("planned_bytes")  # Older records do not have it.
-    return [
-        row["start"],
-        *(f"{size:.0f}" for size in sizes),
-        f"{row['ratio']:.2f}",
-        f"{row['peak_bytes'] / MIB:.0f}",
-        f"{planned / MIB:.0f}" if planned else "-",
-        f"{row['resident_bytes'] / planned:.2f}" if planned else "-",
-    ]
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("memory", __doc__)
+    defaults = dict[str, Any](spec_tokens=3, batch_buckets=[1, 8], max_len=1024)
+    parser = command.new_parser("memory", __doc__, *command.FILES, **defaults)
     add = parser.add_argument
     add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
     codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]
     add("--quantize", choices=codes, metavar="SCHEME", help="random codes of a scheme, not weights")
-    add("--spec-tokens", type=int, default=3, metavar="K")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--max-len", type=positive, default=1024, metavar="N")
-    command.add_shared(parser, "--enable")
-    command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -31,10 +31,9 @@ from torch import Tensor
 import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.decoders import Prompts
 from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -44,7 +43,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import ATTEMPTS, Plan, Tell
+from benchmarks.harness.sampling import ATTEMPTS, Tell
 from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
 from mtpc.program.program import CapturedStep, Program
@@ -341,9 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.begin(args)
     shape = SHAPES[args.shape]
     with command.working_directory(args.workdir) as workdir:
-        directory = workdir / "checkpoint"
-        tell(f"write {directory}")
-        write_checkpoint(directory, "mimo", shape, args.weights == "accepting", args.seed)
+        directory = command.write_mimo(args, workdir, tell, args.weights == "accepting").directory
         give_tokenizer(directory, shape.vocab_size)
         tell("compile")
         model = mtpc.compile(
@@ -355,8 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling=True,
             prefix_caching=False,
         )
-        plan = Plan(args.prompt_tokens, args.new_tokens, args.repeats, args.max_foreign, args.seed)
-        prompts = plan.prompts(max(args.batches), shape.vocab_size)
+        prompts = command.plan_of(args).prompts(max(args.batches), shape.vocab_size)
         works = [Work(prompts[:batch], args.new_tokens) for batch in args.batches]
         cases = [Case(path, work) for work in works for path in GOALS]
         with served(model) as running, clients() as client:
@@ -368,17 +364,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("overhead", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--weights", choices=("random", "accepting"), default="accepting", help="of drafts")
-    add("--spec-tokens", type=positive, default=3, metavar="K")
-    add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=128, metavar="N")
-    command.add_shared(parser, "--backend")
-    command.add_sampling(parser, 5, "undisturbed rounds")
-    command.add_files(parser)
+    parser = command.new_parser(
+        "overhead", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
+        weights="accepting", spec_tokens=3, batches=[1, 4, 8], prompt_tokens=32, new_tokens=128,
+        repeats=5,
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 

@@ -17,21 +17,21 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import positive
-from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts
-from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish, sample_counts
-from benchmarks.harness.sampling import Case, Plan, Row, Tell, sample_in_turns, summarise
-from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
-from benchmarks.peers.vllm_decoder import VllmProcess
+from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, opened
+from benchmarks.harness.machine import BandwidthProbe
+from benchmarks.harness.models import SHAPES, Checkpoint
+from benchmarks.harness.results import SAMPLES_NOTE, Record, Table, publish_parts, sample_counts
+from benchmarks.harness.sampling import Case, Row, Tell, measure, rows_of
+from benchmarks.peers.decoders import peer_decoders
+from benchmarks.peers.llama_decoder import LlamaDecoder
+from benchmarks.peers.vllm_decoder import VllmDecoder
 
 NEW_TOKENS = 8
 """Room after the prompt, of which one token is used."""
@@ -83,37 +83,22 @@ class TransformersPrefill(Decoder):
         return _timed(prompts, first_token)
 
 
-class VllmPrefill(Decoder):
+class VllmPrefill(VllmDecoder):
     """vLLM in its own process, which measures the time."""
-
-    engine = "vLLM"
-
-    def __init__(self, process: VllmProcess) -> None:
-        self._process, self.spec_tokens = process, process.spec_tokens
-        self.build_s = process.build_s
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """First tokens, one prompt after another; `new_tokens` is ignored."""
-        done = self._process.ask({"prefill": list(prompts)})
+        done = self.process.ask({"prefill": list(prompts)})
         tokens = sum(len(prompt) for prompt in prompts)
         return Decoded(len(prompts), tokens, done["seconds"], None, done["cpu_s"])
 
 
-class LlamaPrefill(Decoder):
+class LlamaPrefill(LlamaDecoder):
     """llama-batched-bench, one process per sample, with its own prompts of the same length."""
-
-    spec_tokens, stays_warm = 0, False
-
-    def __init__(self, decoder: LlamaDecoder) -> None:
-        self._decoder, self.engine = decoder, decoder.engine
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """The time of the prompts; `new_tokens` is ignored."""
-        found, cpu_s = self._decoder.run(len(prompts), len(prompts[0]), 1)
+        found, cpu_s = self.run(len(prompts), len(prompts[0]), 1)
         tokens = sum(len(prompt) for prompt in prompts)
         return Decoded(len(prompts), tokens, found.prompt_s, None, cpu_s)
 
@@ -129,62 +114,53 @@ def _timed(prompts: Prompts, first_token: Any) -> Decoded:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     args = _parse(argv)
-    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    rows = list[dict[str, Any]]()
-    with command.working_directory(args.workdir) as workdir, ExitStack() as closing:
-        tell(f"write {workdir / 'mimo'}")
-        shape = SHAPES[args.shape]
-        checkpoint = write_checkpoint(workdir / "mimo", "mimo", shape, False, args.seed)
-        decoders = list[Decoder]()
-        for decoder in _engines(checkpoint, args, tell):
-            closing.callback(decoder.close)
-            decoders.append(decoder)
-        for length in args.prompt_tokens:
-            plan = Plan(
-                length, NEW_TOKENS, args.repeats, args.max_foreign, args.seed, WARM_UP_TOKENS
-            )
-            cases = [
-                Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0))
-                for decoder in decoders
-                if length <= args.peer_context or isinstance(decoder, MtpcPrefill)
-            ]
-            sample_in_turns(cases, plan, plan.prompts(1, shape.vocab_size), probe, tell)
-            found = [asdict(summarise(case, plan.max_foreign)) for case in cases]
-            rows += [{"prompt_tokens": length, **row} for row in found]
-    publish("prefill", args, {"rows": rows}, table)
+    tell = command.begin(args)
+    with command.working_directory(args.workdir) as workdir:
+        checkpoint = command.write_mimo(args, workdir, tell)
+        with opened(_engines(checkpoint, args, tell)) as decoders:
+            publish_parts("prefill", args, _measure(decoders, checkpoint, args, tell), table)
     return 0
+
+
+def _measure(
+    decoders: Sequence[Decoder], checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each length."""
+    probe = BandwidthProbe(args.probe_mib << 20)
+    for length in args.prompt_tokens:
+        plan = command.plan_of(
+            args, prompt_tokens=length, new_tokens=NEW_TOKENS, warm_up_tokens=WARM_UP_TOKENS
+        )
+        cases = [
+            Case("mimo", "random", decoder, 1, checkpoint.step_bytes(0))
+            for decoder in decoders
+            if length <= args.peer_context or isinstance(decoder, MtpcPrefill)
+        ]
+        prompts = plan.prompts(1, SHAPES[args.shape].vocab_size)
+        rows = measure(cases, plan, prompts, probe, tell)
+        yield [{"prompt_tokens": length, **asdict(row)} for row in rows]
 
 
 def _engines(checkpoint: Checkpoint, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
     target = checkpoint.load_target()
     if args.peers:
         yield TransformersPrefill(target)
-    for k in args.spec_tokens:
-        for chunk in args.chunks:
-            tell(f"compile K={k}, chunks of {chunk}")
-            yield MtpcPrefill.compile(
-                target,
-                f"mtpc, chunks of {chunk}",
-                spec_tokens=k,
-                batch_buckets=(1,),
-                max_len=max(args.prompt_tokens) + NEW_TOKENS,
-                prefill_chunk=chunk,
-                prefix_caching=False,
-                backend=args.backend,
-                enabled_passes=tuple(args.enable),
-            )
-    for k in args.spec_tokens if args.vllm_python else ():
-        tell(f"start vLLM K={k}")
-        directory = checkpoint.directory
-        longest = max(n for n in args.prompt_tokens if n <= args.peer_context) + NEW_TOKENS
-        kept = directory.parent / "vllm"
-        yield VllmPrefill(VllmProcess.of(args.vllm_python, directory, k, longest, 1, kept))
-    if args.llama_bench:
-        tell("write a GGUF file")
-        for decoder in llama_decoders(
-            args.llama_bench, args.gguf_python, checkpoint.directory, ("BF16",)
-        ):
-            yield LlamaPrefill(decoder)
+    for k, chunk in product(args.spec_tokens, args.chunks):
+        tell(f"compile K={k}, chunks of {chunk}")
+        yield MtpcPrefill.compile(
+            target,
+            f"mtpc, chunks of {chunk}",
+            spec_tokens=k,
+            batch_buckets=(1,),
+            max_len=max(args.prompt_tokens) + NEW_TOKENS,
+            prefill_chunk=chunk,
+            prefix_caching=False,
+            backend=args.backend,
+        )
+    known = [length for length in args.prompt_tokens if length <= args.peer_context]
+    sizes, directory = (max(known, default=0) + NEW_TOKENS, 1), checkpoint.directory
+    place = (args, directory, args.spec_tokens, sizes, tell)
+    yield from peer_decoders(*place, llama=LlamaPrefill, vllm=VllmPrefill)
 
 
 def cells(rows: Sequence[tuple[int, Row]], target_bytes: int) -> list[list[str]]:
@@ -218,10 +194,7 @@ def cells(rows: Sequence[tuple[int, Row]], target_bytes: int) -> list[list[str]]
 
 def table(record: Record) -> Table:
     """A record's table."""
-    rows = [
-        (row["prompt_tokens"], Row(**{k: v for k, v in row.items() if k != "prompt_tokens"}))
-        for row in record["rows"]
-    ]
+    rows = rows_of(record, "prompt_tokens")
     shape = SHAPES[record["arguments"]["shape"]]
     # The step of K = 0 reads the target's layers and the head.
     target_bytes = rows[0][1].step_bytes - 2 * shape.hidden_size * shape.vocab_size
@@ -229,25 +202,13 @@ def table(record: Record) -> Table:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("prefill", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--prompt-tokens", nargs="+", type=positive, default=[512], metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1], metavar="K")
-    add("--chunks", nargs="+", type=positive, default=[128, 512], metavar="N", help="mtpc's")
-    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="run transformers")
-    command.add_shared(
-        parser,
-        "--vllm-python",
-        "--llama-bench",
-        "--gguf-python",
-        "--peer-context",
-        "--backend",
-        "--enable",
-    )
-    command.add_sampling(parser, 5)
-    command.add_shared(parser, "--probe-mib")
-    command.add_files(parser)
+    parser = command.new_parser(
+        "prefill", __doc__, *command.FILES, "--shape", "--peers", *command.PEERS, "--peer-context",
+        "--backend", *command.SAMPLING, "--probe-mib", prompt_tokens=[512], spec_tokens=[0, 1],
+        repeats=5,
+    )  # fmt: skip
+    chunks: dict[str, Any] = dict(nargs="+", type=command.positive, metavar="N", help="mtpc's")
+    parser.add_argument("--chunks", default=[128, 512], **chunks)
     args = parser.parse_args(argv)
     command.check_peer_context(parser, args, args.prompt_tokens)
     return args

@@ -30,7 +30,6 @@ from benchmarks.harness.command import positive
 from benchmarks.harness.results import (
     Record,
     Table,
-    add_result_files,
     earlier_rows,
     publish,
     save,
@@ -250,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("quality", __doc__)
+    parser = command.new_parser("quality", __doc__, *command.RESULTS, "--threads")
     add = parser.add_argument
     add("checkpoint", nargs="?", type=Path, help="plain weights (default: the demo model)")
     add("--files", nargs="*", type=Path, default=[], metavar="FILE", help="with fewer bits")
@@ -258,10 +257,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-cache-dtypes", nargs="*", default=[], metavar="NAME")
     add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
     add("--windows", type=positive, default=64, help=f"of {WINDOW} tokens (default: 64)")
-    command.add_threads(parser)
     text = "measure transformers alone, without mtpc"
     add("--no-run", dest="run", action="store_false", help=text)
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -27,19 +27,29 @@ import torch.distributed as dist
 import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.results import Columns, Record, Table, publish
 from benchmarks.memory import planned_bytes
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.program import Program
 
 MIB = 2**20
 COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
-COLUMNS = ("K", "batch", "ranks", "threads each", "ms a step", "collectives ms", "of a step",
-           "calls a step", "bytes sent a step", "in idle steps", "resident MiB a rank",
-           "weights and pool MiB", "samples")  # fmt: skip
+COLUMNS: Columns[dict[str, Any]] = {
+    "K": lambda row: str(row["spec_tokens"]),
+    "batch": lambda row: str(row["batch"]),
+    "ranks": lambda row: str(row["ranks"]),
+    "threads each": lambda row: str(row["threads"]),
+    "ms a step": lambda row: f"{row['ms_per_step']:.2f}",
+    "collectives ms": lambda row: _of_several(row, f"{row['collective_ms']:.2f}"),
+    "of a step": lambda row: _of_several(row, f"{row['collective_ms'] / row['profiled_ms']:.0%}"),
+    "calls a step": lambda row: _of_several(row, f"{row['collective_calls']:.0f}"),
+    "bytes sent a step": lambda row: _of_several(row, f"{row['bytes_per_step']:.0f}"),
+    "in idle steps": lambda row: _of_several(row, f"{row['idle_bytes']:.0f}"),
+    "resident MiB a rank": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
+    "weights and pool MiB": lambda row: f"{row['held_bytes'] / MIB:.0f}",
+    "samples": lambda row: str(row["samples"]),
+}
 NOTES = (
     "ms a step: of decode steps, rank 0's, medians of samples.",
     "collectives ms: mean time of rank 0 in collectives, waiting for the others included, under the"
@@ -60,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = command.teller()
     samples: list[dict[str, Any]] = []
     with command.working_directory(args.workdir) as workdir:
-        tell(f"write {workdir / 'mimo'}")
-        write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=True)
+        command.write_mimo(args, workdir, tell, accepting=True)
         for turn in range(1, args.repeats + 1):
             for k, batch in ((k, batch) for k in args.spec_tokens for batch in args.batches):
                 for ranks in (1, args.ranks):
@@ -73,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("Ranks", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+    return Table.of("Ranks", COLUMNS, record["rows"], NOTES)
+
+
+def _of_several(row: dict[str, Any], cell: str) -> str:
+    return "-" if row["ranks"] == 1 else cell
 
 
 def _sample(
@@ -81,7 +94,7 @@ def _sample(
 ) -> dict[str, Any]:
     """Run one group of processes; returns the report of its rank 0."""
     job = {
-        "directory": str(workdir / "mimo"),
+        "directory": str(workdir / "accepting"),
         "size": ranks,
         "threads": args.threads // ranks,
         "new_tokens": args.new_tokens,
@@ -211,35 +224,13 @@ def _rows(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {**dict(zip(names, place, strict=True)), **figures, "samples": len(own)}
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    alone = row["ranks"] == 1
-    return [
-        *(str(row[name]) for name in ("spec_tokens", "batch", "ranks", "threads")),
-        f"{row['ms_per_step']:.2f}",
-        "-" if alone else f"{row['collective_ms']:.2f}",
-        "-" if alone else f"{row['collective_ms'] / row['profiled_ms']:.0%}",
-        "-" if alone else f"{row['collective_calls']:.0f}",
-        "-" if alone else f"{row['bytes_per_step']:.0f}",
-        "-" if alone else f"{row['idle_bytes']:.0f}",
-        f"{row['resident_bytes'] / MIB:.0f}",
-        f"{row['held_bytes'] / MIB:.0f}",
-        str(row["samples"]),
-    ]
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("ranks", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--ranks", type=positive, default=2, metavar="N", help="how many beside one")
-    add("--threads", type=positive, default=2, metavar="N", help="of all ranks together")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 3], metavar="K")
-    add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=64, metavar="N")
-    add("--repeats", type=positive, default=3, metavar="N", help="samples of each row")
-    command.add_files(parser)
-    add("--child", help=argparse.SUPPRESS)
+    parser = command.new_parser(
+        "ranks", __doc__, *command.FILES, "--shape", "--child", threads=2, spec_tokens=[0, 3],
+        batches=[1, 8], prompt_tokens=32, new_tokens=64, repeats=3,
+    )  # fmt: skip
+    help_ = "how many beside one, which share the threads"
+    parser.add_argument("--ranks", type=command.positive, default=2, metavar="N", help=help_)
     args = parser.parse_args(argv)
     if args.threads % args.ranks or args.ranks < 2:
         parser.error(f"{args.threads} threads for {args.ranks} ranks; expected an equal share each")

@@ -13,7 +13,6 @@ memory is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,11 +26,11 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.codes import write_codes
-from benchmarks.harness.command import positive
+from benchmarks.harness.large import write_codes
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import weigh
 from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.startup_child import start_here
 from benchmarks.memory import LARGE
 from mtpc.models.families.mimo import MIMO
 from mtpc.weights import packing
@@ -151,22 +150,18 @@ def _write_new(nbytes: int) -> float:
 def start(
     checkpoint: Path, cache: Path, k: int, steps: int, prompt: str | None = None
 ) -> dict[str, Any]:
-    """Run one process of `real_start`; returns its report, and `first_token_s` from its start."""
-    job = dict(directory=str(checkpoint), cache=str(cache), k=k, steps=steps, prompt=prompt)
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.harness.real_start", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    report = json.loads(done.stdout.splitlines()[-1])
-    return report | {"first_token_s": report.pop("first_token") - begin}
+    """Start a process, generate a token and time steps; `first_token_s` is from its beginning."""
+    job: dict[str, Any] = {"options": {"spec_tokens": k, "max_len": 1024}, "steps": steps}
+    job |= {} if prompt is None else {"prompt": prompt}
+    report = start_here(checkpoint, cache, cache.with_suffix(".log"), **job)
+    return {name: report[name] for name in ("first_token_s", "peak_bytes", "step_ms")}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("real_size", __doc__)
+    parser = command.new_parser("real_size", __doc__, *command.FILES, spec_tokens=[0, 1, 3])
     add = parser.add_argument
     add("--shape", choices=LARGE, default="7b", help="sizes of the model")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
-    add("--steps", type=positive, default=24, metavar="N", help="decode steps to time")
-    command.add_files(parser)
+    add("--steps", type=command.positive, default=24, metavar="N", help="decode steps to time")
     add("--touch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

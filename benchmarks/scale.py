@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from benchmarks.harness.results import ON_PAPER, Columns, Record, Table, publish
 from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
@@ -76,12 +76,27 @@ PLANS = (
     ("Qwen3-Next-80B-A3B", 1),
 )
 """Models and numbers of devices per replica. Expert parallelism gives the same figures."""
-COLUMNS = (
-    *("model", "device", "ranks", "K", "batch"),
-    *("weights GiB", "KV KiB a token", "state MiB a request", "requests that fit"),
-    *("GB read", "MB sent", "collectives"),
-    *("weights ms", "caches ms", "transfer ms", "latency ms", "step ms", "break-even"),
-)
+_TERMS = ("weights ms", "caches ms", "transfer ms", "latency ms")
+COLUMNS: Columns[dict[str, Any]] = {
+    "model": lambda row: row["model"],
+    "device": lambda row: row["device"],
+    "ranks": lambda row: str(row["ranks"]),
+    "K": lambda row: str(row["spec_tokens"]),
+    "batch": lambda row: str(row["batch"]),
+    "weights GiB": lambda row: f"{row['weight_bytes'] / 2**30:.1f}",
+    "KV KiB a token": lambda row: f"{row['token_bytes'] / 2**10:.1f}",
+    "state MiB a request": lambda row: f"{row['request_bytes'] / 2**20:.1f}",
+    "requests that fit": lambda row: str(row["largest_batch"]),
+    "GB read": lambda row: f"{row['read'] / 1e9:.1f}",
+    "MB sent": lambda row: f"{row['sent'] / 1e6:.1f}",
+    "collectives": lambda row: str(row["collectives"]),
+    **{
+        name: lambda row, term=term: f"{1e3 * row['seconds'][term]:.2f}"  # type: ignore[misc]
+        for term, name in enumerate(_TERMS)
+    },
+    "step ms": lambda row: f"{1e3 * sum(row['seconds']):.2f}",
+    "break-even": lambda row: f"{row['break_even']:.2f}",
+}
 NOTES = (
     "on paper: bytes over published bandwidths, collectives one after another; held against no "
     "hardware.",
@@ -93,8 +108,7 @@ NOTES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, write and print."""
-    parser = command.new_parser("scale", __doc__)
-    add_result_files(parser)
+    parser = command.new_parser("scale", __doc__, *command.RESULTS)
     args: argparse.Namespace = parser.parse_args(argv)
     publish("scale", args, {"machine": ON_PAPER, "rows": [*rows()]}, table)
     return 0
@@ -143,23 +157,7 @@ def rank_models(name: str, ranks: int, experts: bool = False) -> Iterator[RankMo
 
 def table(record: Record) -> Table:
     """A record's table."""
-    return Table("A step on 8 devices", COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    seconds = row["seconds"]
-    return [
-        *(str(row[name]) for name in ("model", "device", "ranks", "spec_tokens", "batch")),
-        f"{row['weight_bytes'] / 2**30:.1f}",
-        f"{row['token_bytes'] / 2**10:.1f}",
-        f"{row['request_bytes'] / 2**20:.1f}",
-        str(row["largest_batch"]),
-        f"{row['read'] / 1e9:.1f}",
-        f"{row['sent'] / 1e6:.1f}",
-        str(row["collectives"]),
-        *(f"{1e3 * term:.2f}" for term in (*seconds, sum(seconds))),
-        f"{row['break_even']:.2f}",
-    ]
+    return Table.of("A step on 8 devices", COLUMNS, record["rows"], NOTES)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Tell
 from benchmarks.peers.llama_decoder import LlamaFiles
@@ -117,62 +117,29 @@ def write(family_name: str, directory: Path) -> Path:
     return save_checkpoint(target, [layer.to(torch.bfloat16)], directory, family)
 
 
-class Chat(Protocol):
-    """An engine that answers one prompt after another."""
+Answer = tuple[float, list[int], int]
+"""Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """An engine that answers one prompt after another, until it is closed."""
 
     engine: str
     spec_tokens: int
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        """Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
+    answer: Callable[[list[int]], Answer]
+    close: Callable[[], None] = lambda: None
 
 
-class MtpcChat:
-    """mtpc in this process."""
-
-    engine = "mtpc"
-
-    def __init__(self, spec: mtpc.SpecModel) -> None:
-        self._spec, self.spec_tokens = spec, spec.options.spec_tokens
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        before = self._spec.stats.reused_tokens
-        answer = self._spec.generate(prompt, ANSWER, ignore_eos=True)
-        return answer.first_token_s, list(answer), self._spec.stats.reused_tokens - before
-
-    def close(self) -> None:
-        """Nothing to do."""
+def _ours(spec: mtpc.SpecModel, prompt: list[int]) -> Answer:
+    before = spec.stats.reused_tokens
+    answer = spec.generate(prompt, ANSWER, ignore_eos=True)
+    return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
 
 
-class VllmChat:
-    """vLLM in its process."""
-
-    engine = "vLLM"
-
-    def __init__(self, process: VllmProcess) -> None:
-        self._process, self.spec_tokens = process, process.spec_tokens
-        self.close = process.close
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        done = self._process.ask({"turn": prompt, "new_tokens": ANSWER})
-        return done["seconds"], done["answer"], done["reused"]
-
-
-class LlamaChat:
-    """llama.cpp's server, in bfloat16."""
-
-    engine, spec_tokens = "llama.cpp", 0
-
-    def __init__(self, server: LlamaServer) -> None:
-        self._server, self.close = server, server.close
-
-    def answer(self, prompt: list[int]) -> tuple[float, list[int], int]:
-        return self._server.answer(prompt, ANSWER)
+def _vllms(process: VllmProcess, prompt: list[int]) -> Answer:
+    done = process.ask({"turn": prompt, "new_tokens": ANSWER})
+    return done["seconds"], done["answer"], done["reused"]
 
 
 @dataclass(frozen=True)
@@ -241,15 +208,9 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
     longest = args.prompt_tokens + 4 * ANSWER
     for spec_tokens in args.spec_tokens:
         tell(f"compile {model} K={spec_tokens}")
-        yield MtpcChat(
-            mtpc.compile(
-                directory,
-                spec_tokens=spec_tokens,
-                batch_buckets=(1,),
-                max_len=longest,
-                backend=args.backend,
-            )
-        )
+        options = dict[str, Any](batch_buckets=(1,), max_len=longest, backend=args.backend)
+        spec = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
+        yield Chat("mtpc", spec_tokens, partial(_ours, spec))
     for spec_tokens in args.spec_tokens if args.vllm_python else ():
         tell(f"start vLLM, {model} K={spec_tokens}")
         sizes = (spec_tokens, longest, 1, directory.parent / "vllm" / model)
@@ -260,25 +221,23 @@ def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) ->
         except VllmError as error:
             tell(f"vLLM does not run {model} at K={spec_tokens}: {error}")
             continue
-        yield VllmChat(process)
+        yield Chat("vLLM", spec_tokens, partial(_vllms, process), process.close)
     if args.llama_bench and model == "mimo":
         tell("start llama.cpp's server")
         files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
         log, threads = directory.parent / "llama-server.log", torch.get_num_threads()
-        yield LlamaChat(LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log))
+        place = (args.llama_bench, files.write("BF16"), longest, threads, log)
+        server = LlamaServer(*place)  # In bfloat16.
+        yield Chat("llama.cpp", 0, partial(server.answer, new_tokens=ANSWER), server.close)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("second_turn", __doc__)
-    add = parser.add_argument
-    add("--families", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
-    add("--prompt-tokens", type=positive, default=8192, metavar="N")
-    add("--spec-tokens", nargs="+", type=int, default=[1], metavar="K")
-    add("--repeats", type=positive, default=1, metavar="N", help="conversations")
-    command.add_shared(parser, "--threads")
-    add("--seed", type=int, default=0)
-    command.add_shared(parser, "--vllm-python", "--llama-bench", "--gguf-python", "--backend")
-    command.add_files(parser)
+    parser = command.new_parser(
+        "second_turn", __doc__, *command.FILES, "--threads", "--seed", *command.PEERS, "--backend",
+        prompt_tokens=8192, spec_tokens=[1], repeats=1,
+    )  # fmt: skip
+    families = dict[str, Any](nargs="+", choices=SHAPES, metavar="NAME")
+    parser.add_argument("--families", default=list(SHAPES), **families)
     return parser.parse_args(argv)
 
 

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,9 +23,8 @@ from typing import Protocol
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival, Trace, draw_arrivals, serve
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES, write_checkpoint
+from benchmarks.harness.models import SHAPES
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -35,7 +34,7 @@ from benchmarks.harness.results import (
     publish,
     sample_counts,
 )
-from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
+from benchmarks.harness.sampling import Sampled, Tell, in_rounds
 from benchmarks.peers.vllm_decoder import VllmProcess
 
 PROMPT_TOKENS, NEW_TOKENS = (8, 32, 64, 128), (16, 32, 64, 96)
@@ -62,34 +61,29 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a server.
+class Sample:
+    """One run of a load.
 
     Attributes:
+        at_s: the arrivals.
         traces: see `arrivals.serve`.
-        child_cpu_s: CPU seconds of the server's own other processes.
+        foreign_share: share of the CPU that other processes used.
         host_gap_share: share of the time with work that is between replays; None if unknown.
         work_s: seconds with work: replays and the gaps between them; None if unknown.
         tokens_by_k: tokens by the K of the step that emitted them, if counted.
+        child_cpu_s: CPU seconds of the server's own other processes.
     """
-
-    traces: list[Trace]
-    child_cpu_s: float = 0.0
-    host_gap_share: float | None = None
-    work_s: float | None = None
-    tokens_by_k: dict[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One run of a load: arrivals, outputs, and the CPU share of other processes."""
 
     at_s: list[float]
     traces: list[Trace]
-    foreign_share: float
+    foreign_share: float = 0.0
     host_gap_share: float | None = None
     work_s: float | None = None
     tokens_by_k: dict[int, int] | None = None
+    child_cpu_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{tokens_per_s(self):.1f} tokens/s"
 
 
 class Serves(Protocol):
@@ -103,8 +97,8 @@ class Serves(Protocol):
     engine: str
     spec_tokens: int | str
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
-        """Serve requests, and return their traces."""
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
+        """Serve requests; `foreign_share` is not known yet."""
         ...
 
 
@@ -135,7 +129,7 @@ class MtpcServer:
         for output in outputs:
             yield self._names[output.request_id], len(output.token_ids)
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
         """Serve them."""
         stats = self._engine.stats
         gap_s, replay_s = stats.host_gap_s, stats.replay_s
@@ -144,7 +138,7 @@ class MtpcServer:
         gap_s, replay_s = stats.host_gap_s - gap_s, stats.replay_s - replay_s
         work_s = gap_s + replay_s
         tokens = dict(sorted(self._tokens.items()))
-        return Run(traces, host_gap_share=gap_s / work_s, work_s=work_s, tokens_by_k=tokens)
+        return Sample(_times(arrivals), traces, 0.0, gap_s / work_s, work_s, tokens)
 
 
 class VllmServer:
@@ -156,10 +150,14 @@ class VllmServer:
         self._process = process
         self.spec_tokens: int | str = process.spec_tokens
 
-    def run(self, arrivals: Sequence[Arrival]) -> Run:
+    def run(self, arrivals: Sequence[Arrival]) -> Sample:
         """Let its process serve requests."""
         answer = self._process.ask({"arrivals": [asdict(arrival) for arrival in arrivals]})
-        return Run(answer["traces"], answer["cpu_s"])
+        return Sample(_times(arrivals), answer["traces"], child_cpu_s=answer["cpu_s"])
+
+
+def _times(arrivals: Sequence[Arrival]) -> list[float]:
+    return [arrival.at_s for arrival in arrivals]
 
 
 @dataclass
@@ -201,25 +199,15 @@ def sample_in_turns(cases: Sequence[Case], args: argparse.Namespace, tell: Tell)
     for server in {id(case.server): case.server for case in cases}.values():
         tell(f"warm up: {server.engine} K={server.spec_tokens}")
         server.run(draw(Load(None, 2), args.seed))
-    for turn in range(1, args.repeats * ATTEMPTS + 1):
-        for case in cases:
-            if len(case.undisturbed(args.max_foreign)) >= args.repeats:
-                continue
-            watch = CpuWatch()
-            # By what has been kept: a dropped sample's requests come again, as they did to others.
-            kept = len(case.undisturbed(args.max_foreign))
-            arrivals = draw(case.load, args.seed + 1 + kept)
-            run = case.server.run(arrivals)
-            at_s = [arrival.at_s for arrival in arrivals]
-            foreign_share = watch.foreign_share(run.child_cpu_s)
-            seen = (run.host_gap_share, run.work_s, run.tokens_by_k)
-            sample = Sample(at_s, run.traces, foreign_share, *seen)
-            case.samples.append(sample)
-            disturbed = sample.foreign_share > args.max_foreign
-            tell(
-                f"round {turn}: {case}: {tokens_per_s(sample):.1f} tokens/s"
-                + disturbed * f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
-            )
+
+    def take(case: Case) -> Sample:
+        # By what has been kept: a dropped sample's requests come again, as they did to others.
+        kept = len(case.undisturbed(args.max_foreign))
+        watch = CpuWatch()
+        run = case.server.run(draw(case.load, args.seed + 1 + kept))
+        return replace(run, foreign_share=watch.foreign_share(run.child_cpu_s))
+
+    in_rounds(cases, args.repeats, args.max_foreign, take, tell)
 
 
 def tokens_per_s(sample: Sample) -> float:
@@ -303,9 +291,7 @@ def servers(
     args: argparse.Namespace, workdir: Path, closing: ExitStack, tell: Tell
 ) -> Iterator[Serves]:
     """Start mtpc and vLLM, each with drafts and without, on one checkpoint."""
-    directory = workdir / "checkpoint"
-    tell(f"write {directory}")
-    write_checkpoint(directory, "mimo", SHAPES[args.shape], args.weights == "accepting", args.seed)
+    directory = command.write_mimo(args, workdir, tell, args.weights == "accepting").directory
     for k in (0, args.spec_tokens):
         tell(f"compile mtpc K={k}")
         model = mtpc.compile(
@@ -313,8 +299,6 @@ def servers(
             spec_tokens=k,
             batch_buckets=args.batch_buckets,
             max_len=MAX_LEN,
-            prefill_chunk=args.prefill_chunk,
-            busy_prefill_chunk=args.busy_prefill_chunk,
             backend=args.backend,
         )
         yield MtpcServer(model)
@@ -343,19 +327,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("serving", __doc__)
+    parser = command.new_parser(
+        "serving", __doc__, *command.FILES, "--shape", "--vllm-python", "--backend",
+        *command.SAMPLING, weights="random", spec_tokens=3, batch_buckets=[1, 2, 4, 8], repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--weights", choices=("random", "accepting"), default="random", help="accept none, or all")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="drafts, beside none")
     add("--rates", nargs="*", type=float, default=[1.0, 4.0], metavar="R", help="requests/s")
-    add("--requests", type=positive, default=24, metavar="N", help="of each load")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add("--prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    add("--busy-prefill-chunk", type=positive, metavar="N", help="mtpc's (default: its own)")
-    command.add_shared(parser, "--vllm-python", "--backend")
-    command.add_sampling(parser, 3)
-    command.add_files(parser)
+    add("--requests", type=command.positive, default=24, metavar="N", help="of each load")
     return parser.parse_args(argv)
 
 

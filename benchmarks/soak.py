@@ -1,6 +1,6 @@
 """A long run of random traffic on a small model, which checks that memory and objects do not grow.
 
-    python -m benchmarks.soak --tokens 1000000 --csv soak.csv --png soak.png
+    python -m benchmarks.soak --tokens 1000000 --out soak.json
 
 Requests arrive at random: prompts with shared beginnings, greedy and sampled ones with all kinds of
 parameters, callbacks, some of which raise, aborts at any moment, and a pool too small for all of
@@ -17,7 +17,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Record, Table, add_result_files, new_record, write_results
+from benchmarks.harness.results import Record, Table, new_record, write_results
 from benchmarks.harness.sampling import Tell
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
@@ -48,13 +48,13 @@ class Bounds:
 
     Attributes:
         warm_up: share of the tokens that are the warm-up.
-        growth_mib: the most growth of resident memory after the warm-up.
-        objects: the most growth of the number of Python objects after the warm-up.
+        max_growth_mib: the most growth of resident memory after the warm-up.
+        max_objects: the most growth of the number of Python objects after the warm-up.
     """
 
     warm_up: float = 0.2
-    growth_mib: float = 16.0
-    objects: int = 2000
+    max_growth_mib: float = 16.0
+    max_objects: int = 2000
 
 
 @dataclass(frozen=True)
@@ -238,13 +238,13 @@ def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
         found.append(f"{last.texts_changed} of {last.texts_compared} repeated texts changed")
     warm = [r for r in records if r.tokens >= bounds.warm_up * records[-1].tokens]
     growth = max(r.rss_mib for r in warm) - warm[0].rss_mib
-    if growth > bounds.growth_mib:
+    if growth > bounds.max_growth_mib:
         found.append(f"resident memory grew by {growth:.1f} MiB after the warm-up; at most "
-                     f"{bounds.growth_mib:g} may")  # fmt: skip
+                     f"{bounds.max_growth_mib:g} may")  # fmt: skip
     objects = max(r.objects for r in warm) - warm[0].objects
-    if objects > bounds.objects:
+    if objects > bounds.max_objects:
         found.append(f"{objects} Python objects came to stay after the warm-up; at most "
-                     f"{bounds.objects} may")  # fmt: skip
+                     f"{bounds.max_objects} may")  # fmt: skip
     return found
 
 
@@ -274,44 +274,16 @@ def table(record: Record) -> Table:
     return Table("Soak", COLUMNS, cells, NOTES)
 
 
-def draw_png(record: Record, bounds: Bounds, path: Path) -> None:
-    """Draw memory and objects over tokens, with their bounds, and the requests."""
-    # Imported here, because that takes longer than a short run.
-    from matplotlib.figure import Figure
-
-    records = [Interval(**row) for row in record["rows"]]
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    tokens = [record.tokens / 1e3 for record in records]
-    warm = next(r for r in records if r.tokens >= bounds.warm_up * records[-1].tokens)
-    panels = (
-        ("resident MiB", [r.rss_mib for r in records], warm.rss_mib, bounds.growth_mib),
-        ("Python objects", [r.objects for r in records], warm.objects, bounds.objects),
-        ("pages, slots left", [r.pages_used + r.slots_used for r in records], None, 0),
-        ("preemptions", [r.preemptions for r in records], None, 0),
-    )
-    for axes, (title, values, level, room) in zip(figure.subplots(4, sharex=True), panels,
-                                                  strict=True):  # fmt: skip
-        axes.plot(tokens, values, color="#1f6f8b", marker=".", markersize=3)
-        axes.set_ylabel(title)
-        if level is not None:
-            axes.hlines(level + room, warm.tokens / 1e3, tokens[-1], color="#d98e32",
-                        linestyle="--", label="bound after the warm-up")  # fmt: skip
-            axes.legend(loc="lower left", frameon=False, bbox_to_anchor=(0.2, 0.55))
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("thousand tokens")
-    last, machine, versions = records[-1], record["machine"], record["versions"]
-    figure.suptitle(
-        f"{last.finished} requests finished, {last.aborted} aborted, {last.seconds:.0f} s\n"
-        f"{machine['cpu']}, torch {versions['torch']}, commit {versions['commit']}"
-    )
-    figure.savefig(path, dpi=120)
+def bounds_of(arguments: Mapping[str, Any]) -> Bounds:
+    """The bounds of a command line, or of a record, which may lack them."""
+    return Bounds(**{n: arguments[n] for n in Bounds.__dataclass_fields__ if n in arguments})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
     args = _parse(argv)
     torch.set_num_threads(args.threads)
-    tell, bounds = command.teller(), Bounds(args.warm_up, args.max_growth_mib, args.max_objects)
+    tell, bounds = command.teller(), bounds_of(vars(args))
     checkpoint = args.checkpoint or demo_checkpoint()
     model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
     tell("compiled")
@@ -320,8 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [asdict(interval) for interval in records]
     record = new_record("soak", args, {"model": checkpoint.absolute().name, "rows": rows})
     write_results(args, record, table(record))
-    if args.png:
-        draw_png(record, bounds, args.png)
     last, found = records[-1], faults(records, bounds)
     print(f"{last.tokens} tokens, {last.finished} requests finished, {last.aborted} aborted, "
           f"{last.preemptions} preemptions, {last.reused_tokens} tokens reused, "
@@ -332,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("soak", __doc__)
+    parser = command.new_parser("soak", __doc__, *command.RESULTS)
     add, bounds = parser.add_argument, Bounds()
     add("checkpoint", nargs="?", type=Path, help="default: the demo model")
     add("--tokens", type=positive, default=1_000_000, metavar="N")
@@ -341,11 +311,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="cpu", help="mtpc's backend")
     add("--threads", type=positive, default=1, metavar="N", help="torch's threads")
     add("--warm-up", type=float, default=bounds.warm_up, metavar="SHARE")
-    add("--max-growth-mib", type=float, default=bounds.growth_mib, metavar="MIB")
-    add("--max-objects", type=int, default=bounds.objects, metavar="N")
+    add("--max-growth-mib", type=float, default=bounds.max_growth_mib, metavar="MIB")
+    add("--max-objects", type=int, default=bounds.max_objects, metavar="N")
     add("--seed", type=int, default=0)
-    add("--png", type=Path, metavar="FILE", help="draw memory and objects over tokens")
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

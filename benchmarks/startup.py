@@ -30,7 +30,6 @@ import torch
 
 from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
-from benchmarks.harness.command import positive
 from benchmarks.harness.machine import FamilyWatch
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
@@ -162,8 +161,8 @@ class Starter:
         variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
         log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
         watch, begin = FamilyWatch(), time.monotonic()
-        child.launch(python, job, variables, log, args.timeout)
-        share, report = watch.foreign_share(), json.loads(Path(job["report"]).read_text())
+        report = child.launch(python, job, variables, log, args.timeout)
+        share = watch.foreign_share()
         report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
         reached = report.pop("moments")
         moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
@@ -189,11 +188,11 @@ class Starter:
             directory=str(case.directory.absolute()),
             prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
             new_tokens=args.new_tokens,
+            steps=0,
             options=options,
             hf_class=family.hf_class,
             mtp_pattern=re.escape(family.layer_prefix(config["num_hidden_layers"], 0)),
             eager=not engine.state,
-            report=str(self.workdir / "report.json"),
         )
 
 
@@ -234,9 +233,7 @@ def _take(case: Case, starter: Starter, tell: Tell) -> None:
         tell(f"{case}: {error}")
         return
     case.samples.append(sample)
-    share, limit = sample.foreign_share, starter.args.max_foreign
-    disturbed = f" (disturbed: others used {share:.0%} of the CPU)" * (share > limit)
-    tell(f"{case}: {sample.seconds:.2f} s{disturbed}")
+    tell(f"{case}: {sample.seconds:.2f} s, {sample.foreign_share:.0%} of the CPU used by others")
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
@@ -345,21 +342,16 @@ def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command.new_parser("startup", __doc__)
-    add = parser.add_argument
-    command.add_shared(parser, "--shape")
+    parser = command.new_parser(
+        "startup", __doc__, *command.FILES, "--shape", "--vllm-python", *command.SAMPLING,
+        spec_tokens=3, batch_buckets=[1, 2, 4, 8], max_len=1024, prompt_tokens=32, new_tokens=8,
+        repeats=5,
+    )  # fmt: skip
+    add, number = parser.add_argument, dict[str, Any](type=command.positive, metavar="N")
     add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
     add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    command.add_shared(parser, "--vllm-python")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="of mtpc and vLLM")
-    add("--max-len", type=positive, default=1024, metavar="N")
-    add("--prompt-tokens", type=positive, default=32, metavar="N")
-    add("--new-tokens", type=positive, default=8, metavar="N", help="compared between starts")
-    command.add_sampling(parser, 5, "undisturbed samples, warm")
-    add("--cold-repeats", type=positive, default=1, metavar="N", help="samples, cold")
-    add("--timeout", type=positive, default=900, metavar="S", help="of one start")
-    command.add_files(parser)
+    add("--cold-repeats", **number, default=1, help="samples, cold")
+    add("--timeout", **number, default=900, help="seconds of one start")
     return parser.parse_args(argv)
 
 

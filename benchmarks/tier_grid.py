@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, Moment, decode, measured
-from benchmarks.harness.results import ON_PAPER, Record, Table, add_result_files, publish
+from benchmarks.harness.results import ON_PAPER, Record, Table, publish
 from mtpc.engine.tiers import TierPolicy
 
 BURSTS, DRAWS, MORE_DRAWS = 12, 3, 12
@@ -93,12 +93,11 @@ def decoded(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate, write and print."""
-    parser = command.new_parser("tier_grid", __doc__)
+    parser = command.new_parser("tier_grid", __doc__, *command.RESULTS)
     add = parser.add_argument
     add("--every", type=positive, default=1, metavar="N", help="take every N-th load")
     add("--processes", type=positive, default=1, metavar="N", help="that share the work")
     add("--short", action="store_true", help="short bursts instead of the grid")
-    add_result_files(parser)
     args: argparse.Namespace = parser.parse_args(argv)
     make, loads = (short_row, SHORT) if args.short else (row, GRID)
     with ProcessPoolExecutor(args.processes) as pool:

@@ -27,8 +27,6 @@ from typing import Any
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.arrivals import Arrival
-from benchmarks.harness.command import positive
-from benchmarks.harness.models import SHAPES, write_checkpoint
 from benchmarks.harness.results import (
     SAMPLES_NOTE,
     Columns,
@@ -44,7 +42,6 @@ from benchmarks.serving import (
     Case,
     Load,
     MtpcServer,
-    Run,
     Sample,
     ms_per_token,
     percentile,
@@ -108,7 +105,7 @@ class SyntheticServer(TierServer):
         self._rates = tuple(probability**count for count in range(1, most + 1))
         self.run = self._run
 
-    def _run(self, arrivals: Sequence[Arrival]) -> Run:
+    def _run(self, arrivals: Sequence[Arrival]) -> Sample:
         model, k = self._model, self.spec_tokens
         if self._rates:
             model.set_synthetic_acceptance(self._rates)
@@ -207,45 +204,28 @@ def shares(tokens: dict[int, int]) -> str:
 def servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
     """Both checkpoints, each with drafts fixed at 0 and K, and chosen."""
     for weights in WEIGHTS:
-        directory = workdir / weights
-        tell(f"write {directory}")
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], weights == "accepting", args.seed)
-        numbers: tuple[Any, ...] = (0, args.spec_tokens, AUTO)
-        for k in numbers:
+        directory = command.write_mimo(args, workdir, tell, weights == "accepting").directory
+        for k in (0, args.spec_tokens, AUTO):
             tell(f"compile {weights} K={k}")
-            model = mtpc.compile(
-                directory,
-                spec_tokens=k,
-                batch_buckets=args.batch_buckets,
-                max_len=MAX_LEN,
-                backend=args.backend,
-                **({"spec_tiers": args.tiers} if k == AUTO else {}),
-            )
-            yield TierServer(model, weights, k)
+            yield TierServer(_compile(directory, k, args), weights, k)
+
+
+def _compile(directory: Path, k: Any, args: argparse.Namespace, **more: Any) -> mtpc.SpecModel:
+    more |= {"spec_tiers": args.tiers} if k == AUTO else {}
+    sizes = dict[str, Any](batch_buckets=args.batch_buckets, max_len=MAX_LEN)
+    return mtpc.compile(directory, spec_tokens=k, backend=args.backend, **sizes, **more)
 
 
 def synthetic_servers(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[TierServer]:
     """The servers for each acceptance: K = 0, every other fixed K, and "auto"."""
-    directory, most = workdir / "random", max(args.tiers)
-    tell(f"write {directory}")
-    write_checkpoint(directory, "mimo", SHAPES[args.shape], False, args.seed)
-    models: dict[int | str, mtpc.SpecModel] = {}
-    known: dict[Place, CellCosts] = {}
-    several = {"spec_tiers": args.tiers, "synthetic_acceptance_rates": (0.0,) * most}
-    kinds: tuple[tuple[Any, dict[str, Any]], ...] = ((0, {}), (AUTO, several))
-    for k, options in kinds:
-        tell(f"compile K={k}")
-        models[k] = mtpc.compile(
-            directory,
-            spec_tokens=k,
-            batch_buckets=args.batch_buckets,
-            max_len=MAX_LEN,
-            backend=args.backend,
-            **options,
-        )
+    directory, known = command.write_mimo(args, workdir, tell).directory, dict[Place, CellCosts]()
+    tell(f"compile K=0 and K={AUTO}")
+    nothing = (0.0,) * max(args.tiers)
+    plain = _compile(directory, 0, args)
+    several = _compile(directory, AUTO, args, synthetic_acceptance_rates=nothing)
     for probability in args.acceptance:
         for fixed in (0, *(k for k in sorted(args.tiers) if k), AUTO, AGAIN):
-            yield SyntheticServer(models[0 if fixed == 0 else AUTO], probability, fixed, known)
+            yield SyntheticServer(several if fixed else plain, probability, fixed, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,18 +250,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("tiers", __doc__)
+    parser = command.new_parser(
+        "tiers", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
+        spec_tokens=3, batch_buckets=[1, 2, 4, 8], acceptance=[], repeats=3,
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--spec-tokens", type=positive, default=3, metavar="K", help="the fixed K, beside 0")
     add("--tiers", nargs="+", type=int, default=[0, 1, 2, 3], metavar="K", help="what auto has")
-    add("--acceptance", nargs="+", type=float, default=[], metavar="P", help="synthetic")
     add("--rate", type=float, default=0.3, metavar="R", help="the low load, requests/s")
-    add("--requests", type=positive, default=24, metavar="N", help="of each load")
-    add("--batch-buckets", nargs="+", type=positive, default=[1, 2, 4, 8], metavar="N")
-    command.add_shared(parser, "--backend")
-    command.add_sampling(parser, 3)
-    command.add_files(parser)
+    add("--requests", type=command.positive, default=24, metavar="N", help="of each load")
     return parser.parse_args(argv)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, add_result_files, publish
+from benchmarks.harness.results import Record, Table, publish
 from mtpc.engine.stats import DraftCounts
 from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("tune_head", __doc__)
+    parser = command.new_parser(
+        "tune_head", __doc__, *command.RESULTS, "--seed", threads=1, spec_tokens=3,
+    )  # fmt: skip
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("texts", nargs="+", type=Path, metavar="TEXT")
@@ -94,15 +96,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3)
     add("--batch", type=positive, default=12)
     add("--length", type=positive, default=192)
-    add("--seed", type=int, default=0)
     add("--continuations", type=int, default=1024)
     add("--vocabulary", type=positive, default=Plan.vocabulary, metavar="N")
     add("--disk", type=positive, default=Plan.disk, metavar="BYTES")
     add("--prompts", type=positive, default=128)
     add("--max-new-tokens", type=positive, default=64)
-    add("--spec-tokens", type=positive, default=3, metavar="K")
-    add("--threads", type=positive, default=1, metavar="N")
-    add_result_files(parser)
     return parser.parse_args(argv)
 
 

@@ -24,10 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.bandwidth import BandwidthProbe
-from benchmarks.harness.command import positive
-from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.machine import BandwidthProbe, CpuWatch
+from benchmarks.harness.models import Checkpoint
 from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.sampling import Plan, Tell
 from mtpc.config import SCHEMES
@@ -64,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell, probe = command.teller(), BandwidthProbe()
     parts: list[Part] = []
     with command.working_directory(args.workdir) as workdir:
-        tell(f"write {workdir / 'mimo'}")
-        checkpoint = write_checkpoint(workdir / "mimo", "mimo", SHAPES[args.shape], accepting=False)
+        checkpoint = command.write_mimo(args, workdir, tell)
         source = checkpoint.directory
         if args.quantize:
             source = checkpoint.write_quantised(args.quantize, workdir)
@@ -94,7 +91,6 @@ def _measure(
     tell: Tell,
 ) -> list[Part]:
     tell(f"compile K={k}")
-    int8 = "quantise-draft" in args.enable
     model = mtpc.compile(
         source,
         spec_tokens=k,
@@ -102,13 +98,11 @@ def _measure(
         max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
         prefill_chunk=PROMPT_TOKENS,
         backend="cpu",
-        enabled_passes=tuple(args.enable),
     )
     parts = []
     for batch in args.batches:
         tell(f"measure K={k} batch {batch}")
-        bytes_read = checkpoint.step_bytes(k, int8)
-        parts += _waterfall(model, batch, bytes_read, args, probe, tell)
+        parts += _waterfall(model, batch, checkpoint.step_bytes(k), args, probe, tell)
     return parts
 
 
@@ -169,16 +163,14 @@ def _parts(k: int, batch: int, seconds: float, limit: float, shares: Counter[str
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("waterfall", __doc__)
+    parser = command.new_parser(
+        "waterfall", __doc__, *command.FILES, "--shape", "--max-foreign", spec_tokens=[0, 1, 3],
+        batches=[1, 8],
+    )  # fmt: skip
     add = parser.add_argument
-    command.add_shared(parser, "--shape")
-    add("--spec-tokens", nargs="+", type=int, default=[0, 1, 3], metavar="K")
-    add("--batches", nargs="+", type=positive, default=[1, 8], metavar="N")
-    command.add_shared(parser, "--enable")
     add("--quantize", choices=SCHEMES, metavar="SCHEME", help="measure a quantised copy")
-    add("--steps", type=positive, default=16, metavar="N", help="decode steps a measurement")
-    command.add_shared(parser, "--max-foreign")
-    command.add_files(parser)
+    help_ = "decode steps a measurement"
+    add("--steps", type=command.positive, default=16, metavar="N", help=help_)
     return parser.parse_args(argv)
 
 

@@ -45,7 +45,7 @@ from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.machine import GpuMachine, Machine
 from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
-from benchmarks.gpu.rows import Row, RowFile, findings
+from benchmarks.gpu.rows import FIGURES, Row, RowFile, figures, findings
 from benchmarks.gpu.schedule import Schedule
 from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
 from benchmarks.harness import command
@@ -66,8 +66,6 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
 }
 """Folders of --cache-dir, by environment variable."""
-COLUMNS = ("part", "shape", "engine", "K", "batch", "ms/step", "on device", "host us", "launches",
-           "kernels", "tokens/s", "accepted", "of bandwidth", "result")  # fmt: skip
 
 
 @dataclass
@@ -209,20 +207,12 @@ def _report(session: Session) -> None:
     if left_out := session.schedule.left_out:
         notes.append(f"left out for want of time: {'; '.join(left_out)}; see --resume")
     shown = [_cells(row) for row in session.rows if row.part != "kernel"]
-    Table("GPU", COLUMNS, shown, notes).print()
+    Table("GPU", ("part", "shape", "engine", *FIGURES, "result"), shown, notes).print()
 
 
 def _cells(row: Row) -> list[str]:
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     result = {None: row.note, True: "passed", False: f"FAILED {row.note}"}[row.passed]
-    return [
-        row.part, row.shape, row.engine, str(row.spec_tokens), str(row.batch),
-        show(row.ms_step, ".3f"), show(row.ms_device, ".3f"), show(row.host_us, ".0f"),
-        show(row.launches, ".0f"), show(row.kernels, "d"), show(row.tokens_per_s, ".0f"),
-        show(row.acceptance, ".0%"), show(row.of_bandwidth, ".0%"), result,
-    ]  # fmt: skip
+    return [row.part, row.shape, row.engine, *figures(vars(row)), result]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

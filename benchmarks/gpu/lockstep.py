@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend
+from mtpc.backends.graph_artifact import GraphBackend
 from mtpc.capture.graph import StepGraph, get_tensor, set_tensor
 from mtpc.layout import RUNNING, StepKey
 from mtpc.program.program import Program
@@ -66,7 +67,7 @@ def _normed(head: fx.Node) -> fx.Node | None:
     return hidden
 
 
-class Probed:
+class Probed(GraphBackend):
     """A backend whose steps also leave what their heads read and give.
 
     Args:
@@ -96,6 +97,10 @@ class Probed:
         self.experts |= any("experts" in target for target in targets)
         graph.module.recompile()
         return self._backend.lower(graph)
+
+    def capture(self, run: Run, graph: StepGraph) -> Run:
+        """As the backend does that does the work."""
+        return self._backend.capture(run, graph)
 
     def _keep(self, graph: StepGraph, node: fx.Node, name: str) -> Tensor:
         value = node.meta["val"]

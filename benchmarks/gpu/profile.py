@@ -110,14 +110,6 @@ class _Timed(TorchDispatchMode):
         return result
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Weights that a step reads: by matrix products, and by experts' kernels."""
-
-    products: int
-    experts: int
-
-
 def kernel_rows(whole: Row, profiler: Profiler) -> Iterator[Row]:
     """A row for each kernel of a step, the longest first.
 
@@ -132,13 +124,14 @@ def kernel_rows(whole: Row, profiler: Profiler) -> Iterator[Row]:
         yield row
 
 
-def gap_rows(whole: Row, kernels: list[Row], nbytes: Bytes) -> Iterator[Row]:
+def gap_rows(whole: Row, kernels: list[Row], products: int) -> Iterator[Row]:
     """The largest differences from the time that weights take to be read.
 
     Args:
-        whole: of the step, with its time and the copy's bandwidth.
+        whole: of the step, with its time, its bytes and the copy's bandwidth.
         kernels: of `kernel_rows`.
-        nbytes: what the step reads. All but weights counts as nothing: at short contexts it is.
+        products: bytes of the weights that matrix products read; experts' kernels read the others.
+            All but weights counts as nothing: at short contexts it is.
     """
     groups: dict[str, Row] = {}
     for kernel in kernels:
@@ -147,7 +140,7 @@ def gap_rows(whole: Row, kernels: list[Row], nbytes: Bytes) -> Iterator[Row]:
         group.ms_device = (group.ms_device or 0) + (kernel.ms_device or 0)
     between = _row(whole, "gap", "time between kernels")
     between.ms_device = max(0.0, (whole.ms_device or 0) - sum(k.ms_device or 0 for k in kernels))
-    read = {_PRODUCTS: nbytes.products, _EXPERT_KERNELS: nbytes.experts}
+    read = {_PRODUCTS: products, _EXPERT_KERNELS: (whole.step_bytes or products) - products}
     for row in (rows := [*groups.values(), between]):
         row.step_bytes = read.get(row.engine, 0)
         fill_floor(row)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 FUSED, LATE = "mtpc, one graph", "mtpc, one graph, read late"
 APART, COMPILED = "mtpc, a graph a piece", "mtpc, compiled pieces"
@@ -111,6 +112,26 @@ def _cell(value: object) -> object:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+FIGURES = {
+    "K": ("spec_tokens", ".0f"),
+    "batch": ("batch", ".0f"),
+    "ms a step": ("ms_step", ".3f"),
+    "ms on the device": ("ms_device", ".4f"),
+    "host us": ("host_us", ".0f"),
+    "kernels": ("kernels", ".0f"),
+    "tokens/s": ("tokens_per_s", ".0f"),
+    "accepted": ("acceptance", ".0%"),
+    "of bandwidth": ("of_bandwidth", ".0%"),
+}
+"""Columns of tables: field and format."""
+
+
+def figures(row: Mapping[str, Any]) -> list[str]:
+    """The cells of `FIGURES`; empty where a row has none."""
+    known = ((row.get(name), form) for name, form in FIGURES.values())
+    return ["" if value is None else format(value, form) for value, form in known]
 
 
 def findings(rows: Sequence[Row]) -> Iterator[str]:

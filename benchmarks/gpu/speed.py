@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build, weigh
-from benchmarks.gpu.profile import Bytes, fill_floor, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.profile import fill_floor, gap_rows, kernel_rows, launches_in
 from benchmarks.gpu.rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
 from mtpc import CompileOptions
@@ -116,15 +116,13 @@ class Bench:
             yield row
             if row.engine == next(iter(PROFILES)):
                 kernels = list(kernel_rows(row, profiler))
-                yield from gap_rows(row, kernels, self._bytes(row))
+                # All matrices, but for experts' where those have kernels of their own.
+                yield from gap_rows(
+                    row, kernels, weigh(self.loaded).step_bytes(row.spec_tokens, batch=0)
+                )
                 yield from kernels
             del fused, decoder, timed
             _free(self.machine)
-
-    def _bytes(self, row: Row) -> Bytes:
-        """Of a step: all matrices, but for experts' where those have kernels of their own."""
-        products = weigh(self.loaded, 0).step(row.spec_tokens)
-        return Bytes(products, (row.step_bytes or 0) - products)
 
     def _options(self, case: Case) -> CompileOptions:
         # One by one, the first prompts of many would be done before the last one began.
@@ -175,8 +173,7 @@ class Bench:
         row.ms_device = 1e3 * mean(timed.clock.read())
         row.launch_us = 1e6 * mean(timed.launch_s)
         row.host_us = 1e3 * (row.ms_step - row.ms_device)
-        rows = row.batch * (row.spec_tokens + 1)
-        row.step_bytes = weigh(self.loaded, rows).step(row.spec_tokens)
+        row.step_bytes = weigh(self.loaded).step_bytes(row.spec_tokens, batch=row.batch)
         row.of_bandwidth = row.step_bytes / (1e-3 * row.ms_device) / (1e9 * (row.copy_gb_s or 1))
         return row
 
@@ -210,7 +207,7 @@ class Task:
 
     def rows(self, machine: Machine) -> list[Row]:
         """What is to be filled. transformers drafts one token, for one request of GLM-4 MoE."""
-        drafts = self.case == Case(1, 1) and SHAPES[self.shape].family == "glm4_moe"
+        drafts = self.case == Case(1, 1) and SHAPES[self.shape][0] == "glm4_moe"
         engines = [e for e in self.engines if e != USE_MTP or drafts]
         part = "profile" if self.kind == "profile" else "speed"
         k, batch = self.case.spec_tokens, self.case.batch

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.harness.bandwidth import BUFFER_BYTES
-from benchmarks.harness.models import SHAPES
-from benchmarks.harness.results import add_result_files
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.machine import BUFFER_BYTES
+from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
+from benchmarks.harness.sampling import Plan, Tell
 from benchmarks.peers.llama_decoder import BENCH
-from mtpc.config import SCHEMES
+from mtpc.config import KV_CACHE_DTYPES, SCHEMES
 
 HEADROOM = 32
 """Tokens by which max_len exceeds what is decoded."""
@@ -59,25 +58,23 @@ def begin(args: argparse.Namespace) -> Tell:
     return teller()
 
 
-def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The command line of `python -m benchmarks.NAME`, described by its module's first line."""
-    description = (doc or "").split("\n")[0]
-    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-
-
-def new_plot_parser(name: str, doc: str | None, benchmark: str) -> argparse.ArgumentParser:
-    """The command line of `python -m benchmarks.NAME`, which draws what a benchmark wrote."""
-    parser = new_parser(name, doc)
-    parser.add_argument("results", type=Path, help=f"JSON that benchmarks.{benchmark} wrote")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
-    return parser
-
-
+_SEVERAL: dict[str, Any] = dict(type=positive, metavar="N")
 _SHARED: dict[str, dict[str, Any]] = {
     "--shape": dict(choices=SHAPES, default="0.5b", help="sizes of the model"),
+    "--weights": dict(choices=("random", "accepting"), help="which accept no drafts, or all"),
     "--backend": dict(default="auto", help="mtpc's backend"),
-    "--enable": dict(
-        action="append", default=[], metavar="PASS", help="a pass that is off by default"
+    "--batches": _SEVERAL | dict(help="requests at a time"),
+    "--batch-buckets": _SEVERAL,
+    "--spec-tokens": dict(type=int, metavar="K", help="drafts a step"),
+    "--prompt-tokens": _SEVERAL,
+    "--new-tokens": _SEVERAL | dict(help="decoded for each request"),
+    "--max-len": _SEVERAL,
+    "--acceptance": dict(nargs="+", type=float, metavar="P", help="synthetic"),
+    "--peers": dict(
+        action=argparse.BooleanOptionalAction, default=True, help="run transformers, too"
+    ),
+    "--kv-cache-dtypes": dict(
+        choices=KV_CACHE_DTYPES, metavar="NAME", help="what pages of K and V hold"
     ),
     "--quantize": dict(
         nargs="+",
@@ -106,6 +103,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         metavar="N",
         help="the longest context that peers are measured at, for they compute it",
     ),
+    "--repeats": _SEVERAL | dict(help="undisturbed samples of each row"),
     "--threads": dict(type=positive, metavar="N", help="torch's threads; default: as torch has it"),
     "--max-foreign": dict(
         type=float, default=0.05, metavar="SHARE", help="CPU time that other processes may use"
@@ -114,19 +112,69 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--probe-mib": dict(
         type=positive, default=BUFFER_BYTES >> 20, metavar="N", help="read by the probe"
     ),
+    "--workdir": dict(
+        type=Path, help="keep checkpoints, caches and logs here; default: a temporary directory"
+    ),
+    "--out": dict(type=Path, metavar="FILE", help="write everything as JSON"),
+    "--csv": dict(type=Path, metavar="FILE", help="write the rows as CSV"),
+    "--markdown": dict(type=Path, metavar="FILE", help="write the table as Markdown"),
+    "--child": dict(help=argparse.SUPPRESS),
 }
 """Options that several benchmarks have."""
+SAMPLING = ("--max-foreign", "--threads", "--seed")
+"""Those that say, beside `--repeats`, how undisturbed samples are."""
+RESULTS = ("--out", "--csv", "--markdown")
+"""Those that `write_results` reads."""
+FILES = ("--workdir", *RESULTS)
+"""Those that `working_directory` and `write_results` take."""
+PEERS = ("--vllm-python", "--llama-bench", "--gguf-python")
+"""Those that `peer_decoders` needs."""
 
 
-def add_shared(parser: argparse.ArgumentParser, *flags: str) -> None:
-    """Add some of them."""
+def new_parser(name: str, doc: str | None, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The command line of `python -m benchmarks.NAME`, described by its module's first line.
+
+    Args:
+        name: of the module.
+        doc: its docstring.
+        *flags: see `add_shared`.
+        **defaults: see `add_shared`.
+    """
+    description = (doc or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    add_shared(parser, *flags, **defaults)
+    return parser
+
+
+def add_shared(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) -> None:
+    """Add options that several benchmarks have.
+
+    Args:
+        parser: of a benchmark.
+        *flags: options with their usual defaults.
+        **defaults: options with a default of this benchmark; one of a list takes several values.
+    """
     for flag in flags:
         parser.add_argument(flag, **_SHARED[flag])
+    for name, default in defaults.items():
+        form = _SHARED[flag := f"--{name.replace('_', '-')}"]
+        several = {"nargs": "+"} if isinstance(default, list) else {}
+        parser.add_argument(flag, **form | several | {"default": default})
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """The option that `begin` sets torch's threads by."""
     add_shared(parser, "--threads")
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """The options `FILES`."""
+    add_shared(parser, *FILES)
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """The options `RESULTS`."""
+    add_shared(parser, *RESULTS)
 
 
 def max_len(args: argparse.Namespace) -> int:
@@ -145,6 +193,22 @@ def decode_options(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def plan_of(args: argparse.Namespace, **more: Any) -> Plan:
+    """How to sample, by the options of those names, or as `more` says."""
+    names = ("prompt_tokens", "new_tokens", "repeats", "max_foreign", "seed")
+    return Plan(**{name: getattr(args, name) for name in names if name not in more}, **more)
+
+
+def write_mimo(
+    args: argparse.Namespace, workdir: Path, tell: Tell, accepting: bool = False
+) -> Checkpoint:
+    """A checkpoint of `--shape`, with random weights or those that accept all drafts."""
+    directory = workdir / ("accepting" if accepting else "random")
+    tell(f"write {directory}")
+    seed = getattr(args, "seed", 0)
+    return write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting, seed)
+
+
 def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Sequence[int]) -> None:
     """Refuse, as the parser does, peers that no context is left for.
 
@@ -158,28 +222,6 @@ def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Seq
             f"every context is longer than --peer-context, which is {args.peer_context}; raise it, "
             "or leave the peers out"
         )
-
-
-def add_sampling(
-    parser: argparse.ArgumentParser, repeats: int, wanted: str = "undisturbed samples per row"
-) -> None:
-    """The options that say how many samples are taken, and how undisturbed.
-
-    Args:
-        parser: of a benchmark.
-        repeats: the default.
-        wanted: what there shall be so many of.
-    """
-    add = parser.add_argument
-    add("--repeats", type=positive, default=repeats, metavar="N", help=wanted)
-    add_shared(parser, "--max-foreign", "--threads", "--seed")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """The options that `working_directory` and `write_results` take."""
-    help_ = "keep checkpoints, caches and logs here; default: a temporary directory"
-    parser.add_argument("--workdir", type=Path, help=help_)
-    add_result_files(parser)
 
 
 @contextmanager

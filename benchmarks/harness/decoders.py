@@ -7,7 +7,8 @@ iterations is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
@@ -77,6 +78,17 @@ class Decoder:
 
     def close(self) -> None:
         """Free what is not freed with the object."""
+
+
+@contextmanager
+def opened(decoders: Iterable[Decoder]) -> Iterator[list[Decoder]]:
+    """Decoders that are closed in the end, also where a later one does not start."""
+    with ExitStack() as closing:
+        found = list[Decoder]()
+        for decoder in decoders:
+            closing.callback(decoder.close)
+            found.append(decoder)
+        yield found
 
 
 class MtpcDecoder(Decoder):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -51,7 +51,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder with one MTP layer; dense where it has no experts."""
+    """Sizes of a decoder with one MTP layer; dense where it has no experts.
+
+    `more` has other entries of the family's config.
+    """
 
     hidden_size: int
     num_hidden_layers: int
@@ -60,6 +63,7 @@ class Shape:
     num_attention_heads: int
     num_key_value_heads: int
     experts: Experts | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 SHAPES = {
@@ -180,14 +184,26 @@ def write_checkpoint(
     """
     family = next(f for f in FAMILIES if f.name == family_name)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        make_config(family, shape), dtype=torch.bfloat16
-    )
-    if accepting:
-        make_successor_model(model)
-    layer = split_off_mtp_layer(model, family, accepting)
+    model, layer = make_model(family, shape, "cpu", accepting)
     save_checkpoint(model, (layer,), directory, family)
     return weigh(directory, family)
+
+
+def make_model(
+    family: ModelFamily,
+    shape: Shape,
+    device: str,
+    accepting: bool,
+    change: Callable[[Any], None] = lambda model: None,
+) -> tuple[Any, MTPLayer]:
+    """A bfloat16 model on a device, and its MTP layer; `change` comes before the layer is cut."""
+    config = make_config(family, shape)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        if accepting:
+            make_successor_model(model)
+        change(model)
+        return model, split_off_mtp_layer(model, family, accepting)
 
 
 def demo() -> Checkpoint:
@@ -225,7 +241,7 @@ def make_config(family: ModelFamily, shape: Shape) -> Any:
     ones they hold as much as a dense layer's feed-forward.
     """
     sizes: dict[str, Any] = {**vars(shape), "num_hidden_layers": shape.num_hidden_layers + 1}
-    experts = sizes.pop("experts")
+    experts, more = sizes.pop("experts"), sizes.pop("more")
     if experts:
         sizes |= dict(first_k_dense_replace=1, n_shared_experts=1)
     elif family.name == "glm4_moe":
@@ -244,6 +260,11 @@ def make_config(family: ModelFamily, shape: Shape) -> Any:
         sizes |= dict(**LATENT, **heads, n_group=1, topk_group=1, topk_method="noaux_tc")
     if family.name == "qwen3_5":
         sizes |= _hybrid_sizes(shape)
+    sizes |= more
+    if "first_k_dense_replace" in sizes:
+        sizes["first_k_dense_replace"] = min(
+            sizes["first_k_dense_replace"], shape.num_hidden_layers
+        )
     return getattr(transformers, family.hf_config_class)(
         **sizes,
         max_position_embeddings=MAX_POSITIONS,
@@ -310,36 +331,38 @@ def weigh(directory: Path, family: ModelFamily, scheme: str | None = None) -> Ch
     config = json.loads((directory / "config.json").read_text())
     tensors = {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
     prefix = family.layer_prefix(config["num_hidden_layers"], 0)
-    draft = [name for name in tensors if name.startswith(prefix)]
-    apart = {"model.embed_tokens.weight", "lm_head.weight", *draft}
+    draft = {name: tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    apart = {name: tensors.pop(name) for name in (embedding, head)}
 
-    def size(name: str) -> int:
-        tensor = tensors[name]
+    def size(name: str, tensor: torch.Tensor) -> int:
         spec = spec_by_scheme(scheme, name, tensor)
         return tensor.nbytes if spec is None else spec.nbytes(tensor.numel())
 
-    def total(names: Iterable[str]) -> int:
-        return sum(map(size, names))
+    sizes = sort_bytes(tensors, draft, config, size)
+    sizes |= dict(head_bytes=size(head, apart[head]))
+    sizes |= dict(embedding_bytes=size(embedding, apart[embedding]))
+    return Checkpoint(directory, family, **sizes)
 
-    chosen = {name for name in tensors if ".mlp.experts." in name}
-    return Checkpoint(
-        directory,
-        family,
-        target_bytes=total(tensors.keys() - apart),
-        head_bytes=total(["lm_head.weight"]),
-        draft_bytes=total(draft),
-        embedding_bytes=total(["model.embed_tokens.weight"]),
-        expert_bytes=(total(chosen - set(draft)), total(chosen & set(draft))),
-        experts=_experts(config),
+
+def sort_bytes(
+    target: Mapping[str, torch.Tensor],
+    draft: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    size: Callable[[str, torch.Tensor], int],
+) -> dict[str, Any]:
+    """Fields of `Checkpoint` that layers' tensors by name, and the bytes of each, say."""
+    sizes = [{name: size(name, t) for name, t in each.items()} for each in (target, draft)]
+    chosen = [sum(n for name, n in s.items() if ".mlp.experts." in name) for s in sizes]
+    experts, count = None, config.get("n_routed_experts")
+    if count:
+        experts = Experts(count, config["num_experts_per_tok"], config["moe_intermediate_size"])
+    return dict(
+        target_bytes=sum(sizes[0].values()),
+        draft_bytes=sum(sizes[1].values()),
+        expert_bytes=tuple(chosen),
+        experts=experts,
     )
-
-
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    """What a config says of experts; None where it has none."""
-    count = config.get("n_routed_experts")
-    if not count:
-        return None
-    return Experts(count, config["num_experts_per_tok"], config["moe_intermediate_size"])
 
 
 def without_weights(
@@ -356,11 +379,7 @@ def without_weights(
         names that a checkpoint has for them.
     """
     family = next(family for family in FAMILIES if family.name == family_name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            make_config(family, shape), dtype=torch.bfloat16
-        )
-        layer = split_off_mtp_layer(model, family, accepting=False)
+    model, layer = make_model(family, shape, "meta", accepting=False)
     prefix = family.layer_prefix(shape.num_hidden_layers, 0)
     own = {prefix + name: tensor for name, tensor in stored_tensors(layer, family)}
     says = {"architectures": [family.architectures[0]], "num_nextn_predict_layers": 1}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from benchmarks.harness.hollow import write_tensors
+from benchmarks.harness.large import write_tensors
 from benchmarks.scale import CONFIGS
 from mtpc.models.from_config import load_config
 from mtpc.models.load import LoadedModel

@@ -11,7 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -134,16 +134,8 @@ def earlier_rows(
     return rows
 
 
-def add_result_files(parser: argparse.ArgumentParser) -> None:
-    """The options that `write_results` reads."""
-    add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write the rows as CSV")
-    add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-
-
 def write_results(args: argparse.Namespace, record: Record, table: Table) -> None:
-    """Write the files that `add_result_files` has options for, and the folders that they lack."""
+    """Write the files of the options `command.RESULTS`, and the folders that they lack."""
     for path in filter(None, (args.out, args.csv, args.markdown)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.out:
@@ -183,6 +175,27 @@ def publish(
 ) -> None:
     """At the end of a run: `save`, and print the table."""
     save(benchmark, args, measured, to_table).print()
+
+
+def publish_parts(
+    benchmark: str,
+    args: argparse.Namespace,
+    parts: Iterable[Sequence[Any]],
+    to_table: Callable[[Record], Table],
+) -> None:
+    """`save` after each part of a run, so that an interrupt loses the running one only; then print.
+
+    Args:
+        benchmark: the module that runs.
+        args: its command line.
+        parts: some more rows, which are dataclasses or dictionaries, each.
+        to_table: the module's `table`.
+    """
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += [row if isinstance(row, dict) else asdict(row) for row in part]
+        table = save(benchmark, args, {"rows": rows}, to_table)
+    table.print()
 
 
 def to_markdown(record: Record, table: Table) -> str:

@@ -14,10 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded, Decoder, Prompts
-from benchmarks.harness.machine import CpuWatch, memory_shortage
-from benchmarks.harness.results import Counts
+from benchmarks.harness.machine import BandwidthProbe, CpuWatch, memory_shortage
+from benchmarks.harness.results import Counts, Record
 
 Tell = Callable[[str], None]
 """Receives lines of progress."""
@@ -61,6 +60,9 @@ class Sample:
     bandwidth: float
     foreign_share: float
 
+    def __str__(self) -> str:
+        return f"{self.decoded.ms_per_step:.2f} ms a step at {self.bandwidth / 1e9:.1f} GB/s"
+
 
 class Shared(Protocol):
     """A sample that knows which share of the CPU time other processes used."""
@@ -98,6 +100,39 @@ class Sampled(Generic[S]):
             disturbed=bool(kept) and not self.undisturbed(max_foreign),
             taken=tuple(self.samples),
         )
+
+
+C = TypeVar("C", bound=Sampled[Any])
+
+
+def in_rounds(
+    cases: Sequence[C],
+    repeats: int,
+    max_foreign: float,
+    take: Callable[[C], Shared],
+    tell: Tell,
+    renew: Callable[[Sequence[C]], None] = lambda cases: None,
+) -> None:
+    """Sample cases in rounds, until each has enough undisturbed samples, or `ATTEMPTS` are over.
+
+    Args:
+        cases: to be filled.
+        repeats: undisturbed samples wanted of each.
+        max_foreign: share of the CPU time that others may use in such a sample.
+        take: takes one more sample of a case.
+        tell: hears of each.
+        renew: is called before each round but the first, with the cases that want samples.
+    """
+    for turn in range(1, repeats * ATTEMPTS + 1):
+        wanting = [case for case in cases if len(case.undisturbed(max_foreign)) < repeats]
+        if turn > 1:
+            renew(wanting)
+        for case in wanting:
+            sample = take(case)
+            case.samples.append(sample)
+            others = f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
+            disturbed = sample.foreign_share > max_foreign
+            tell(f"round {turn}: {case}: {sample}{others * disturbed}")
 
 
 @dataclass
@@ -141,27 +176,16 @@ def sample_in_turns(
     shortage = memory_shortage()
     if shortage is not None:
         tell(shortage)
-    for turn in range(1, plan.repeats * ATTEMPTS + 1):
-        wanting = [c for c in cases if len(c.undisturbed(plan.max_foreign)) < plan.repeats]
-        if turn > 1:
-            renewed = _renew(wanting)
-            _warm_up([c for c in wanting if c.decoder in renewed], plan, prompts, tell)
-        for case in wanting:
-            sample = _take(case, prompts[: case.batch], plan.new_tokens, probe)
-            case.samples.append(sample)
-            disturbed = sample.foreign_share > plan.max_foreign
-            tell(
-                f"round {turn}: {case}: {sample.decoded.ms_per_step:.2f} ms a step at "
-                f"{sample.bandwidth / 1e9:.1f} GB/s"
-                + disturbed
-                * f" (dropped: others used {sample.foreign_share:.0%} of the CPU)"
-            )
 
+    def renew(wanting: Sequence[Case]) -> None:
+        decoders = list(dict.fromkeys(case.decoder for case in wanting))
+        renewed = [decoder for decoder in decoders if decoder.renew()]
+        _warm_up([case for case in wanting if case.decoder in renewed], plan, prompts, tell)
 
-def _renew(cases: Sequence[Case]) -> list[Decoder]:
-    """Decoders that have started anew."""
-    decoders = list(dict.fromkeys(case.decoder for case in cases))
-    return [decoder for decoder in decoders if decoder.renew()]
+    def take(case: Case) -> Sample:
+        return _take(case, prompts[: case.batch], plan.new_tokens, probe)
+
+    in_rounds(cases, plan.repeats, plan.max_foreign, take, tell, renew)
 
 
 def _warm_up(cases: Sequence[Case], plan: Plan, prompts: Prompts, tell: Tell) -> None:
@@ -234,3 +258,17 @@ def summarise(case: Case, max_foreign: float) -> Row:
         build_s=case.decoder.build_s,
         **case.counts(max_foreign),
     )
+
+
+def measure(
+    cases: Sequence[Case], plan: Plan, prompts: Prompts, probe: BandwidthProbe, tell: Tell
+) -> list[Row]:
+    """The rows of cases, which `sample_in_turns` samples."""
+    sample_in_turns(cases, plan, prompts, probe, tell)
+    return [summarise(case, plan.max_foreign) for case in cases]
+
+
+def rows_of(record: Record, name: str) -> list[tuple[int, Row]]:
+    """Pairs of a length and a row, of a record whose rows also have a length of this name."""
+    rows = [dict(row) for row in record["rows"]]
+    return [(row.pop(name), Row(**row)) for row in rows]

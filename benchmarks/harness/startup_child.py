@@ -15,13 +15,15 @@ which it started this process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -32,6 +34,9 @@ from benchmarks.peers import vllm_host
 
 _BEGIN = monotonic()
 STAGES = ("python", "import", "load", "token")
+
+PROMPT = list(range(2, 34))
+"""Where nobody asks for another."""
 
 Reach = Callable[[str], None]
 """Notes that a stage is over."""
@@ -82,19 +87,56 @@ def start_memory(job: dict[str, Any], reach: Reach) -> Report:
 
 
 def start_mtpc(job: dict[str, Any], reach: Reach) -> Report:
-    """`mtpc.compile` of the directory, every bucket asked for; then `generate`."""
+    """`mtpc.compile` of the directory, every bucket; then `generate`, memory and steps."""
     import mtpc
 
     compile_model = mtpc.compile  # Public names are imported, torch with them, when first used.
     reach("import")
+    imports_bytes = _status("VmRSS")
     model = compile_model(job["directory"], **job["options"])
     reach("load")
     model.generate(job["prompt"], 1, ignore_eos=True)
     reach("token")
     continuation = model.generate(job["prompt"], job["new_tokens"], ignore_eos=True)
     modules = [name for name in ("transformers", "torch._inductor") if name in sys.modules]
-    fallbacks = dict(model.stats.fallbacks)
-    return {"continuation": continuation, "fallbacks": fallbacks, "imported": modules}
+    return dict(
+        continuation=continuation,
+        fallbacks=dict(model.stats.fallbacks),
+        imported=modules,
+        imports_bytes=imports_bytes,
+        resident_bytes=_status("VmRSS"),
+        peak_bytes=_status("VmHWM"),
+        state_bytes=_state_bytes(model.program),
+        step_ms=_time_steps(model.engine, job["steps"]),
+    )
+
+
+def _status(field: str) -> int:
+    """Bytes of this process in /proc/self/status; 0 where there is no such file."""
+    path = Path("/proc/self/status")
+    found = re.search(rf"{field}:\s*(\d+) kB", path.read_text()) if path.is_file() else None
+    return 1024 * int(found[1]) if found else 0
+
+
+def _state_bytes(program: Any) -> int:
+    """Bytes of a program's pool and buffers."""
+    steps = (step.buffers.values() for step in program.steps.values())
+    tensors = itertools.chain(program.shared.values(), *steps)
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _time_steps(engine: Any, count: int) -> list[float]:
+    """Milliseconds of decode steps of one request."""
+    times = list[float]()
+    if count:
+        engine.add(PROMPT, count * (engine.options.spec_tokens + 1))
+    while engine.has_work and len(times) < count:
+        decodes, begin = engine.running and engine.running[0].is_prefilled, monotonic()
+        engine.step()
+        if decodes:
+            times.append(1e3 * (monotonic() - begin))
+    return times
 
 
 def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
@@ -260,14 +302,20 @@ def environment(
     return os.environ | extra
 
 
+LONGEST_S = 3600
+"""Seconds of a start that nobody limits."""
+
+
 class StartError(Exception):
     """A start that came to nothing; says why."""
 
 
 def launch(
-    python: Path, job: dict[str, Any], variables: dict[str, str], log: Path, timeout: int
-) -> None:
+    python: Path, job: dict[str, Any], variables: Mapping[str, str], log: Path, timeout: int
+) -> Report:
     """What the parent calls: a process that runs this file, from its start to its end.
+
+    Returns its report, with the `moments` at which it reached each stage.
 
     Args:
         python: the interpreter to run it with.
@@ -279,6 +327,8 @@ def launch(
     Raises:
         StartError: it failed, or took more than `timeout` seconds.
     """
+    report = log.with_suffix(".json")
+    job = {**job, "report": str(report)}
     command = [str(python), "-m", "benchmarks.harness.startup_child", json.dumps(job)]
     with log.open("w") as file:
         try:
@@ -298,6 +348,24 @@ def launch(
     if code != 0:
         lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
         raise StartError(f"ended with status {code}: {lines[-1] if lines else 'no output'}")
+    return dict(json.loads(report.read_text()))
+
+
+def start_here(directory: Path, cache: Path, log: Path, **job: Any) -> Report:
+    """A start of mtpc's cpu backend with this interpreter; `first_token_s` is from its beginning.
+
+    Args:
+        directory: of the checkpoint.
+        cache: directory of mtpc's cache.
+        log: see `launch`.
+        **job: `options` of `mtpc.compile`, and other entries of the job.
+    """
+    options = job.pop("options") | {"cache_dir": str(cache), "backend": "cpu"}
+    usual = {"kind": "mtpc", "prompt": PROMPT, "new_tokens": 1, "steps": 0}
+    job = {**usual, "directory": str(directory), "options": options, **job}
+    begin = monotonic()
+    report = launch(Path(sys.executable), job, os.environ, log, LONGEST_S)
+    return report | {"first_token_s": report["moments"]["token"] - begin}
 
 
 def make_empty(directory: Path) -> None:

@@ -1,8 +1,10 @@
-"""llama.cpp without drafts: its llama-batched-bench, one process per sample."""
+"""llama.cpp, one process per sample: llama-batched-bench, and llama-speculative-simple with drafts
+that it copies from the text."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +88,8 @@ class LlamaDecoder(Decoder):
         threads: number of llama.cpp's threads.
     """
 
-    spec_tokens, stays_warm = 0, False
+    spec_tokens = 0
+    stays_warm = False
 
     def __init__(self, programs: Path, file: Path, kind: str, threads: int) -> None:
         self.engine = f"llama.cpp {kind}"
@@ -113,7 +116,11 @@ class LlamaDecoder(Decoder):
 
 
 def llama_decoders(
-    programs: Path, python: Path, checkpoint: Path, kinds: Sequence[str] = KINDS
+    programs: Path,
+    python: Path,
+    checkpoint: Path,
+    kinds: Sequence[str] = KINDS,
+    decoder: type[LlamaDecoder] = LlamaDecoder,
 ) -> Iterator[LlamaDecoder]:
     """A decoder for each type of file. The files are written to `checkpoint`/gguf.
 
@@ -122,10 +129,11 @@ def llama_decoders(
         python: interpreter that has the package gguf.
         checkpoint: directory of the checkpoint.
         kinds: types of files.
+        decoder: what decodes.
     """
     files = LlamaFiles(programs, python, checkpoint, checkpoint / "gguf")
     for kind in kinds:
-        yield LlamaDecoder(programs, files.write(kind), kind, torch.get_num_threads())
+        yield decoder(programs, files.write(kind), kind, torch.get_num_threads())
 
 
 def read_result(output: str) -> LlamaTimes:
@@ -140,9 +148,73 @@ def read_result(output: str) -> LlamaTimes:
     return LlamaTimes(float(lines[0]["t_pp"]), float(lines[0]["t_tg"]))
 
 
+def tail(log: str) -> str:
+    """The last lines of what a program said."""
+    return "\n".join(log.splitlines()[-8:])
+
+
 def _run(command: list[object]) -> str:
     done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
-        tail = "\n".join(done.stderr.splitlines()[-8:])
-        raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail}")
+        raise LlamaError(f"{command[0]} ended with status {done.returncode}:\n{tail(done.stderr)}")
     return done.stdout
+
+
+SPECULATIVE = "llama-speculative-simple"
+MOST_MATCHED = 1024
+"""The most tokens that a copy may be told to match."""
+_TIME = re.compile(r"decoded +(\d+) tokens in +([0-9.]+) seconds")
+_ACCEPTED = re.compile(r"n_accept += +(\d+)")
+
+
+class Counts(NamedTuple):
+    """Tokens that were decoded in some steps and seconds; and what they were, for comparison."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    answer: list[int]
+
+
+def look_up(
+    programs: Path, file: Path, kind: str, count: int, context: int, threads: int, prompt: str
+) -> Counts:
+    """Greedy decoding of a prompt by one process. The answer is the bytes of the text.
+
+    Args:
+        programs: directory of llama.cpp's programs.
+        file: the model.
+        kind: of drafts, as `--spec-type` has it. "none", which the program refuses, is a copy of
+            so many tokens that none occurs.
+        count: of new tokens.
+        context: tokens of prompt and answer, at most.
+        threads: of llama.cpp.
+        prompt: as a chat template renders it.
+
+    Raises:
+        LlamaError: the program failed, or does not say how long it decoded.
+    """
+    sizes = ("-n", count, "-c", context, "-t", threads, "-tb", threads)
+    drafts: tuple[str, ...] = ("--spec-type", kind)
+    if kind == "none":
+        longest = str(min(context, MOST_MATCHED))
+        drafts = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", longest)
+    how = (*drafts, "--temp", "0", "--no-escape", "-p", prompt)
+    command = [str(part) for part in (programs / SPECULATIVE, "-m", file, *sizes, *how)]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    return read_counts(done.stdout, done.stderr.decode(errors="replace"))
+
+
+def read_counts(text: bytes, log: str) -> Counts:
+    """What the program printed, and its log.
+
+    A step gives one token beside those that it accepted.
+
+    Raises:
+        LlamaError: the log does not say how long it decoded.
+    """
+    time, accepted = _TIME.search(log), _ACCEPTED.search(log)
+    if time is None or accepted is None:
+        raise LlamaError(f"{SPECULATIVE} does not say how long it decoded:\n{tail(log)}")
+    tokens = int(time[1])
+    return Counts(tokens, tokens - int(accepted[1]), float(time[2]), list(text))

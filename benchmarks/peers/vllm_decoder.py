@@ -111,24 +111,24 @@ class VllmDecoder(Decoder):
     ) -> None:
         self.engine = engine
         self._launch, self._relaunches = launch, relaunches
-        self._process, self.launches = launch(), 1
-        self.spec_tokens, self.build_s = self._process.spec_tokens, self._process.build_s
+        self.process, self.launches = launch(), 1
+        self.spec_tokens, self.build_s = self.process.spec_tokens, self.process.build_s
 
     def renew(self) -> bool:
         """End the process and start another if `relaunches`; return whether it did."""
         if self._relaunches:
             self.close()
-            self._process = self._launch()
+            self.process = self._launch()
             self.launches += 1
         return self._relaunches
 
     def close(self) -> None:
         """End the process."""
-        self._process.close()
+        self.process.close()
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""
-        done = self._process.ask({"prompts": list(prompts), "new_tokens": new_tokens})
+        done = self.process.ask({"prompts": list(prompts), "new_tokens": new_tokens})
         per_step = done["tokens"] / done["steps"] / len(prompts)
         rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
         return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])
@@ -143,6 +143,8 @@ def vllm_decoders(
     workdir: Path,
     relaunches: bool = False,
     engine: str = VLLM,
+    decoder: type[VllmDecoder] = VllmDecoder,
+    **more: Any,
 ) -> Iterator[VllmDecoder]:
     """An engine for each number of drafts; it starts when the iteration reaches it.
 
@@ -156,8 +158,10 @@ def vllm_decoders(
             compiler takes none.
         relaunches: whether each round starts a new process.
         engine: its name in tables.
+        decoder: what decodes.
+        **more: options of `vllm.LLM`.
     """
     kept = workdir / engine.replace(" ", "-")
     for k in numbers:
-        launch = partial(VllmProcess.of, python, checkpoint, k, max_len, max_seqs, kept)
-        yield VllmDecoder(launch, relaunches, engine)
+        launch = partial(VllmProcess.of, python, checkpoint, k, max_len, max_seqs, kept, **more)
+        yield decoder(launch, relaunches, engine)

@@ -67,16 +67,19 @@ def arguments(
     )
 
 
-def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-    """Decode one batch; return the steps, the tokens of all requests, seconds and CPU seconds."""
+def _add(engine: Any, name: str, prompt: list[int], new_tokens: int) -> None:
+    """Queue a greedy request for exactly so many tokens."""
     from vllm import SamplingParams
 
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    """Decode one batch; return the steps, the tokens of all requests, seconds and CPU seconds."""
     cpu = time.process_time()
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(
-            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-        )
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        _add(engine, str(index), prompt, new_tokens)
     lengths: dict[str, int] = {}
     ticks: list[tuple[float, int]] = []
     while engine.has_unfinished_requests():
@@ -95,12 +98,9 @@ def decode(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, 
 
 def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
     """Prefill prompts, one after another; return seconds and CPU seconds."""
-    from vllm import SamplingParams
-
     cpu, start = time.process_time(), time.perf_counter()
     for index, prompt in enumerate(prefill):
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        _add(engine, str(index), prompt, 1)
         while engine.has_unfinished_requests():
             engine.step()
     return dict(seconds=time.perf_counter() - start, cpu_s=time.process_time() - cpu)
@@ -108,12 +108,9 @@ def first_tokens(engine: Any, prefill: list[list[int]]) -> dict[str, float]:
 
 def answer(engine: Any, turn: list[int], new_tokens: int) -> dict[str, Any]:
     """Answer a prompt; return the seconds to the first token, the tokens and the reused tokens."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     start, seconds = time.perf_counter(), None
     output: Any = None
-    engine.add_request("turn", {"prompt_token_ids": turn}, params)
+    _add(engine, "turn", turn, new_tokens)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if seconds is None and output.outputs[0].token_ids:
@@ -134,12 +131,7 @@ class VllmServer:
 
     def add(self, name: str, arrival: Arrival) -> None:
         """Queue a request."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0, max_tokens=arrival.new_tokens, ignore_eos=True, detokenize=False
-        )
-        self._engine.add_request(name, {"prompt_token_ids": arrival.prompt}, params)
+        _add(self._engine, name, arrival.prompt, arrival.new_tokens)
 
     def step(self) -> Iterator[tuple[str, int]]:
         """Run one step; yield the new tokens of requests."""

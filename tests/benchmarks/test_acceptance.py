@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import acceptance, decode, plot
 from benchmarks.harness.decoders import Decoded, Decoder
+from benchmarks.peers import decoders
 
 COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
 
@@ -57,10 +58,10 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     One process of a peer lives at a time.
     """
 
-    def peers(python: Path, directory: Path, numbers: Any, *sizes: Any) -> Any:
+    def peers(python: Path, directory: Path, numbers: Any, *sizes: Any, **more: Any) -> Any:
         return map(Peer, numbers)
 
-    monkeypatch.setattr(acceptance, "vllm_decoders", peers)
+    monkeypatch.setattr(decoders, "vllm_decoders", peers)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--spec-tokens", "1"]
     few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.codes import write_codes
+from benchmarks.harness.large import write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.write_quantised import quantise_checkpoint

@@ -12,7 +12,7 @@ from helpers.compiled import give_kernels
 
 from benchmarks import compile as benchmark
 from benchmarks.compile import LARGE
-from benchmarks.harness.hollow import write_hollow
+from benchmarks.harness.large import write_hollow
 from benchmarks.harness.models import MOE_SHAPES, SHAPES, Shape, write_checkpoint
 from benchmarks.harness.results import to_markdown
 from mtpc.weights.checkpoint import Checkpoint

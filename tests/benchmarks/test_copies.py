@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import copies, plot_drafts
+from benchmarks import copies, plot
 from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, median_of, prompts, table
 from benchmarks.harness.results import earlier_rows, new_record
-from benchmarks.peers.llama_decoder import LlamaError
-from benchmarks.peers.llama_lookup import Counts, read_counts
+from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 
 LOG = """
 0.52.019 I encoded   46 tokens in    0.164 seconds, speed:  280.488 t/s
@@ -91,15 +90,16 @@ def test_a_picture_of_what_drafts_gain(tmp_path: Path) -> None:
     """Speeds are of all tokens of a setting; a training's record adds its curve."""
     rows = [sample("a", MTPC, "0", 100, 4.0), sample("b", MTPC, "0", 100, 1.0)]
     record = {"rows": [asdict(row) for row in (*rows, sample("a", LLAMA, "own", 50, 1.0))]}
-    assert plot_drafts.speeds(record) == {
+    assert plot.speeds(record) == {
         "mtpc plain": {"edits": 40.0},
         "llama.cpp copy": {"edits": 100.0},
     }
-    says = {"machine": {"cpu": "a", "threads": 2}, "versions": {"commit": "c"}}
+    says: dict[str, Any] = {"machine": {"cpu": "a", "threads": 2}, "benchmark": "copies"}
+    says["versions"] = {"commit": "c", "torch": "2"}
     point = {"step": 1, "seconds": 60, "right": [0.5, 0.2]}
     for name, more in (("copies", record), ("tune", {"progress": {"held_out": [point]}})):
         (tmp_path / name).write_text(json.dumps({**says, **more}))
     picture = tmp_path / "picture.png"
     given = [str(tmp_path / "copies"), str(picture), "--training", str(tmp_path / "tune")]
-    assert plot_drafts.main(given) == 0
+    assert plot.main(given) == 0
     assert picture.stat().st_size > 5000

@@ -13,10 +13,10 @@ import pytest
 import transformers
 
 import mtpc
-from benchmarks import decode, plot, report, waterfall
+from benchmarks import decode, plot, waterfall
 from benchmarks.harness import machine
-from benchmarks.harness.bandwidth import BandwidthProbe
 from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import (
     HYBRID_SHAPES,
     MOE_SHAPES,
@@ -79,8 +79,8 @@ def test_every_batch_is_set_beside_the_one_that_transformers_drafts_for(
     results: dict[str, Any],
 ) -> None:
     rows = [Row(**row) for row in results["rows"]]
-    column = list(report.COLUMNS).index("over use_mtp")
-    told = [(row, line[column]) for row, line in zip(rows, report.cells(rows), strict=True)]
+    column = list(decode.COLUMNS).index("over use_mtp")
+    told = [(row, line[column]) for row, line in zip(rows, decode.cells(rows), strict=True)]
     (peer,) = (row for row in rows if (row.model, row.engine) == ("glm4_moe", "transformers"))
     for row, ratio in told:
         over = f"{row.tokens_per_s / peer.tokens_per_s:.2f}x" if row.model == peer.model else "-"
@@ -290,8 +290,8 @@ def test_prompts_of_the_demo_are_text() -> None:
 
 def test_speedup_is_over_plain_decoding() -> None:
     rows = [_row(0, _sample(20.0, 0.0)), _row(2, _sample(10.0, 0.0))]
-    column = list(report.COLUMNS).index("over plain")
-    assert [line[column] for line in report.cells(rows)] == ["1.00x", "2.00x"]
+    column = list(decode.COLUMNS).index("over plain")
+    assert [line[column] for line in decode.cells(rows)] == ["1.00x", "2.00x"]
 
 
 def test_a_ratio_says_where_memory_was_faster() -> None:
@@ -299,8 +299,8 @@ def test_a_ratio_says_where_memory_was_faster() -> None:
     peer = Sample(Decoded(10, 20, 20.0, None), bandwidth=950.0, foreign_share=0.0)
     ours = Sample(Decoded(10, 20, 10.0, None), bandwidth=1900.0, foreign_share=0.0)
     rows = [replace(_row(0, peer), engine="vLLM"), _row(0, ours)]
-    column = list(report.COLUMNS).index("over vLLM")
-    assert [line[column] for line in report.cells(rows)] == ["1.00x", "2.00x (memory 2.00x)"]
+    column = list(decode.COLUMNS).index("over vLLM")
+    assert [line[column] for line in decode.cells(rows)] == ["1.00x", "2.00x (memory 2.00x)"]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from benchmarks.gpu.models import build, weigh
 from benchmarks.gpu.op_inputs import CALLS
 from benchmarks.gpu.ops import difference
 from benchmarks.gpu.pieces import cut_step
-from benchmarks.gpu.profile import Bytes, OperatorProfiler, gap_rows, kernel_rows, launches_in
+from benchmarks.gpu.profile import OperatorProfiler, gap_rows, kernel_rows, launches_in
 from benchmarks.gpu.rows import (
     APART,
     COMPILED,
@@ -40,7 +40,7 @@ from benchmarks.gpu.rows import (
     findings,
 )
 from benchmarks.gpu.schedule import Schedule
-from benchmarks.gpu.speed import OURS, Case, Plan, Task, tasks
+from benchmarks.gpu.speed import OURS, PROFILES, Case, Plan, Task, tasks
 from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.models.load import load
@@ -78,7 +78,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, *gaps = (row for row in found if row["part"] in ("profile", "gap"))
     kernels = [int(row["kernels"]) for row in found if row["part"] == "kernel"]
     assert int(whole["kernels"]) == sum(kernels) > 100
-    assert len(gaps) == 3 + 2, "three, then two more profiles"
+    assert len(gaps) == 3 + len(PROFILES) - 1, "three, then the other profiles"
     assert float(whole["floor_ms"]) + float(whole["gap_ms"]) == pytest.approx(
         float(whole["ms_device"]), rel=1e-4
     )
@@ -223,7 +223,7 @@ def test_gaps() -> None:
         ("triton_norm", 1, 1.5),
     ]
     assert launches_in(profiler) == 4
-    gaps = gap_rows(whole, kernels, Bytes(products=2 * 10**9, experts=0))
+    gaps = gap_rows(whole, kernels, products=2 * 10**9)
     assert [(r.engine, r.ms_device, r.floor_ms, r.gap_ms) for r in gaps] == [
         ("triton_norm", 1.5, 0.0, 1.5),
         ("matrix products", 3.0, 2.0, 1.0),
@@ -271,10 +271,13 @@ def test_bytes_of_a_step() -> None:
     head = nbytes["lm_head.weight"]
     rest = sum(nbytes.values()) - head - nbytes["model.embed_tokens.weight"]
     assert routed > 0
-    assert weigh(loaded, 100).target == rest
-    assert weigh(loaded, 1).target == rest - routed // 2, "two of four experts"
-    sizes = weigh(loaded, 100)
-    assert sizes.step(2) == rest + head + 2 * (sizes.draft + head)
+    sizes = weigh(loaded)
+    assert sizes.target_bytes == rest
+    assert sizes.step_bytes(0, batch=100) == rest + head
+    assert sizes.step_bytes(0) == rest + head - routed // 2, "two of four experts"
+    assert sizes.step_bytes(2, batch=100) == rest + head + 2 * (sizes.draft_bytes + head)
+    own = sum(sizes.expert_bytes)
+    assert sizes.step_bytes(1, batch=0) == rest + 2 * head + sizes.draft_bytes - own
 
 
 def test_findings_and_order() -> None:

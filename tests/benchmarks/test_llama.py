@@ -20,8 +20,7 @@ from benchmarks.peers.llama_decoder import (
     LlamaFiles,
     read_result,
 )
-from benchmarks.peers.llama_drafts import ServerDecoder, read_timings
-from benchmarks.peers.llama_server import SERVER, LlamaServer
+from benchmarks.peers.llama_server import SERVER, LlamaServer, ServerDecoder, read_timings
 from mtpc.weights.write_quantised import quantise_checkpoint
 
 LINE = (

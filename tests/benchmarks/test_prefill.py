@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import transformers
@@ -16,7 +16,7 @@ from benchmarks import context, memory, prefill
 from benchmarks.harness.decoders import Decoded
 from benchmarks.harness.sampling import Case, Row, Sample, summarise
 from benchmarks.peers import vllm_host
-from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaTimes
+from benchmarks.peers.llama_decoder import LlamaTimes
 from benchmarks.prefill import LlamaPrefill, TransformersPrefill
 
 PROMPT_TOKENS = 40
@@ -92,14 +92,12 @@ def test_llama_is_timed_by_its_prompt() -> None:
     """Its program decodes a token, too, whose time does not count."""
     asked = list[Any]()
 
-    class Program:
-        engine = "llama.cpp BF16"
-
+    class Program(LlamaPrefill):
         def run(self, *sizes: int) -> tuple[LlamaTimes, float]:
             asked.append(sizes)
             return LlamaTimes(prompt_s=2.0, decode_s=9.0), 3.5
 
-    done = LlamaPrefill(cast(LlamaDecoder, Program())).decode([[1, 2, 3]], 8)
+    done = Program(Path(), Path(), "BF16", threads=1).decode([[1, 2, 3]], 8)
     assert asked == [(1, 3, 1)]
     assert (done.seconds, done.tokens, done.child_cpu_s) == (2.0, 3, 3.5)
 

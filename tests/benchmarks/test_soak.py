@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import plot, soak
 from benchmarks.harness.results import new_record
 
 PRESSED = {"batch_buckets": (3,), "num_pages": 20, "sampling": True}
@@ -28,9 +29,11 @@ def test_the_traffic(compiled: Callable[..., Any], tmp_path: Path) -> None:
         assert getattr(last, name) > 0, name
     assert all(record.pages_used == record.slots_used == 0 for record in records)
     assert last.texts_changed == 0
-    made = new_record("soak", Namespace(), {"rows": [asdict(interval) for interval in records]})
+    asked = Namespace(warm_up=0.2, max_growth_mib=16.0, max_objects=2000)
+    made = new_record("soak", asked, {"rows": [asdict(interval) for interval in records]})
     assert [line[0] for line in soak.table(made).cells] == [str(r.tokens) for r in records]
-    soak.draw_png(made, soak.Bounds(), tmp_path / "soak.png")
+    (tmp_path / "soak.json").write_text(json.dumps(made))
+    assert plot.main([str(tmp_path / "soak.json"), str(tmp_path / "soak.png")]) == 0
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
