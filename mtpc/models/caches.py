@@ -150,6 +150,8 @@ class PagedKV:
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
         """Attention of query [1, N, T, D]; returns [1, T, N, D_v]."""
+        adds = options.get("softcap") or options.get("s_aux") is not None
+        assert self.k_shift is None or not adds, f"{type(module).__name__}: scores lose a number"
         out = ops.paged_attention(
             query[0].transpose(0, 1),
             self.k,
