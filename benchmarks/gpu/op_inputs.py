@@ -225,43 +225,48 @@ def _relu2_experts(new: Inputs) -> Iterator[Arguments]:
         yield new.normal(tokens, 256), *weights, ids, new.uniform(tokens, 2)
 
 
-def _recurrences(
-    new: Inputs, width: int, convolved: int, *state: int
-) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Arguments]]:
-    """Rows of a width, states, and what says where requests stand: some where the last step left
-    them, some that replay drafts, some that begin; then so many rows that they go in chunks."""
-    drafts, certain = 3, torch.ones(len(LENGTHS), dtype=torch.int32)
-    recurrent = torch.randn(5, *state, generator=new.generator) / 8
-    history = new.normal(5, drafts + convolved - 1, width)
-    standing = torch.tensor([0, 126, 33, 0, 28]).int()  # Of 128, 33 and 30 that were committed.
-    slots = torch.tensor([2, 4, 0, 1])
-    states = (recurrent, history, torch.where(torch.arange(5) < 4, standing, 0).int())
-    yield new.rows(width), (*states, slots), (*new.indices[1:], certain)
-    states = (recurrent.clone(), history.clone(), standing)
-    lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
-    starts, slots = torch.tensor([0, 70, 160]).int(), torch.tensor([3, 4])
-    yield new.normal(160, width), (*states, slots), (lens, starts, counts)
-
-
 def _gated_delta_rule(new: Inputs) -> Iterator[Arguments]:
-    key_heads, heads, dim, convolved = 2, 4, 64, 4
+    """Requests that stand where the last step left them, that replay drafts, that begin; then so
+    many rows that they go in chunks."""
+    key_heads, heads, dim, width, drafts = 2, 4, 64, 4, 3
     channels = (2 * key_heads + heads) * dim
-    weights = (new.normal(channels, convolved) / 2, new.normal(heads), new.normal(heads))
-    width = channels + 2 * heads
-    for rows, states, places in _recurrences(new, width, convolved, heads, dim, dim):
-        yield rows, *weights, *states, *places
+    slots = torch.tensor([2, 4, 0, 1])
+    weights = (new.normal(channels, width) / 2, new.normal(heads), new.normal(heads))
+    recurrent = torch.randn(5, heads, dim, dim, generator=new.generator) / 8
+    history = new.normal(5, drafts + width - 1, channels + 2 * heads)
+    standing = torch.zeros(5, dtype=torch.int32)
+    standing[2], standing[1] = 33, 126  # Of 33 and 128 that were committed.
+    certain = torch.ones(len(slots), dtype=torch.int32)
+    state = (recurrent, history, standing)
+    yield new.rows(channels + 2 * heads), *weights, *state, slots, *new.indices[1:], certain
+    standing = standing.clone()
+    standing[4] = 28  # Of 30 that were committed.
+    state, slots = (recurrent.clone(), history.clone(), standing), torch.tensor([3, 4])
+    lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
+    starts = torch.tensor([0, 70, 160]).int()
+    prompts = new.normal(160, channels + 2 * heads)
+    yield prompts, *weights, *state, slots, lens, starts, counts
 
 
 def _mamba2_scan(new: Inputs) -> Iterator[Arguments]:
-    """A bias of the convolution and groups, or neither."""
-    heads, dim, state_dim, convolved = 4, 64, 128, 4
+    """Of rows as `_gated_delta_rule` has; a bias of the convolution and groups, or neither."""
+    heads, dim, state_dim, width, drafts = 4, 64, 128, 4, 3
     for groups in (2, 1):
         channels = heads * dim + 2 * groups * state_dim
         bias = new.normal(channels) if groups > 1 else None
-        own = (new.normal(channels, convolved) / 4, bias, *(new.normal(heads) for _ in range(3)))
-        made = _recurrences(new, channels + heads, convolved, heads, state_dim, dim)
-        for rows, states, places in made:
-            yield rows, *own, *states, *places, groups
+        weights = (new.normal(channels, width) / 4, bias, *(new.normal(heads) for _ in range(3)))
+        recurrent = torch.randn(5, heads, state_dim, dim, generator=new.generator) / 8
+        history = new.normal(5, drafts + width - 1, channels + heads)
+        standing = torch.tensor([0, 126, 33, 0, 0]).int()
+        state = (recurrent, history, standing, torch.tensor([2, 4, 0, 1]))
+        certain = torch.ones(len(LENGTHS), dtype=torch.int32)
+        rows = new.rows(channels + heads)
+        yield rows, *weights, *state, *new.indices[1:], certain, groups
+        standing = torch.tensor([0, 0, 0, 0, 28]).int()  # Of 30 that were committed.
+        state = (recurrent.clone(), history.clone(), standing, torch.tensor([3, 4]))
+        lens, counts = torch.tensor([70, 120]).int(), torch.tensor([70, 90]).int()
+        prompts, starts = new.normal(160, channels + heads), torch.tensor([0, 70, 160]).int()
+        yield prompts, *weights, *state, lens, starts, counts, groups
 
 
 def _slot_attention(new: Inputs) -> Iterator[Arguments]:
