@@ -13,7 +13,7 @@ import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, drafts, set_threads
-from mtpc.cli.tables import print_rows, say
+from mtpc.cli.tables import print_table, say
 from mtpc.errors import MtpcError, OptionError
 from mtpc.layout.display import Tell, show_progress, stage_listener
 from mtpc.option_checks import AUTO
@@ -128,9 +128,9 @@ def _engines(
 
 
 def _print(task: str, outcomes: list[Outcome], quiet: bool) -> None:
-    from mtpc.evaluation.compare import NOTES, cells, compare
+    from mtpc.evaluation.compare import COLUMNS, NOTES, cells, compare
 
     rows = [cells(row, place == 0) for place, row in enumerate(compare(outcomes))]
-    print_rows(f"Answers of {task}", rows)
+    print_table(f"Answers of {task}", COLUMNS, rows)
     for note in () if quiet else NOTES:
         say(note, style="dim")

@@ -133,6 +133,8 @@ def _changed(outcome: Outcome, other: Outcome) -> int:
     return sum(a != b for a, b in zip(outcome.texts, other.texts, strict=True))
 
 
+COLUMNS = ("engine", "K", "score", "beside the first", "gained/lost", "texts changed", "from K=0",
+           "accepted by position", "seconds")  # fmt: skip
 NOTES = (
     "score: the share of questions answered rightly (exact match), or the harness's metric",
     "beside the first: difference of the scores, with the standard error of paired differences",
@@ -142,22 +144,21 @@ NOTES = (
 )
 
 
-def cells(row: Row, is_first: bool) -> dict[str, str]:
-    """A row for people, by the headings of its cells."""
+def cells(row: Row, is_first: bool) -> list[str]:
+    """The cells of a row, one for each of `COLUMNS`."""
     drafts = [f"{rate:.1%}" for rate in row.acceptance_by_position]
     plain = row.texts_changed_from_plain
-    difference = f"{100 * row.difference:+.2f} ± {100 * row.difference_error:.2f}"
-    return {
-        "engine": row.engine,
-        "K": "-" if row.spec_tokens is None else str(row.spec_tokens),
-        "score": f"{row.score:.1%}",
-        "beside the first": "-" if is_first else difference,
-        "gained/lost": "-" if is_first else f"{row.gained}/{row.lost}",
-        "texts changed": "-" if is_first else f"{row.texts_changed} of {row.questions}",
-        "from K=0": "-" if plain is None or not row.spec_tokens else str(plain),
-        "accepted by position": " ".join(drafts) or "-",
-        "seconds": f"{row.seconds:.1f}",
-    }
+    return [
+        row.engine,
+        "-" if row.spec_tokens is None else str(row.spec_tokens),
+        f"{row.score:.1%}",
+        "-" if is_first else f"{100 * row.difference:+.2f} ± {100 * row.difference_error:.2f}",
+        "-" if is_first else f"{row.gained}/{row.lost}",
+        "-" if is_first else f"{row.texts_changed} of {row.questions}",
+        "-" if plain is None or not row.spec_tokens else str(plain),
+        " ".join(drafts) or "-",
+        f"{row.seconds:.1f}",
+    ]
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
