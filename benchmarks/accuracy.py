@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
 from benchmarks.harness.results import Record, Table, publish
-from mtpc.evaluation.compare import NOTES, Row, answer_questions, cells, compare
+from mtpc.evaluation.compare import COLUMNS, NOTES, Row, answer_questions, cells, compare
 from mtpc.evaluation.engines import AnsweringEngine, MtpcEngine, TransformersEngine
 from mtpc.evaluation.tasks import encode_all, read_task
 
@@ -31,7 +31,7 @@ def table(record: Record) -> Table:
     """A record's table."""
     rows = [Row(**row) for row in record["rows"]]
     body = [cells(row, place == 0) for place, row in enumerate(rows)]
-    return Table("Right answers", [*body[0]], [[*row.values()] for row in body], NOTES)
+    return Table("Right answers", COLUMNS, body, NOTES)
 
 
 def engines(args: argparse.Namespace, tell: Any) -> Iterator[AnsweringEngine]:
