@@ -252,7 +252,7 @@ LINES = {
     "host": 520,
     "integrations": 5110,
     "layout": 1210,
-    "models": 9580,
+    "models": 9590,
     "ops": 2810,
     "passes": 2600,
     "program": 5020,
