@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value, spots, sum_of
-from mtpc.certificate.lemmas import FACTS, lemma
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value, is_iota
+from mtpc.certificate.moves import same_pages
+from mtpc.certificate.sums import REQUEST, Sum, layout_of, minus, number, places, plus, start
 
 
 def _is_exact(c: Checker) -> bool:
@@ -16,8 +18,8 @@ def _is_exact(c: Checker) -> bool:
     if c.base in tables.EXACT:
         return True
     if c.base == "pow":
-        number, dtype = c.args["exponent"], c.dtypes[0]
-        return number == 2 or (number == -0.5 and dtype == "float32") or c.on_gpu
+        power, dtype = c.args["exponent"], c.dtypes[0]
+        return power == 2 or (power == -0.5 and dtype == "float32") or c.on_gpu
     if c.on_gpu:
         return c.base in tables.THREADS
     return c.base in tables.INTERPRETED and c.op not in c.dispatched
@@ -32,191 +34,263 @@ def elementwise(c: Checker) -> Value:
     if c.at("other") is None:
         return _of_one(c, dims, kind, values[0])
     one, other = values[:2]
-    facts = _facts(c, one, other)
     if kind == Kind.PAIR:
-        return _of_two(c, dims, one, other, facts)
-    tag = _tag(c, one, other)
-    if kind == Kind.PLACE and not tag and (not facts or c.base == "__and__"):
+        return _of_two(c, dims, one, other)
+    facts = _facts(c, one, other)
+    named = _arithmetic(c, dims, one, other)
+    if kind == Kind.PLACE and named is None and (not facts or c.base == "__and__"):
         c.unknown("computes with numbers of places")
-    return c.make(dims, kind, tag, facts)
+    return c.make(dims, kind, named, facts)
 
 
-def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value, facts: set[Any]) -> Value:
+def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Value:
     """Rows against requests, or against rows."""
-    kinds = {one.kind, other.kind}
-    are_rows = one.tag == other.tag and one.tag[:1] in (("row",), ("request",))
+    kinds, are_requests = {one.kind, other.kind}, one.number == other.number == REQUEST
+    are_rows = are_requests or (one.number == other.number == _row(c, one, other))
     if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
         c.unknown("computes with numbers of places", one, other)
-    if c.base == "eq" and one.tag == other.tag == ("request",):
+    if c.base == "eq" and are_requests:
         return c.make(dims, Kind.DIAGONAL)
     is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
-    return c.make(dims, Kind.DIAGONAL, (), facts) if is_masked else c.make(dims, Kind.PAIR)
+    facts = _both(one, other) if is_masked and c.base == "__and__" else ()
+    return c.make(dims, Kind.DIAGONAL if is_masked else Kind.PAIR, None, facts)
 
 
-def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
-    """What the result of arithmetic names."""
-    number = other.tag[1] if other.tag[:1] == ("#",) else None
-    if c.args.get("alpha", 1) != 1 or (one.tag[:1] == ("shift",) and one.tag not in c.shifts):
-        return ()
-    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
-        return ("numbered",)
-    if c.base == "mul" and one.tag == ("request",) and number is not None:
-        return ("start", (("1", number),))
-    if c.base == "add" and c.bounds(one) and c.bounds(other):
-        return ("bounds", sum_of(c.bounds(one), c.bounds(other)))
-    if one.tag[:1] == ("iota",) and number is not None and c.base == "mul":
-        return ("iota", one.tag[1] * number)
-    if one.tag == ("iota", 1) and number is not None and c.base == "sub" and number > 0:
-        return ("before", number)
-    is_whole = one.tag[:1] == ("place",) and number and one.tag[2] % number == 0
-    if c.base == "floor_divide" and is_whole:
-        return ("page", spots(one.tag[2] // number, one.tag[1]))
-    if c.base == "remainder" and number is not None and Kind.PLACE not in (one.kind, other.kind):
-        return ("mod", number)
-    if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
-        c.counts[((c.name, 1),)] = (one.tag[1], None)
-        c.single |= {((c.name, 1),)} if "single" in other.facts else set()
-    tag = lemma("sub" if c.base == "rsub" else c.base, one, other)
-    if one.tag[:1] == ("tail+",) and c.counts.get(one.tag[2]) != (one.tag[1], None):
-        return ()
-    if c.base == "minimum" and tag and tag[1] not in c.counts:
-        return ()
-    if tag[:1] == ("window",):
-        made = c.windows.get(tag[3], ("", "", "", ""))
-        return ("window", *made[1:]) if (made[1], made[3]) == tag[1:3] else ()
-    return tag
+def _row(c: Checker, one: Value, other: Value) -> Sum | None:
+    """The number of a row, if both are such numbers."""
+    layout = layout_of(one.number)
+    return None if layout is None else plus((start(layout), 1), (c.offset(layout), 1))
+
+
+def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Sum | None:
+    """What the result is as a sum; None: it is not followed."""
+    a, b = one.number, other.number
+    if c.base == "mul" and b is not None and a == plus((REQUEST, 1), (number(1), 1)):
+        return (("numbered 1", 1),) if "on" in other.those("if") else None
+    count = dict(b).get("1", 0) if b is not None and set(dict(b)) <= {"1"} else None
+    if c.base == "remainder" and count and count > 0 and Kind.PLACE not in (one.kind, other.kind):
+        return c.part(dims, [()], [number(count - 1)], is_loose=True)
+    moved = one.those("most") | other.those("most")
+    if a is None or b is None or moved or c.args.get("alpha", 1) != 1 or _share(a, b, "~"):
+        return None
+    if c.base == "mul" and count is not None:
+        return plus((a, count))
+    if c.base in ("add", "sub", "rsub"):
+        made = plus((a, 1), (b, 1 if c.base == "add" else -1))
+        widths = {part.partition("//")[2] for part, _ in made} - {""}
+        return made if len(widths) < 2 else None  # Windows of two widths are not counted together.
+    if c.base in ("minimum", "maximum") and places(a) == places(b):
+        rests = [minus(given, places(given)) for given in (a, b)]
+        return plus((places(a), 1), (_extreme(c, dims, layout_of(a) or (), *rests), 1))
+    if c.base == "floor_divide" and count and count > 0:
+        whole = tuple((part, n // count) for part, n in a if n % count == 0)
+        rest = tuple((part, n) for part, n in a if n % count)
+        if rest and not places(rest):
+            low = plus((rest, Fraction(1, count)), (number(1), Fraction(1 - count, count)))
+            high = plus((rest, Fraction(1, count)))
+            return plus((whole, 1), (c.part(dims, [low], [high], end=f"//{count}"), 1))
+        return None if rest else whole
+    return None
+
+
+def _share(one: Sum, other: Sum, word: str = "") -> bool:
+    return any(part.startswith(word) for part in dict(one).keys() & dict(other).keys())
+
+
+def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: Sum) -> Sum:
+    """The smaller of two numbers of a request, or the larger."""
+    holds = c.bounds.holds
+    if c.base == "maximum":
+        tops = [one, other, *(plus((a, 1), (n, 1)) for a, n in c.accepted(layout))]
+        high = [top for top in tops if holds(minus(top, one)) and holds(minus(top, other))]
+        return c.part(dims, [one, other], high)
+    is_count = one in c.layouts - c.masked  # A request that is on has a row.
+    is_count |= holds(minus(one, REQUESTS))
+    low = [REQUESTS] if is_count and holds(minus(other, REQUESTS)) else []
+    low += [()] if holds(one) and holds(other) else []
+    return c.part(dims, low, [one, other], None if is_count else False)
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
-        return c.make(dims, value.kind, value.tag, value.facts)
-    name, most = value.tag[0] if value.tag else "", c.args.get("max")
-    if c.base == "clamp" and c.args["min"] == 0 and name == "off" and most is not None:
-        return c.make(dims, kind, ("capped", value.tag[1], most + 1))
-    if kind != Kind.PLACE and name != "before":
-        return c.make(dims, kind)
-    if c.base != "clamp" or c.args["min"] not in (None, 0):
+        is_whole = "float" not in c.dtypes[0]
+        named = value.number if is_whole else None
+        if kind == Kind.PLACE and named is None:
+            c.unknown("computes with numbers of places")
+        return c.make(dims, value.kind, named, value.facts)
+    named, least, most = value.number, c.args.get("min"), c.args.get("max")
+    is_place = kind == Kind.PLACE or (kind == Kind.CONST and named is not None)
+    if is_place and c.base == "clamp" and least in (None, 0):
+        is_request = "nth" in value.facts and most == c.num_reqs - 1
+        moved = {("most", most)} if most is not None and not is_request else ()
+        return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
+    if kind == Kind.PLACE:
         c.unknown("computes with numbers of places")
-    tag = ("request",) if name == "nth" else value.tag
-    return c.make(dims, kind, tag, {("most", most)} if most is not None else ())
+    if c.base != "clamp" or named is None or "float" in c.dtypes[0]:
+        return c.make(dims, kind)
+    low = [number(least)] if least is not None else []
+    high = [named] if least is None or c.bounds.holds(minus(named, number(least))) else []
+    high += [number(most)] if most is not None else []
+    is_loose = not all(part.startswith("off(") for part, _ in named)
+    return c.make(dims, kind, c.part(dims, low, high, is_loose))
+
+
+def _both(one: Value, other: Value) -> set[Any]:
+    """What holds if two conditions do."""
+    is_active = "active" in other.those("if")
+    lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
+    return {f for f in one.facts | other.facts if isinstance(f, str) or f[0] == "if"} - lost
 
 
 def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
-    """What a comparison says where it is true."""
-    number = other.tag[1] if other.tag[:1] == ("#",) else None
-    name = one.tag[0] if one.tag else ""
+    """What a comparison says where it is true, and where it is not."""
+    a, b = one.number, other.number
     if c.base == "__and__":
-        is_active = other.tag == ("cnt", ((c.active[1:], 1),))
-        lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
-        return set(one.facts | other.facts) - lost
-    if c.base == "lt" and name == "nth" and number == c.num_reqs:
-        return {"live", "active"} if one.dims[0] in c.windows else {"live"}
-    if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
-        return {"live", "active"} if c.base == "ne" else {"nowhere"}
-    found = lemma(c.base, one, other, FACTS)
-    if found[:1] == ("fits",) and number != c.most_rows:
+        return _both(one, other)
+    if a is None or b is None or c.base not in tables.COMPARISONS:
         return set()
-    return {found if found[1:] else found[0]} if found else set()
+    if "nth" in one.facts:
+        is_live = c.base == "lt" and b == number(c.num_reqs)
+        return _if("live", *["active"] * (one.dims[0] in c.masked)) if is_live else set()
+    if places(a):
+        is_null = _base(a).startswith(("slot", "page")) and not b
+        if "kept" in one.facts and b == number(-1) and c.base in ("eq", "ne"):
+            word = "else" if c.base == "eq" else "if"
+            return {(word, "live"), (word, "active")}
+        is_end = layout_of(a) is not None and minus(a, start(layout_of(a) or ())) == layout_of(a)
+        is_fit = is_end and c.base == "le" and b == number(c.most_rows or 0)
+        return {("else", "off")} if is_fit else {"null"} if is_null else set()
+    if _share(a, b) or (places(b) and not places(a)):
+        return set()
+    more = {"gt": (minus(a, b), -1), "ge": (minus(a, b), 0), "lt": (minus(b, a), -1),
+            "le": (minus(b, a), 0)}  # fmt: skip
+    if c.base not in more:
+        return set()
+    gap, least = more[c.base]
+    true = plus((gap, 1), (number(1), least))
+    false = plus((gap, -1), (number(1), -1 - least))
+    return {("if", true), ("else", false), *([("if", "on"), ("else", "off")] if _is_on(c, b, a) else [])}
+
+
+def _is_on(c: Checker, b: Sum, a: Sum) -> bool:
+    """Whether "more than 0" says that a request is on: the number counts its rows, too."""
+    if c.base != "gt" or b:
+        return False
+    counts = [*(c.layouts - c.masked), number(1)]
+    return any(c.bounds.holds(minus(a, count)) for count in counts)
+
+
+def _if(*facts: str) -> set[Any]:
+    return {("if", fact) for fact in facts}
+
+
+def _base(given: Sum | None) -> str:
+    """The only part that is a place."""
+    found = places(given)
+    return found[0][0] if len(found) == 1 else ""
 
 
 def compare(c: Checker) -> Value:
     """Also: the numbers of rows against the ends, or against one row, of every request."""
     one, other = c.at("self"), c.at("other")
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
-        is_iota = one.tag == ("iota", 1) or (one.tag == ("request",) and one.dims[0] == REQUESTS)
-        if is_iota and c.base == "ge" and other.tag[:1] == ("end",):
-            return c.make((other.tag[1], REQUESTS), Kind.PAIR, facts={"ended"})
-        if is_iota and c.base == "eq" and other.tag[:1] == ("anchor",):
-            return c.make((other.tag[1], REQUESTS), Kind.DIAGONAL, facts={"anchors"})
+        is_row = is_iota(one) or (one.number == REQUEST and one.dims[0] == REQUESTS)
+        layout = layout_of(other.number)
+        if is_row and layout is not None:
+            rest = minus(other.number or (), start(layout))
+            if c.base == "ge" and rest == layout:
+                return c.make((layout, REQUESTS), Kind.PAIR, facts={"ended"})
+            if c.base == "eq" and c.anchored(rest, layout):
+                return c.make((layout, REQUESTS), Kind.DIAGONAL, facts={"anchors"})
     return elementwise(c)
-
-
-_MASKED = {
-    "pos*": ("pos", 2, 0, {"live", "active"}),
-    "head": ("cnt", 1, 0, {"on"}),
-    "place": ("place", 2, -1, {"live", "active"}),
-    "spill": ("place", 2, -1, {"live", "active", "fewer"}),
-}
-"""What a number names that becomes another one where a condition does not hold: tag -> tag, how
-many of its parameters, the other number, what the condition says."""
 
 
 def where(c: Checker) -> Value:
     condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
-    one, other = _met(c, condition, one, "where"), _met(c, condition, other, "unless")
-    is_each = isinstance(one, Value) and isinstance(other, Value)
-    found = (_either if is_each else _replaced)(c, condition, one, other)
+    known = [_branch(condition, word) for word in ("if", "else")]
+    one, other = (_met(c, v, facts) for v, facts in zip((one, other), known, strict=True))
     given = [v for v in (condition, one, other) if isinstance(v, Value)]
+    if len(given) == 3:
+        found = _either(c, condition, one, other)
+    elif len(given) == 2:
+        is_first = isinstance(one, Value)
+        found = _replaced(c, condition, *((one, other) if is_first else (other, one)), is_first)
+    else:
+        found = c.meet(condition)
+        ends = [number(given) for given in sorted((one, other))]
+        if found.kind in (Kind.CONST, Kind.OWN) and isinstance(one, int) and isinstance(other, int):
+            found = replace(found, number=c.part(found.dims, ends[:1], ends[1:], is_loose=True))
     together = {"together"} if any("together" in v.facts for v in given) else set()
     return replace(found, facts=found.facts | together)
 
 
-def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
-    """Some elements become a number."""
-    is_first = isinstance(one, Value)
-    value, number = (one, other) if is_first else (other, one)
-    if not isinstance(value, Value):
-        return c.meet(condition, facts=_sizes(one, other))
-    dims, kind, (_, value) = c.join(condition, value)
-    name, facts = value.tag[0] if value.tag else "", condition.facts
-    tag, count, wanted, needed = _MASKED.get(name, ("", 0, 0, set()))
-    if tag and is_first and number == wanted and needed <= facts:
-        return c.make(dims, kind, (tag, *value.tag[1 : count + 1]), {"kept"} if number else ())
-    if name == "news" and is_first and number == 0 and "on" in facts:
-        c.windows[((c.name, 1),)] = value.tag
-    known = _kept(c, condition, value, number, is_first)
-    if known is not None:
-        return c.make(dims, kind, value.tag, known)
-    if value.kind == Kind.PLACE:
-        c.unknown("replaces numbers of places")
-    if name == "cnt" and not is_first:
-        c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
-    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and number < 0}
-    return c.meet(condition, value, facts=beyond)
+def _branch(condition: Value, word: str) -> set[Any]:
+    """What holds where a condition is true ("if"), or not ("else")."""
+    flag = condition.number or ()
+    found = minus(flag, REQUESTS) if word == "if" else minus((), flag)
+    return condition.those(word) | ({found} if len(flag) == 1 else set())
 
 
-def _met(c: Checker, condition: Value, value: Any, word: str) -> Any:
-    """A value without the conditions that hold where it is taken: under `condition`, or unless."""
+def _met(c: Checker, value: Any, known: Collection[Any]) -> Any:
+    """A value without the conditions that hold where it is taken."""
     if not isinstance(value, Value):
         return value
-    known = {(word, fact) for fact in (*condition.facts, c.origin("condition"))}
-    beyond = {("beyond", fact[1]) for _, fact in value.facts & known if fact[0] == "within"}
-    return replace(value, facts=value.facts - known | beyond)
+    sums = {fact for fact in known if isinstance(fact, tuple)}
+    met = {goal for goal in value.those("goal") if c.bounds.holds(goal, sums)}
+    taken = {("goal", goal) for goal in met}
+    return replace(value, facts=value.facts - taken | {("beyond", goal) for goal in met})
 
 
-def _sizes(one: Any, other: Any) -> set[Any]:
-    """What is known of a number that is one of two."""
-    return ({"positive"} if min(one, other) > 0 else set()) | (
-        {"single"} if max(one, other) == 1 else set()
-    )
+def _replaced(c: Checker, condition: Value, value: Value, other: Any, is_first: bool) -> Value:
+    """Elements become a number where a condition holds, or where it does not."""
+    known = _branch(condition, "if" if is_first else "else")
+    dims, kind, (_, value) = c.join(condition, value)
+    named, holds, low, high = value.number, c.bounds.holds, [], []
+    if value.kind == Kind.PLACE:
+        return _masked(c, dims, value, other, known)
+    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and other < 0}
+    if kind == Kind.PLACE or named is None or not isinstance(other, int):
+        return c.meet(condition, value, facts=beyond)
+    if is_first and "off" in condition.those("else") and other == 0:
+        low, high = [named], [named]
+    elif holds(named) and other >= 0:
+        flag = condition.number if not is_first else None
+        low = [()]
+        high = [plus((named, 1), (flag or (), other))] if other == 0 or flag else []
+    part = c.part(dims, low, high) if kind in (Kind.CONST, Kind.OWN) else None
+    if part and known & {"on", "active"} and other == 0:
+        c.masked.add(part)
+    return c.make(dims, kind, part, beyond)
 
 
-def _kept(
-    c: Checker, condition: Value, value: Value, number: Any, is_first: bool
-) -> set[Any] | None:
-    """What is known of a value of which some elements become a number that names no place; None
-    if nothing is."""
-    name, facts = value.tag[0] if value.tag else "", condition.facts
-    if name == "place" and number == -1:
-        return {"kept"} if ("nowhere" in facts and not is_first) or "kept" in value.facts else None
-    is_active = condition.tag == ("cnt", ((c.active[1:], 1),))
-    keeps = name in ("slot", "page", "ring") or (name == "len" and is_first and is_active)
-    keeps |= name == "cnt" and is_first and ("fits", value.tag[1]) in facts
-    return set() if keeps and number == 0 else None
+def _masked(
+    c: Checker, dims: Sequence[Layout], value: Value, other: Any, known: set[Any]
+) -> Value:
+    """Numbers of places of which some become 0, which is nobody's, or -1, which is none."""
+    (part, count), *others = places(value.number)
+    rest = minus(value.number or (), ((part, count),))
+    is_state = not others and part.startswith(("slot", "page"))
+    if is_state and other == 0 and c.within(rest, number(1 - count), ()):
+        return c.make(dims, Kind.PLACE, value.number)
+    if is_state and other == -1 and ({"live", "active"} <= known or "kept" in value.facts):
+        sums = {("if", fact) for fact in known if isinstance(fact, tuple)}
+        return c.make(dims, Kind.PLACE, value.number, {"kept", *sums})
+    c.unknown("replaces numbers of places")
 
 
 def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
-    if one.is_conditional:
+    if one.those("goal"):
         c.unknown("has rows that may be another request's", one)
     if "accepted" in condition.facts:
-        return c.make(one.dims, one.kind, one.tag)
+        return c.make(one.dims, one.kind, one.number)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
-        is_own = c.join(condition, one)[1] in (Kind.OWN, Kind.UPTO)
-        return (
-            c.make(condition.dims, Kind.UPTO) if is_own else c.unknown("mixes rows", condition, one)
-        )
-    if one.tag[:1] == ("page",) and one.tag == other.tag:
-        return c.make(c.join(condition, one, other)[0], Kind.PLACE, one.tag)
+        if c.join(condition, one)[1] not in (Kind.OWN, Kind.UPTO):
+            c.unknown("mixes rows", condition, one)
+        return c.make(condition.dims, Kind.UPTO)
+    dims, kind, _ = c.join(condition, one, other)
+    named = same_pages(c, dims, (one, other)) if kind == Kind.PLACE else None
+    if named:
+        return c.make(dims, kind, named)
     return c.meet(condition, one, other)
 
 
@@ -258,16 +332,17 @@ def _folded_place(
     c: Checker, value: Value, axes: list[int], dims: Sequence[Layout]
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
-    bounds = c.bounds(value)
-    if c.base == "amax" and (value.tag == ("numbered",) or bounds):
-        return c.make([None] * len(dims), Kind.PLACE, ("used", bounds or REQUESTS))
-    if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
-        return c.make(dims, Kind.PLACE, ("end", value.tag[1]))
+    ends = c.as_bounds(value)
+    if c.base == "amax" and (ends or _base(value.number) == "numbered 1"):
+        layout = layout_of(ends.number) if ends else REQUESTS
+        return c.make([None] * len(dims), Kind.PLACE, start(layout or (), "used"))
+    if c.base == "cumsum" and value.dims == (REQUESTS,) and value.kind == Kind.OWN:
+        return c.make(dims, Kind.PLACE, c.ends(value.number or ()))
     if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
-        return c.make([REQUESTS], Kind.PLACE, ("end", ((c.args["self"][1:], 1),)))
+        return c.make([REQUESTS], Kind.PLACE, c.ends(c.bounds.add(c.args["self"][1:])))
     if c.base == "sum" and "ended" in value.facts and axes == [1]:
-        return c.make(dims, Kind.PLACE, ("nth",))
+        return c.make(dims, Kind.PLACE, REQUEST, {"nth"})
     is_by_request = value.kind == Kind.DIAGONAL and value.dims[1] == REQUESTS
     if is_by_request and c.base in ("sum", "any") and axes == [1]:
-        return c.make(dims, Kind.OWN, facts=value.facts & {"anchors"})
+        return c.make(dims, Kind.OWN, None, value.facts & {"anchors"})
     return None

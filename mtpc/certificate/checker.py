@@ -5,13 +5,13 @@ What each operator gives is for rules.py, which has them by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NoReturn
 
 from mtpc.certificate import tables
+from mtpc.certificate.sums import REQUEST, Bounds, Sum, minus, number, places, plus, start
 
 
 class Kind(IntEnum):
@@ -28,10 +28,9 @@ class Kind(IntEnum):
 
 Line = Sequence[Any]
 Layout = Any
-"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state. A
-tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),) as
-many as the value x says."""
-REQUESTS: Layout = (("1", 1),)
+"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state.
+"bounds": one for each request, and one more. A sum: rows of requests, of which each has so many."""
+REQUESTS: Layout = number(1)
 
 
 @dataclass(frozen=True)
@@ -42,35 +41,37 @@ class Value:
         shape: sizes; text where they are open.
         dims: a `Layout` for each dimension.
         kind: how much is known.
-        tag: what an integer names, and of what: see `lemmas.LEMMAS`.
-        facts: what is known where a boolean is true; conditions under which a value is known.
+        number: what an integer is; None: not followed.
+        facts: words, and pairs: ("if", x) and ("else", x), where x holds if a boolean is true, or
+            false; ("goal", sum), where the value is known only if the sum is 0 or more.
         why: the operator that made it `any`.
     """
 
     shape: tuple[Any, ...]
     dims: tuple[Layout, ...]
     kind: Kind = Kind.CONST
-    tag: tuple[Any, ...] = ()
+    number: Sum | None = None
     facts: frozenset[Any] = frozenset()
     why: str = ""
 
-    @property
-    def is_conditional(self) -> bool:
-        """Whether rows may be another request's where a condition does not hold."""
-        return any(fact[0] in ("unless", "where") for fact in self.facts)
+    def those(self, word: str) -> set[Any]:
+        """The facts that are pairs of a word."""
+        return {fact[1] for fact in self.facts if isinstance(fact, tuple) and fact[0] == word}
 
     def __str__(self) -> str:
-        dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
-        return f"{self.kind.name.lower()}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
+        dims = ", ".join(map(text_of, self.dims))
+        named = text_of(self.number) if self.number and self.kind != Kind.ANY else ""
+        return f"{self.kind.name.lower()}[{dims}] {named}".rstrip()
+
+
+def text_of(given: Layout) -> str:
+    if not isinstance(given, tuple):
+        return given or "-"
+    return " + ".join(str(n) if part == "1" else f"{n}*{part}" for part, n in given)
 
 
 class UnknownError(Exception):
-    """Nothing is known of what a line gives.
-
-    Args:
-        results: of the line, of the kind `any`.
-        why: nothing is known.
-    """
+    """Nothing is known of what a line gives; `results` has the kind `any`."""
 
     def __init__(self, results: Any, why: str) -> None:
         super().__init__(why)
@@ -79,27 +80,6 @@ class UnknownError(Exception):
 
 class RefusedError(Exception):
     """The listing proves nothing; the message names the operator, and its line."""
-
-
-def text_of(layout: Any) -> str:
-    if not isinstance(layout, tuple):
-        return str(layout)
-    return "+".join(str(n) if name == "1" else f"{n}*{name}" for name, n in layout)
-
-
-def sum_of(one: Layout, other: Layout) -> Layout:
-    return tuple(sorted((Counter(dict(one)) + Counter(dict(other))).items()))
-
-
-def pool_of(name: Any) -> str:
-    """The first dimension of the state whose places a tag names."""
-    rings = f"pages {name}*S - {name - 1}" if isinstance(name, int) else f"pages {name}"
-    return "slots" if name == "S" else rings
-
-
-def spots(rows: Any, pages: Any) -> Any:
-    """The name of pages that are seen as so many pages each."""
-    return pages if rows == 1 else f"spots {rows} of {pages}"
 
 
 class Checker:
@@ -115,10 +95,11 @@ class Checker:
         buffers: line -> the name of the state that it is, or is the first part of.
         content: what the step has written to buffers of the batch.
         memory: line -> the first line whose memory it shares.
-        counts: count -> one that is no smaller, and the condition under which it may be.
-        single: counts of which none is over 1.
-        windows: counts of windows that rows close -> their tag.
-        shifts: tags of numbers that are rows of another layout, because acceptance ends there.
+        bounds: of the parts of sums.
+        layouts: counts of rows.
+        masked: parts that are 0 for requests that are off.
+        anchors: numbers of last accepted rows -> layouts of which these are rows.
+        loose: parts that may be anything between two numbers: no rows are taken by them.
 
     Raises:
         RefusedError: it is no listing of a step.
@@ -130,10 +111,11 @@ class Checker:
         self.buffers: dict[str, str] = {}
         self.content: dict[str, Value] = {}
         self.memory: dict[str, str] = {}
-        self.counts: dict[Layout, tuple[Layout, Any]] = {}
-        self.single: set[Layout] = set()
-        self.windows: dict[Layout, tuple[Any, ...]] = {}
-        self.shifts: set[tuple[Any, ...]] = set()
+        self.bounds = Bounds()
+        self.layouts: set[Sum] = set()
+        self.masked: set[Sum] = set()
+        self.anchors: dict[Sum, list[Sum]] = {}
+        self.loose: set[str] = set()
         self.calls = {line[0]: line for line in lines}
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
@@ -198,7 +180,7 @@ class Checker:
         """A result as the line's operator reads it."""
         if not isinstance(found, Value) or self.base in tables.CARRIERS:
             return found
-        if found.is_conditional:
+        if found.those("goal"):
             return replace(found, kind=Kind.ANY, why=self.because("has rows of another request"))
         if "together" in found.facts and self.op not in tables.REPORTS:
             return replace(found, kind=Kind.ANY, why=self.because("has later rows of its request"))
@@ -221,39 +203,97 @@ class Checker:
         )
 
     def make(
-        self, dims: Sequence[Layout], kind: Kind, tag: tuple[Any, ...] = (), facts: Any = ()
+        self, dims: Sequence[Layout], kind: Kind, named: Sum | None = None, facts: Iterable[Any] = ()
     ) -> Value:
         """The only result."""
         if kind == Kind.ANY:
             self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
-        is_place = bool(tag) and tag[0] in tables.PLACES
-        kind = Kind.PLACE if is_place else Kind.OWN if kind == Kind.PLACE else kind
-        if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and not tag:
-            tag = ("cnt", ((self.name, 1),))
-        is_active = {"active"} if f"%{self.name}" == self.active else set()
-        return Value(self.shapes[0], tuple(dims), kind, tag, frozenset(facts) | is_active)
+        kind = Kind.PLACE if places(named) else Kind.OWN if kind == Kind.PLACE else kind
+        if f"%{self.name}" == self.active:
+            facts = {*facts, ("if", "active"), ("else", "off")}
+        if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and named is None:
+            named = self.part(dims, [()] if "natural" in facts else [])
+        return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
-    def bounds(self, value: Any) -> Layout:
-        """The layout whose bounds a value has; None for another one."""
-        if not isinstance(value, Value) or not value.tag:
+    def part(
+        self,
+        dims: Sequence[Layout],
+        low: Sequence[Sum] = (),
+        high: Sequence[Sum] = (),
+        is_loose: bool | None = False,
+        end: str = "",
+    ) -> Sum:
+        """The line's result as a part of sums; `loose` ones may be anything between two numbers."""
+        differs = any(
+            dim is None and size != 1
+            for dim, size in zip(dims[::-1], self.shapes[0][::-1], strict=False)
+        )
+        made = self.bounds.add("~" * differs + self.name + end, low, high)
+        if is_loose or (is_loose is False and self.is_loose(*low, *high)):
+            self.loose.add(made[0][0])
+        return made
+
+    def is_loose(self, *given: Sum) -> bool:
+        return any(part in self.loose for one in given for part, _ in one)
+
+    def ends(self, layout: Sum) -> Sum:
+        """Where the rows of a request end, of which it has so many: 0 or more."""
+        self.layouts.add(layout)
+        for part, _ in layout:
+            if part != "1":
+                self.bounds.add(part, [()])
+                self.loose.discard(part)
+        return plus((start(layout), 1), (layout, 1))
+
+    def within(self, rest: Sum, low: Sum, high: Sum, known: Iterable[Sum] = ()) -> bool:
+        """Whether a number of a request is between two."""
+        facts = frozenset(known)
+        return self.bounds.holds(minus(rest, low), facts) and self.bounds.holds(
+            minus(high, rest), facts
+        )
+
+    def anchored(self, rest: Sum, layout: Sum) -> bool:
+        """Whether a request's row of that number is the last accepted one."""
+        return any(minus(rest, shift) == one for one, shift in self.accepted(layout))
+
+    def accepted(self, layout: Sum) -> Iterable[tuple[Sum, Sum]]:
+        """Numbers of last accepted rows, and how many rows a layout has before those rows."""
+        for one, layouts in self.anchors.items():
+            shifts = (minus(layout, read) for read in layouts)
+            yield from ((one, shift) for shift in shifts if all(n > 0 for _, n in shift))
+
+    def offset(self, layout: Sum) -> Sum:
+        """How far a row is from the first of its request."""
+        if layout == REQUESTS:
+            return ()
+        name = f"off({text_of(layout)})".replace(" ", "")
+        if name not in self.bounds.known:
+            self.bounds.add(name, [()], [minus(layout, REQUESTS)])
+        return ((name, 1),)
+
+    def as_bounds(self, value: Any) -> Value | None:
+        """Where requests' rows begin, by request, and where the last one's end; None: another."""
+        if not isinstance(value, Value) or value.number is None:
             return None
-        if value.tag[0] == "iota" and max(value.shape) == self.num_reqs + 1:
-            return (("1", value.tag[1]),)
-        return value.tag[1] if value.tag[0] == "bounds" else None
+        (part, count), *others = value.number or (("", 0),)
+        if part.startswith("~iota") and not others and max(value.shape) == self.num_reqs + 1:
+            dims = ["bounds" if size != 1 else None for size in value.shape]
+            return replace(value, dims=tuple(dims), kind=Kind.PLACE, number=plus((REQUEST, count)))
+        return value if "bounds" in value.dims else None
 
     def meet(self, *given: Any, facts: Iterable[Any] = ()) -> Value:
         """What is computed element by element of values that name no places."""
         dims, kind, _ = self.join(*given)
         if kind == Kind.PLACE:
             self.unknown("has numbers of places")
-        return self.make(dims, kind, (), facts)
+        return self.make(dims, kind, None, facts)
 
     def join(self, *given: Any) -> tuple[list[Layout], Kind, list[Value]]:
         """What is computed element by element: its dimensions, its kind, and the operands.
 
         Rows of two layouts must not meet, nor rows and numbers that follow from their places.
         """
-        values = [v if isinstance(v, Value) else Value((), (), Kind.CONST, ("#", v)) for v in given]
+        values = [v if isinstance(v, Value) else scalar(v) for v in given]
         rank = max(len(v.dims) for v in values)
         dims: list[Layout] = [None] * rank
         for v in values:
@@ -262,8 +302,8 @@ class Checker:
                 if dim is not None and dims[axis] not in (None, dim) and not is_only:
                     self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
-        values = [self._resolved(v, dims) for v in values]
-        if any(v.kind == Kind.ANY or v.is_conditional for v in values):
+        values = [self._resolved(v, dims[rank - len(v.dims) :]) for v in values]
+        if any(v.kind == Kind.ANY or v.those("goal") for v in values):
             self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
         if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
@@ -272,37 +312,41 @@ class Checker:
 
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
-        own = tuple(dims[len(dims) - len(value.dims) :])
-        is_number = value.tag[:1] in (("iota",), ("numbers",)) and max(value.shape) == 1
+        counts = [one for one in value.number or () if one[0].startswith("~iota")]
+        offset = minus(value.number or (), tuple(counts))
+        is_count = counts and counts[0][1] > 0 and offset in ((), REQUESTS)
         met = [
             new
-            for size, old, new in zip(value.shape, value.dims, own, strict=True)
-            if old is None and new is not None and (size != 1 or (is_number and self.num_reqs == 1))
+            for size, old, new in zip(value.shape, value.dims, dims, strict=True)
+            if old is None
+            and new is not None
+            and (size != 1 or (is_count and self.num_reqs == max(value.shape) == 1))
         ]
-        sizes = [size for size in value.shape if size != 1] or [1]
-        if value.kind == Kind.ANY:
-            return value
-        if not met:
-            is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            if is_column:
-                return replace(value, tag=("col", value.tag[1] * (sizes[0] - 1) + 1))
+        if value.kind == Kind.ANY or not met:
             return value
         if "uniform" in value.facts:
-            return replace(value, dims=own)
-        if value.tag == ("numbers",) and met == [REQUESTS]:
-            return replace(value, dims=own, kind=Kind.PLACE)
-        if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):
-            times = value.tag[1]
-            if met[0] == REQUESTS:
-                tag = ("request",) if times == 1 else ("start", (("1", times),))
-                return replace(value, dims=own, kind=Kind.PLACE, tag=tag)
-            if times == 1:
-                return replace(value, dims=own, kind=Kind.PLACE, tag=("row", met[0]))
+            return replace(value, dims=tuple(dims))
+        if len(counts) == len(met) == 1 and value.kind == Kind.CONST:
+            return self.of_rows(value, dims, met[0])
         self.unknown("has rows, and numbers that follow from their places")
 
-    def origin(self, argument: str) -> str:
-        """The line of a value of requests that an argument has by row."""
-        name = str(self.args[argument])[1:]
-        while self.calls[name][1].startswith(("aten::index.", "aten::unsqueeze", "aten::view")):
-            name = self.calls[name][2]["self"][1:]
-        return name
+    def of_rows(self, value: Value, dims: Sequence[Layout], layout: Layout) -> Value:
+        """Numbers of a dimension's places, as those of rows."""
+        if not isinstance(layout, tuple) and layout != "bounds":
+            self.unknown("has numbers of places")
+        (iota,) = [one for one in value.number or () if one[0].startswith("~iota")]
+        row = REQUEST if layout == "bounds" else plus((start(layout), 1), (self.offset(layout), 1))
+        named = plus((value.number or (), 1), ((iota,), -1), (row, iota[1]))
+        return replace(value, dims=tuple(dims), kind=Kind.PLACE, number=named)
+
+
+def scalar(given: Any) -> Value:
+    """A number that is given, as a value."""
+    is_whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
+    return Value((), (), Kind.CONST, number(int(given)) if is_whole else None)
+
+
+def is_iota(value: Value) -> bool:
+    """Whether a value is the numbers of its places."""
+    named = value.number or ()
+    return value.kind == Kind.CONST and [n for p, n in named if p[:5] == "~iota"] == [1] == [n for _, n in named]

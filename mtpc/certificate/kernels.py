@@ -15,9 +15,10 @@ from mtpc.certificate.checker import (
     RefusedError,
     UnknownError,
     Value,
-    pool_of,
-    spots,
+    is_iota,
 )
+from mtpc.certificate.moves import owned
+from mtpc.certificate.sums import SLOT, Sum, layout_of, minus, number, places, plus, start
 
 _REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
 
@@ -28,9 +29,9 @@ def kernel(c: Checker) -> Any:
     Raises:
         RefusedError: it emits something else, or keeps it, or writes to places that it may not.
     """
-    places = c.at("slot_mapping")
-    if isinstance(places, Value) and (places.tag[:1] != ("place",) or "kept" not in places.facts):
-        raise RefusedError(places.why or f"{c.op} ({c.name}) writes to {places}: not masked places")
+    spots = c.at("slot_mapping")
+    if isinstance(spots, Value) and "kept" not in spots.facts:
+        raise RefusedError(spots.why or f"{c.op} ({c.name}) writes to {spots}: not masked places")
     try:
         made = _results(c, *tables.KERNELS[c.op])
     except UnknownError as error:
@@ -56,7 +57,7 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     layouts: list[Layout] = [dim for dim in dims if dim is not None] or [None]
     if any(v.kind == Kind.ANY for v in given):
         c.unknown("", *given)
-    if any(v.kind == Kind.PLACE and v.tag[0] != "place" for v in given):
+    if any(v.kind == Kind.PLACE and "kept" not in v.facts for v in given):
         c.unknown("computes with numbers of places")
     is_const = (
         c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST} and not any(dims)
@@ -92,11 +93,9 @@ def _placed(c: Checker) -> Value:
 
 def _in_use(c: Checker, value: Value) -> Value:
     """Rows that are all alike, as those of the requests that the argument `rows` counts."""
-    used = c.at("rows").tag
-    layout = used[1] if used[:1] == ("used",) else None
-    if not isinstance(layout, tuple) or [name for name, _ in layout] != ["1"]:
-        return value
-    if value.shape[0] != c.num_reqs * layout[0][1]:
+    used = c.at("rows").number or ()
+    layout = number(value.shape[0] // c.num_reqs)
+    if used != start(layout, "used") or value.shape[0] % c.num_reqs:
         return value
     return replace(value, dims=(layout, *value.dims[1:]), kind=Kind.OWN)
 
@@ -120,81 +119,85 @@ def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     ]
 
 
-def _named(c: Checker, number: int, value: Value) -> Value:
+def _named(c: Checker, index: int, value: Value) -> Value:
     """A result with what it names."""
+    first = (REQUESTS, *[None] * (len(value.shape) - 1))
     if c.op == "choose_slots":
-        pages, rows = c.at("index_cache").shape[:2]
-        return replace(value, kind=Kind.PLACE, tag=("page", spots(rows, pages)))
+        rows = c.at("index_cache").shape[1]
+        entry = c.part(value.dims, [()], [number(rows - 1)], None)
+        named = plus((c.at("block_table").number, rows), (entry, 1))
+        return replace(value, kind=Kind.PLACE, number=named)
     if c.op in tables.ANCHORED:
-        return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), Kind.OWN)
+        return Value(value.shape, first, Kind.OWN)
     if c.op != "accept":
         return value
-    tag = ("cnt", ((f"{c.name}.{number}", 1),))
-    if number == 0:
-        layout = c.bounds(c.at("query_start_loc"))
-        beyond = [fact[1] for fact in c.at("ids").facts if fact[0] == "beyond"]
-        c.shifts |= {("shift", one, layout) for one in beyond}
-        return Value(value.shape, (REQUESTS,), Kind.PLACE, ("anchor", layout))
-    return Value(value.shape, (REQUESTS,), Kind.OWN, tag)
+    part = c.bounds.add(f"{c.name}.{index}", [()])
+    if index:
+        return Value(value.shape, first, Kind.OWN, part)
+    layout = layout_of(c.as_bounds(c.at("query_start_loc")).number) or ()
+    c.bounds.add(part[0][0], [], [minus(layout, REQUESTS)])
+    c.anchors[part] = [layout]
+    for goal in c.at("ids").those("beyond"):  # No draft is accepted that is not verified.
+        (column,) = [one for one, _ in goal if one[0] == "~"]
+        rest = plus((goal, 1), (((column, 1),), 1))
+        c.bounds.add(part[0][0], [], [rest])
+        c.anchors[part].append(plus((rest, 1), (REQUESTS, 1)))
+    return Value(value.shape, first, Kind.PLACE, plus((start(layout), 1), (part, 1)))
 
 
 def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
     """Why an argument is not the one that a row, or its request, may read; "" if it is."""
-    first = value.dims[0] if value.dims else None
+    first, named = value.dims[0] if value.dims else None, value.number
     if name in _REPORTS or (value.kind == Kind.CONST and name not in tables.OWNED):
         return ""
+    by_row = _is_by_row(c)
     if name == "query_start_loc":
         layout = c.at("ids").dims[0] if c.op == "accept" else layout
-        is_own = _is_by_row(c) or c.bounds(value) == layout
+        ends = c.as_bounds(value)
+        is_own = by_row or (ends is not None and ends.number == start(layout))
         return "" if is_own else "not the bounds of its rows"
     if name in ("state_slots", "state_indices", "row_slots"):
         owners = layout if name == "row_slots" else REQUESTS
-        return "" if (value.tag, first) == (("slot",), owners) else "not slots"
+        return "" if (named, first) == (SLOT, owners) else "not slots"
     if name == "sees_fresh":
         is_own = (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout))
         return "" if is_own else "not rows of one request"
     if name == "chosen_entries":
-        slots, entries = c.at("entries").shape[:2]
-        is_own = value.tag == ("page", spots(entries, slots)) and first == layout
+        entries = c.at("entries")
+        is_own = first == layout and owned(c, value, entries.dims[0], entries.shape[1])
         return "" if is_own else "not of its slot"
     if name == "anchors":
-        return "" if value.tag == ("anchor", layout) else "not the last accepted rows"
+        is_own = layout_of(named) == layout and c.anchored(minus(named, start(layout)), layout)
+        return "" if is_own else "not the last accepted rows"
     if name == "rows":
-        is_all = value.tag == ("used", REQUESTS) and layout in c.single
-        return "" if is_all or value.tag == ("used", layout) else "not the rows in use"
+        is_each = named == start(REQUESTS, "used") and c.bounds.holds(minus(REQUESTS, layout))
+        return "" if is_each or named == start(layout, "used") else "not the rows in use"
     if name == "block_table":
-        owners = layout if _is_by_row(c) else REQUESTS
-        is_page = value.tag[:1] in (("page",), ("slot",)) and first == owners
+        owners = layout if by_row else REQUESTS
+        is_page = value.kind == Kind.PLACE and first == owners
         return "" if is_page else "not the pages"
     if name == "seq_lens":
-        is_length = value.tag[:1] == ("len",) and layout in value.tag[1:]
-        is_length |= _is_by_row(c) and (value.kind, first) == (Kind.OWN, layout)
+        is_length = first == REQUESTS and c.bounds.holds(minus(named or (), layout))
+        is_length |= by_row and (value.kind, first) == (Kind.OWN, layout)
         return "" if is_length else "not lengths"
     if isinstance(first, str):
-        return _wrong_state(c, name, first)
+        place = c.at("slot_mapping") or c.at("block_table")
+        if not isinstance(place, Value):
+            return "" if first == "slots" else "not by its own pages"
+        per = c.at(name).shape[1] if "slot_mapping" in c.args else 1
+        return "" if owned(c, place, first, per) else "not by its own places"
     if name == "ids" and c.op == "accept":
         return "" if value.kind == Kind.OWN and isinstance(first, tuple) else "not its rows"
     is_own = value.kind == Kind.OWN and isinstance(first, tuple) and first[0][0] == "1"
     return "" if is_own else "not its request's"
 
 
-def _wrong_state(c: Checker, name: str, first: str) -> str:
-    """The same for state by slot or page."""
-    place = c.at("slot_mapping") or c.at("block_table")
-    tag = place.tag if isinstance(place, Value) else ()
-    if first == "slots" and (place is None or tag[1:2] != ("S",)):
-        return "" if place is None or tag == ("slot",) else "not by its slots"
-    is_found = len(tag) > 1 and pool_of(tag[1]) == first
-    if name not in tables.WRITES.get(c.op, ()) or "slot_mapping" not in c.args:
-        return "" if is_found or first == "slots" else "not by its own pages"
-    return "" if is_found and tag[2] == c.at(name).shape[1] else "by another pool's places"
-
-
 def _is_by_row(c: Checker) -> bool:
     """Whether each row attends by itself, to pages of one row."""
     starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
-    is_each = isinstance(starts, Value) and isinstance(query, Value) and starts.tag == ("iota", 1)
-    return is_each and starts.shape[0] == query.shape[0] + 1
+    if not isinstance(starts, Value) or not isinstance(query, Value):
+        return False
+    return is_iota(starts) and starts.shape[0] == query.shape[0] + 1
 
 
 def _report(c: Checker, name: str) -> None:
@@ -204,5 +207,7 @@ def _report(c: Checker, name: str) -> None:
     if buffer.startswith("batch."):
         shape = tuple(c.calls[given][3][0])
         width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
-        tag = ("taken", width) if name == "num_accepted" else ()
-        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), Kind.OWN, tag)
+        part = None
+        if name == "num_accepted":
+            part = c.bounds.add(f"{c.name}.{name}", [()], [number(width - 1)])
+        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), Kind.OWN, part)

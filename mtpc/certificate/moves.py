@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.checker import (
-    REQUESTS,
-    Checker,
-    Kind,
-    Layout,
-    RefusedError,
-    Value,
-    pool_of,
-    spots,
-    sum_of,
-)
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, RefusedError, Value
+from mtpc.certificate.sums import REQUEST, SLOT, Sum, layout_of, minus, number, places, plus, start
 
 
 def index(c: Checker) -> Value:
@@ -40,128 +32,144 @@ def index(c: Checker) -> Value:
 def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
     """What numbers take of a dimension of a table, or several numbers of adjacent ones."""
     inner, kind, _ = c.join(*map(_as_own, numbers))
-    stop = axis + len(numbers)
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
     is_mixed = any(one.kind == Kind.PLACE for one in numbers[1:]) or kind == Kind.PAIR
     if is_mixed or others or table.kind in (Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
         c.unknown("takes places by numbers of others", table)
-    dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
-    if "uniform" in numbers[0].facts and table.kind == Kind.CONST and axis == 0:
+    dims = [*table.dims[:axis], *inner, *table.dims[axis + len(numbers) :]]
+    value, target, size = numbers[0], table.dims[axis], table.shape[axis]
+    if "uniform" in value.facts and table.kind == Kind.CONST and axis == 0:
         return c.make(dims, Kind.CONST, facts={"alike"})
-    return _named(c, table, axis, numbers[0], dims, kind)
-
-
-def _as_own(number: Value) -> Value:
-    return replace(number, kind=Kind.OWN if number.kind == Kind.PLACE else number.kind, tag=())
-
-
-def _named(
-    c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: Kind
-) -> Value:
-    """The same of one number, with what it names."""
-    target, bounds = table.dims[axis], c.bounds(table)
-    name = number.tag[0] if number.tag else ""
-    size = c.num_reqs if name == "request" else table.shape[axis]
-    if any(f[0] == "most" and isinstance(size, int) and f[1] < size - 1 for f in number.facts):
+    if any(isinstance(size, int) and most < size - 1 for most in value.those("most")):
         c.unknown("takes places that were moved")
-    if bounds and name in ("used", "request", "next") and target is None:
-        named = {"used": "used", "request": "start", "next": "end"}[name]
-        return c.make(dims, Kind.PLACE, (named, bounds))
+    ends = c.as_bounds(table)
+    layout = layout_of(ends.number) if ends else None
+    if layout is not None and value.number in (REQUEST, plus((REQUEST, 1), (REQUESTS, 1))):
+        return c.make(dims, Kind.PLACE, c.ends(layout) if value.number != REQUEST else start(layout))
+    if layout is not None and value.number == start(REQUESTS, "used"):
+        return c.make(dims, Kind.PLACE, start(layout, "used"))
     if target is None:
-        is_known = number.kind in (Kind.CONST, Kind.OWN, Kind.UPTO)
-        kind = max(kind, table.kind)
-        return c.make(dims, kind) if is_known else c.unknown("takes by numbers of places")
+        if value.kind not in (Kind.CONST, Kind.OWN, Kind.UPTO):
+            c.unknown("takes by numbers of places")
+        return c.make(dims, max(kind, table.kind))
     if isinstance(target, str) and target != "prompt":
-        is_own = name == "slot" if target == "slots" else name == "page"
-        is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
-        is_own |= name == "place" and pool_of(spots(number.tag[2], number.tag[1])) == target
-        return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
-    is_only = c.num_reqs == table.shape[axis] == 1
-    unless = None if is_only else _row(c, number, target)
-    if name == "before" and c.shapes[0] == table.shape:
-        dims, unless = [*dims[:axis], target, *dims[axis + 1 :]], ("from", number.tag[1], target)
-    if unless is False:
-        c.unknown("takes rows that may be another request's", number)
-    if table.kind == Kind.UPTO and name not in ("anchor", "fresh", "request"):
-        c.unknown("takes rows after the last accepted one")
-    kind = Kind.OWN if table.kind == Kind.UPTO and name == "anchor" else table.kind
-    only = "where" if name in ("past", "start+", "before") else "unless"
-    facts: set[Any] = {(only, unless)} if unless else set()
-    if name == "anchor" and "anchors" in table.facts:
+        if not owned(c, value, target):
+            c.unknown(f"takes of {target}")
+        return c.make(dims, table.kind, table.number, table.facts & {"natural"})
+    if value.kind == Kind.CONST and c.shapes[0] == table.shape and value.number:
+        value = c.of_rows(value, (target,), target)
+        dims = [*table.dims[:axis], target, *table.dims[axis + 1 :]]
+    return _of_rows(c, table, target, value, dims, c.num_reqs == size == 1)
+
+
+def _as_own(value: Value) -> Value:
+    return replace(value, kind=Kind.OWN if value.kind == Kind.PLACE else value.kind, number=None)
+
+
+def _of_rows(
+    c: Checker, table: Value, target: Layout, value: Value, dims: list[Layout], is_only: bool
+) -> Value:
+    """What numbers take of a table's rows, each of which must be its request's own."""
+    named, holds, kind = value.number, c.bounds.holds, table.kind
+    layout = layout_of(named) or () if target == "prompt" else target
+    rest = minus(named or (), start(layout))
+    goals = {goal for goal in (rest, minus(minus(layout, REQUESTS), rest)) if not holds(goal)}
+    before = any(holds(minus(plus((one, 1), (n, 1)), rest)) for one, n in c.accepted(layout))
+    is_all = _is_wide(value) and rest not in goals and not before
+    facts: set[Any] = {"together"} if is_all else set()
+    is_known = named is not None and not places(rest) and not c.is_loose(rest)
+    is_column = len(rest) == 1 and rest[0][0].startswith("~iota")
+    is_own = _is_packed(c, layout) if target == "prompt" else goals <= {rest} or is_column
+    if is_only:
+        rest, goals = (), set()
+    elif not is_known or not is_own:
+        c.unknown("takes rows that may be another request's", value)
+    facts |= {("goal", goal) for goal in goals}
+    if kind == Kind.UPTO:
+        own = next((dim for dim in value.dims if isinstance(dim, tuple)), ())
+        is_same = own and rest == minus(c.offset(own), minus(own, layout))
+        if not (before or is_only or is_same):
+            c.unknown("takes rows after the last accepted one")
+        kind = Kind.OWN if before or is_only else kind
+    if "anchors" in table.facts and c.anchored(rest, layout):
         facts = {"accepted"}  # True where the request is on.
-    if name == "request":
-        return c.make(dims, kind, table.tag, table.facts | facts)
-    held = table.tag[0] if table.tag else ""
-    some: Any = ("some", *table.tag[1:]) if held in ("row", "some") else ()
-    if name in ("start+", "some") and number.dims[-1] is None and number.shape[-1] != 1:
-        facts.add("together")
-    return c.make(dims, kind if some or kind != Kind.PLACE else Kind.ANY, some, facts)
+    if named == REQUEST:
+        return c.make(dims, kind, table.number, table.facts | facts)
+    return c.make(dims, *_some(c, table, dims, kind), facts)
 
 
-def _row(c: Checker, number: Value, layout: Layout) -> Any:
-    """None if a number is a row of its own request; unless what it may not be; or False."""
-    name, *params = number.tag or ("",)
-    if layout == "prompt":
-        if name != "into":
-            return False
-        counted, unless = c.counts.get(params[1], (None, ""))
-        return unless if counted == params[0] and _packs(c, counted, unless) else False
-    if name in ("row", "some", "anchor") and params[0] == layout:
-        return None
-    if name == "request" and layout == REQUESTS:
-        return None
-    if name == "past" and params[1] == layout:
-        return ("inside", *params)
-    fixed = layout[0][1] if len(layout) == 1 and layout[0][0] == "1" else 0
-    if name == "into" and params[0] == layout and len(params) == 3 and params[2] <= fixed:
-        return None
-    if name == "start+" and params[0] == layout:
-        is_column = number.dims[-1] is None and number.shape[-1] == params[1]
-        return None if params[1] <= fixed else ("within", layout) if is_column else False
-    if name == "fresh" and sum_of(layout, params[1]) == params[0]:
-        return ("below", *params)
-    return False
+def _is_wide(value: Value) -> bool:
+    """Whether there are several numbers for each row."""
+    return bool(value.dims) and value.dims[-1] is None and value.shape[-1] != 1
 
 
-def _packs(c: Checker, count: Layout, decodes: str) -> bool:
+def _some(c: Checker, table: Value, dims: Sequence[Layout], kind: Kind) -> tuple[Kind, Any]:
+    """The kind, and the number, of what is in other rows of the request."""
+    held = layout_of(table.number)
+    if held is not None:
+        last = minus(held, REQUESTS)
+        if c.within(minus(table.number or (), start(held)), (), last):
+            return Kind.PLACE, plus((start(held), 1), (c.part(dims, [()], [last], None), 1))
+    return Kind.ANY if kind == Kind.PLACE else kind, None
+
+
+def _is_packed(c: Checker, count: Sum) -> bool:
     """Whether a value counts the rows of prompts that the host has packed: `num_input` where a
     request is on, has tokens left, and does not decode."""
 
-    def line(given: Any, op: str) -> Mapping[str, Any]:
-        found = c.calls.get(str(given).removeprefix("%"), ("", "", {}))
-        return found[2] if found[1].startswith(op) else {}
+    def shown(given: Any) -> str:
+        if str(given)[:1] != "%":
+            return str(given)
+        _, op, args, *_ = c.calls[given[1:]]
+        if op == "get":
+            return str(args["name"])
+        base = op.removeprefix("aten::").partition(".")[0]
+        return f"{base}({', '.join(map(shown, args.values()))})"
 
-    counts = line(count[0][0], "aten::where.ScalarOther")
-    held = line(line(counts.get("self"), "aten::clamp").get("self"), "get").get("name")
-    both, known = line(counts.get("condition"), "aten::__and__"), line(decodes, "aten::__and__")
-    negated = line(both.get("other"), "aten::bitwise_not").get("self")
-    flag = line(line(known.get("other"), "aten::ne.Scalar").get("self"), "get").get("name")
-    found = (held, flag, negated, both.get("self"))
-    return found == ("batch.num_input", "batch.is_decoding", f"%{decodes}", known.get("self"))
+    packed = (
+        r"where\(__and__\((.+), bitwise_not\(__and__\(\1, ne\(batch\.is_decoding, 0\)\)\)\), "
+        r"clamp\(batch\.num_input, \w+, \w+\), 0\)"
+    )
+    (part, times), *others = count or (("", 0),)
+    is_one = not others and times == 1 and part in c.calls
+    return is_one and re.fullmatch(packed, shown(f"%{part}")) is not None
+
+
+def owned(c: Checker, value: Value, pool: str, per: int = 1) -> bool:
+    """Whether numbers name places of the request's own slot, of its own pages, or of nobody's.
+
+    A ring of n pages of slot s is the n before page n * s, and this one.
+    """
+    name, _, spots = pool.partition("/")
+    ring = re.fullmatch(r"pages (\d+)\*S - \d+", name)
+    pages, per = int(ring[1]) if ring else 1, per * int(spots or 1)
+    owner = "slot S" if ring or name == "slots" else f"page {name.removeprefix('pages ')}"
+    rest = minus(value.number or (), ((owner, pages * per),))
+    ends = number(per - pages * per), number(per - 1)
+    return not places(rest) and c.within(rest, *ends, value.those("if"))
 
 
 def slice_(c: Checker) -> Any:
-    value, start = c.at("self"), c.args["start"] or 0
+    value, first = c.at("self"), c.args["start"] or 0
     axis = c.args["dim"] % len(value.dims)
     buffer = c.buffers.get(c.args["self"][1:])
     held = c.content.get(buffer or "")
-    if held is not None and (axis, start) == (0, 0) and held.shape == c.shapes[0]:
+    if held is not None and (axis, first) == (0, 0) and held.shape == c.shapes[0]:
         return held
-    if value.dims[axis] is None:
-        bounds = c.bounds(value)
-        if bounds and value.shape[axis] == c.num_reqs + 1 and c.shapes[0][axis] == c.num_reqs:
+    if value.dims[axis] in (None, "bounds"):
+        ends = c.as_bounds(value)
+        layout = layout_of(ends.number) if ends else None
+        if layout is not None and c.shapes[0][axis] == c.num_reqs == value.shape[axis] - 1:
             dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
-            tag = ("request",) if (start, bounds) == (0, REQUESTS) else ("start", bounds)
-            return c.make(dims, Kind.PLACE, ("end", bounds) if start == 1 else tag)
-        lost = bounds or (value.tag[:1] == ("iota",) and start != 0)
-        return c.make(value.dims, value.kind, () if lost else value.tag, value.facts)
+            return c.make(dims, Kind.PLACE, c.ends(layout) if first == 1 else start(layout))
+        is_moved = first != 0 and any(part[0] == "~" for part, _ in value.number or ())
+        if value.kind == Kind.PLACE and (is_moved or value.number is None or ends):
+            c.unknown("moves numbers of places", value)
+        return c.make(value.dims, value.kind, None if is_moved else value.number, value.facts)
     if c.shapes[0] == value.shape:
         return value
-    part = (
-        {0: "first row", 1: "next rows"}.get(start, "")
-        if value.kind in (Kind.OWN, Kind.UPTO)
-        else ""
-    )
+    is_own = value.kind in (Kind.OWN, Kind.UPTO)
+    part = {0: "first row", 1: "next rows"}.get(first, "") if is_own else ""
     facts = frozenset({(part, c.args["self"], value.dims)})
     return replace(c.nothing("takes rows by number", value), facts=facts)
 
@@ -175,13 +183,11 @@ def cat(c: Checker) -> Any:
         (_, one, dims), (_, other, _) = facts
         made, facts = c.nothing("moves rows up"), [("next", dims[0])]
         return replace(made, dims=dims, facts=frozenset(facts)) if one == other else made
-    if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
+    layout = layout_of(parts[-1].number)
+    if is_cat and len(parts) == 2 and layout is not None:
         is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
-        return (
-            c.make([None], Kind.PLACE, ("bounds", parts[1].tag[1]))
-            if is_zero
-            else c.unknown("joins")
-        )
+        is_end = parts[1].dims == (REQUESTS,) and parts[1].number == c.ends(layout)
+        return c.make(["bounds"], Kind.PLACE, start(layout)) if is_zero and is_end else c.unknown("joins")
     parts = [part for part in parts if 0 not in part.shape] or parts
     if is_cat and any(part.dims[axis] is not None for part in parts):
         c.unknown("joins rows", *parts)
@@ -190,9 +196,21 @@ def cat(c: Checker) -> Any:
         return replace(drafts, facts=frozenset({"token"}))
     dims, kind, _ = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
     if kind == Kind.PLACE:
-        is_one = is_cat and parts[0].tag[:1] == ("page",) and len({part.tag for part in parts}) == 1
-        return c.make(dims, kind, parts[0].tag) if is_one else c.unknown("joins places")
+        named = same_pages(c, dims, parts) if is_cat else None
+        return c.make(dims, kind, named) if named else c.unknown("joins places")
     return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind)
+
+
+def same_pages(c: Checker, dims: Sequence[Layout], values: Sequence[Value]) -> Sum | None:
+    """A place of the pages that all values have places of; None if these differ."""
+    found = {places(value.number) for value in values}
+    (owner, *others), *more = found if all(found) else [((("", 1),), ())]
+    if others or more or not owner[0].startswith("page"):
+        return None
+    last = number(owner[1] - 1)
+    rests = [minus(value.number or (), (owner,)) for value in values]
+    is_own = all(c.within(rest, (), last) for rest in rests)
+    return plus(((owner,), 1), (c.part(dims, [()], [last], None), 1)) if is_own else None
 
 
 def _are_tokens(first: Value, is_cat: bool) -> bool:
@@ -209,7 +227,7 @@ def _thin(value: Value, axis: int) -> Value:
 def view(c: Checker) -> Any:
     value, rank = c.at("self"), len(c.at("self").dims)
     dims, facts = list(value.dims), value.facts - {"alike"}
-    keeps_tag = c.base in ("transpose", "unsqueeze", "view", "reshape", "expand")
+    keeps_number = c.base in ("transpose", "unsqueeze", "view", "reshape", "expand")
     axis = (c.args.get("dim") or 0) if isinstance(c.args.get("dim"), int | None) else 0
     if c.base in ("transpose", "t"):
         i, j = (c.args["dim0"], c.args["dim1"]) if c.base == "transpose" else (0, 1)
@@ -230,18 +248,18 @@ def view(c: Checker) -> Any:
         if found is None:
             c.unknown("mixes rows with other dimensions", value)
         if fewer_rows(dims, found):
-            facts, keeps_tag = facts | {"together"}, False
+            facts, keeps_number = facts | {"together"}, False
         elif fewer_rows(found, dims):
             facts -= {"together"}
         dims = found
-    tag = value.tag if keeps_tag else ()
+    named = value.number if keeps_number else None
     if c.base == "expand" and value.shape[:1] == (1,) and value.kind == Kind.CONST:
         facts |= {"alike"} if len(c.shapes[0]) == rank else set()
-    if value.kind == Kind.ANY or (value.kind == Kind.PLACE and not tag):
+    if value.kind == Kind.ANY or (value.kind == Kind.PLACE and named is None):
         c.unknown("moves numbers of places", value)
     if len(c.shapes) > 1:
-        return [Value(shape, tuple(dims), value.kind, (), facts) for shape in c.shapes]
-    return c.make(dims, value.kind, tag, facts)
+        return [Value(shape, tuple(dims), value.kind, None, facts) for shape in c.shapes]
+    return c.make(dims, value.kind, named, facts)
 
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
@@ -250,21 +268,19 @@ def _spots(c: Checker, value: Value) -> list[Layout] | None:
     is_pages = str(value.dims[0]).startswith(("pages", "slots")) and pages == str(value.shape[0])
     if not is_pages or not count.isdigit() or value.shape[1] % int(count):
         return None
-    return [pool_of(spots(int(count), pages)), *[None] * (len(c.shapes[0]) - 1)]
+    return [f"{value.dims[0]}/{count}", *[None] * (len(c.shapes[0]) - 1)]
 
 
 def constant(c: Checker) -> Value:
     if c.base != "arange":
         facts = {"uniform", "zeros"} if "zeros" in c.base else {"uniform"}
         like = c.at("self") if c.base.endswith("_like") else None
-        return c.make(like.dims if like else [None] * len(c.shapes[0]), Kind.CONST, (), facts)
-    start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
-    tag = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
-    if (end, step) == (-1, -1):
-        tag = ("desc", start + 1)
-    elif (step, -start) == (1, end):
-        tag = ("under", end)
-    return c.make([None], Kind.CONST, tag)
+        return c.make(like.dims if like else [None] * len(c.shapes[0]), Kind.CONST, None, facts)
+    first, step, size = c.args.get("start") or 0, c.args.get("step") or 1, c.shapes[0][0]
+    if not all(isinstance(n, int) for n in (first, step, size)):
+        return c.make([None], Kind.CONST)
+    iota = c.bounds.add(f"~iota.{c.name}", [()], [number(size - 1)])
+    return c.make([None], Kind.CONST, plus((iota, step), (number(first), 1)))
 
 
 def gather(c: Checker) -> Value:
@@ -291,12 +307,14 @@ def get(c: Checker) -> Any:
         c.buffers[c.name] = name
     if room in ("state", "kv"):
         first = "slots" if str(shape[0]) == "S" else f"pages {shape[0]}"
-        tag = ("page", "N") if own == "block_table" else ()
-        return Value(shape, (first, *rest), Kind.PLACE if tag else Kind.OWN, tag)
+        if own == "block_table":
+            return Value(shape, (first, *rest), Kind.PLACE, (("page N", 1),))
+        facts = frozenset({"natural"} if own in tables.NATURAL else ())
+        return Value(shape, (first, *rest), Kind.OWN, None, facts)
     if room not in ("batch", "cross"):
         return Value(shape, (None,) * len(shape))
     if own == "state_indices":
-        return c.make((REQUESTS,), Kind.PLACE, ("slot",))
+        return c.make((REQUESTS,), Kind.PLACE, SLOT)
     if own in ("num_input", "is_decoding", "next_prompt_id"):
         return c.make((REQUESTS,), Kind.OWN)
     if own == "prompt_ids":
@@ -328,7 +346,7 @@ def put(c: Checker) -> Value:
         if numbers.kind != Kind.CONST or target.dims[c.args["dim"]] is not None:
             c.unknown("puts rows by numbers")
         return c.meet(target, replace(source, shape=c.shapes[0]))
-    if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
+    if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.number != SLOT:
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
     if buffer == "state.token_ids" and "token" in source.facts:
         return Value(target.shape, target.dims, Kind.OWN)  # Its first column is: drafts may be any.
@@ -360,7 +378,7 @@ def regroup(
         is_end = end in same and new[end + 1 :] == old[axis + 1 :]
         made[end if is_end else axis if axis in same else same[0]] = layout
         return made
-    if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
+    if not isinstance(layout, tuple) or [part for part, _ in layout] != ["1"]:
         return None
     for at in places:
         if new[at] % requests == 0:

@@ -81,8 +81,5 @@ WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan"
 """Kernels in which a row may read later rows of its request."""
 ANCHORED = frozenset({"copy_drafts"})
 """Kernels in which a request reads its rows up to the one that `anchors` names."""
-PLACES = _words(
-    "bounds start end tail tail+ row some into fresh anchor start+ last back request next nth "
-    "slot slot- ring- ring page page* place used pos+ past+ past shift wins+ spill numbered"
-)
-"""Tags of integers that depend on company, and may only be used as the rules say."""
+NATURAL = frozenset({"committed_lens"})
+"""State that is a number of tokens, and so not negative."""
