@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value, is_iota
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value
 from mtpc.certificate.moves import same_pages
-from mtpc.certificate.sums import REQUEST, Sum, layout_of, minus, number, places, plus, start
+from mtpc.certificate.sums import NONE, ONE, Sum
 
 
 def _is_exact(c: Checker) -> bool:
     """Whether the bits of an element follow from its operands alone."""
-    if c.base in tables.EXACT:
-        return True
     if c.base == "pow":
         power, dtype = c.args["exponent"], c.dtypes[0]
         return power == 2 or (power == -0.5 and dtype == "float32") or c.on_gpu
-    if c.on_gpu:
-        return c.base in tables.THREADS
-    return c.base in tables.INTERPRETED and c.op not in c.dispatched
+    is_ours = c.base in (tables.THREADS if c.on_gpu else tables.INTERPRETED)
+    return c.base in tables.EXACT or (is_ours and (c.on_gpu or c.op not in c.dispatched))
 
 
 def elementwise(c: Checker) -> Value:
     names = ("other", "self") if c.base == "rsub" else ("self", "other")
-    extra = [c.at(name) for name in ("min", "max", "mask", "value", "exponent")]
-    dims, kind, values = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
+    given = map(c.at, (*names, "min", "max", "mask", "value", "exponent"))
+    dims, kind, values = c.join(*(v for v in given if v is not None))
     if not _is_exact(c) and kind != Kind.PLACE:
         c.unknown("gives bits that may depend on the place of an element")
     if c.at("other") is None:
@@ -36,8 +33,7 @@ def elementwise(c: Checker) -> Value:
     one, other = values[:2]
     if kind == Kind.PAIR:
         return _of_two(c, dims, one, other)
-    facts = _facts(c, one, other)
-    named = _arithmetic(c, dims, one, other)
+    facts, named = _facts(c, one, other), _arithmetic(c, dims, one, other)
     if kind == Kind.PLACE and named is None and (not facts or c.base == "__and__"):
         c.unknown("computes with numbers of places")
     return c.make(dims, kind, named, facts)
@@ -45,163 +41,135 @@ def elementwise(c: Checker) -> Value:
 
 def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Value:
     """Rows against requests, or against rows."""
-    kinds, are_requests = {one.kind, other.kind}, one.number == other.number == REQUEST
-    are_rows = are_requests or (one.number == other.number == _row(c, one, other))
+    kinds, layout = {one.kind, other.kind}, one.sum.layout or NONE
+    are_rows = one.number == other.number == c.bounds.row(layout)
     if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
         c.unknown("computes with numbers of places", one, other)
-    if c.base == "eq" and are_requests:
+    if c.base == "eq" and are_rows and layout == REQUESTS:
         return c.make(dims, Kind.DIAGONAL)
     is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
     facts = _both(one, other) if is_masked and c.base == "__and__" else ()
     return c.make(dims, Kind.DIAGONAL if is_masked else Kind.PAIR, None, facts)
 
 
-def _row(c: Checker, one: Value, other: Value) -> Sum | None:
-    """The number of a row, if both are such numbers."""
-    layout = layout_of(one.number)
-    return None if layout is None else plus((start(layout), 1), (c.offset(layout), 1))
-
-
 def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Sum | None:
     """What the result is as a sum; None: it is not followed."""
-    a, b = one.number, other.number
-    if c.base == "mul" and b is not None and a == plus((REQUEST, 1), (number(1), 1)):
-        return (("numbered 1", 1),) if "on" in other.those("if") else None
-    count = dict(b).get("1", 0) if b is not None and set(dict(b)) <= {"1"} else None
-    if c.base == "remainder" and count and count > 0 and Kind.PLACE not in (one.kind, other.kind):
-        return c.part(dims, [()], [number(count - 1)], is_loose=True)
-    moved = one.those("most") | other.those("most")
-    if a is None or b is None or moved or c.args.get("alpha", 1) != 1 or _share(a, b, "~"):
+    a, b, count = one.sum, other.sum, dict(other.sum.parts).get("1", 0)
+    is_number = other.number is not None and b == ONE * count
+    if c.base == "mul" and a == ONE.starts() + 1 and "on" in other.those("if"):
+        return Sum.of({"numbered 1": 1})
+    if c.base == "remainder" and is_number and count > 0 and not (a.places or one.kind > Kind.UPTO):
+        return _any(c, dims, NONE, ONE * (count - 1))
+    moved = one.those("most") | other.those("most") or c.args.get("alpha", 1) != 1
+    if None in (one.number, other.number) or moved or _share(a, b, "~"):
         return None
-    if c.base == "mul" and count is not None:
-        return plus((a, count))
     if c.base in ("add", "sub", "rsub"):
-        made = plus((a, 1), (b, 1 if c.base == "add" else -1))
-        widths = {part.partition("//")[2] for part, _ in made} - {""}
+        made = a + b if c.base == "add" else a - b
+        widths = {part.partition("//")[2] for part, _ in made.parts} - {""}
         return made if len(widths) < 2 else None  # Windows of two widths are not counted together.
-    if c.base in ("minimum", "maximum") and places(a) == places(b):
-        rests = [minus(given, places(given)) for given in (a, b)]
-        return plus((places(a), 1), (_extreme(c, dims, layout_of(a) or (), *rests), 1))
-    if c.base == "floor_divide" and count and count > 0:
-        whole = tuple((part, n // count) for part, n in a if n % count == 0)
-        rest = tuple((part, n) for part, n in a if n % count)
-        if rest and not places(rest):
-            low = plus((rest, Fraction(1, count)), (number(1), Fraction(1 - count, count)))
-            high = plus((rest, Fraction(1, count)))
-            return plus((whole, 1), (c.part(dims, [low], [high], end=f"//{count}"), 1))
-        return None if rest else whole
+    if c.base == "mul" and is_number:
+        return a * count
+    if c.base in ("minimum", "maximum") and a.places == b.places:
+        return a.places + _extreme(c, dims, a.layout or NONE, a.own, b.own)
+    if c.base == "floor_divide" and is_number and count > 0:
+        rest = Sum.of({part: n for part, n in a.parts if n % count})
+        whole = (a - rest) * Fraction(1, count)
+        ends = [(rest - least) * Fraction(1, count) for least in (count - 1, 0)]
+        part = c.part(dims, ends[:1], ends[1:], f"//{count}") if rest else NONE
+        return None if rest.places else whole + part
     return None
 
 
+def _any(c: Checker, dims: Sequence[Layout], low: Sum, high: Sum) -> Sum:
+    """Any number between two, by which no rows are taken."""
+    made = c.part(dims, [low], [high])
+    c.bounds.loose.add(made.parts[0][0])
+    return made
+
+
 def _share(one: Sum, other: Sum, word: str = "") -> bool:
-    return any(part.startswith(word) for part in dict(one).keys() & dict(other).keys())
+    return any(p.startswith(word) for p in dict(one.parts).keys() & dict(other.parts).keys())
 
 
 def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: Sum) -> Sum:
     """The smaller of two numbers of a request, or the larger."""
-    holds = c.bounds.holds
+    holds, bounds = c.bounds.holds, c.bounds
     if c.base == "maximum":
-        tops = [one, other, *(plus((a, 1), (n, 1)) for a, n in c.accepted(layout))]
-        high = [top for top in tops if holds(minus(top, one)) and holds(minus(top, other))]
-        return c.part(dims, [one, other], high)
-    is_count = one in c.layouts - c.masked  # A request that is on has a row.
-    is_count |= holds(minus(one, REQUESTS))
-    low = [REQUESTS] if is_count and holds(minus(other, REQUESTS)) else []
-    low += [()] if holds(one) and holds(other) else []
-    return c.part(dims, low, [one, other], None if is_count else False)
+        tops = (one, other, *bounds.accepted(layout))
+        return c.part(dims, [one, other], [t for t in tops if holds(t - one) and holds(t - other)])
+    is_count = one in bounds.layouts - bounds.masked  # A request that is on has a row.
+    low = [ONE] if (is_count or holds(one - 1)) and holds(other - 1) else []
+    low += [NONE] if holds(one) and holds(other) else []
+    return c.part(dims, low, [one, other])
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
+    is_float, named = "float" in c.dtypes[0], value.number
+    least, most = c.args.get("min"), c.args.get("max")
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
-        is_whole = "float" not in c.dtypes[0]
-        named = value.number if is_whole else None
-        if kind == Kind.PLACE and named is None:
-            c.unknown("computes with numbers of places")
-        return c.make(dims, value.kind, named, value.facts)
-    named, least, most = value.number, c.args.get("min"), c.args.get("max")
-    is_place = kind == Kind.PLACE or (kind == Kind.CONST and named is not None)
-    if is_place and c.base == "clamp" and least in (None, 0):
-        is_request = "nth" in value.facts and most == c.num_reqs - 1
-        moved = {("most", most)} if most is not None and not is_request else ()
-        return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
+        if not is_float or kind != Kind.PLACE:
+            return c.make(dims, value.kind, None if is_float else named, value.facts)
+    elif c.base == "clamp" and named is not None and not is_float:
+        if least in (None, 0) and (kind == Kind.PLACE or kind == Kind.CONST):
+            is_request = "nth" in value.facts and most == c.num_reqs - 1
+            moved = {("most", most)} if most is not None and not is_request else set()
+            return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
+        if kind != Kind.PLACE:
+            is_above = least is None or c.bounds.holds(named - least)
+            high = [named] * is_above + [ONE * most for _ in [most] if most is not None]
+            part = c.part(dims, [ONE * least] if least is not None else [], high)
+            if not all(name.startswith("off(") for name, _ in named.parts):
+                c.bounds.loose.add(part.parts[0][0])
+            return c.make(dims, kind, part)
     if kind == Kind.PLACE:
         c.unknown("computes with numbers of places")
-    if c.base != "clamp" or named is None or "float" in c.dtypes[0]:
-        return c.make(dims, kind)
-    low = [number(least)] if least is not None else []
-    high = [named] if least is None or c.bounds.holds(minus(named, number(least))) else []
-    high += [number(most)] if most is not None else []
-    is_loose = not all(part.startswith("off(") for part, _ in named)
-    return c.make(dims, kind, c.part(dims, low, high, is_loose))
+    return c.make(dims, kind)
 
 
 def _both(one: Value, other: Value) -> set[Any]:
     """What holds if two conditions do."""
-    is_active = "active" in other.those("if")
-    lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
-    return {f for f in one.facts | other.facts if isinstance(f, str) or f[0] == "if"} - lost
+    is_kept = "active" in other.those("if") or other.kind == Kind.PAIR
+    facts = one.facts | other.facts if is_kept else (one.facts | other.facts) - {"anchors"}
+    return {fact for fact in facts if isinstance(fact, str) or fact[0] == "if"}
 
 
 def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     """What a comparison says where it is true, and where it is not."""
-    a, b = one.number, other.number
+    a, b = one.sum, other.sum
     if c.base == "__and__":
         return _both(one, other)
-    if a is None or b is None or c.base not in tables.COMPARISONS:
+    if None in (one.number, other.number) or c.base not in tables.COMPARISONS:
         return set()
     if "nth" in one.facts:
-        is_live = c.base == "lt" and b == number(c.num_reqs)
-        return _if("live", *["active"] * (one.dims[0] in c.masked)) if is_live else set()
-    if places(a):
-        is_null = _base(a).startswith(("slot", "page")) and not b
-        if "kept" in one.facts and b == number(-1) and c.base in ("eq", "ne"):
-            word = "else" if c.base == "eq" else "if"
-            return {(word, "live"), (word, "active")}
-        is_end = layout_of(a) is not None and minus(a, start(layout_of(a) or ())) == layout_of(a)
-        is_fit = is_end and c.base == "le" and b == number(c.most_rows or 0)
-        return {("else", "off")} if is_fit else {"null"} if is_null else set()
-    if _share(a, b) or (places(b) and not places(a)):
+        words = ["live", *["active"] * (one.dims[0] in c.bounds.masked)]
+        return {("if", w) for w in words if c.base == "lt" and b == ONE * c.num_reqs}
+    if a.places:
+        if "kept" in one.facts and b == ONE * -1 and c.base in ("eq", "ne"):
+            return {("else" if c.base == "eq" else "if", word) for word in ("live", "active")}
+        is_fit = a.layout is not None and a.own == a.layout and b == ONE * c.most_rows
+        if is_fit and c.base == "le":
+            return {("else", "off")}  # Rows that do not fit the bucket are not given.
+        is_state = a.places.parts[0][0].startswith(("slot", "page"))
+        return {"null"} if is_state and not b else set()
+    if b.places or _share(a, b) or c.base in ("eq", "ne"):
         return set()
-    more = {"gt": (minus(a, b), -1), "ge": (minus(a, b), 0), "lt": (minus(b, a), -1),
-            "le": (minus(b, a), 0)}  # fmt: skip
-    if c.base not in more:
-        return set()
-    gap, least = more[c.base]
-    true = plus((gap, 1), (number(1), least))
-    false = plus((gap, -1), (number(1), -1 - least))
-    return {("if", true), ("else", false), *([("if", "on"), ("else", "off")] if _is_on(c, b, a) else [])}
-
-
-def _is_on(c: Checker, b: Sum, a: Sum) -> bool:
-    """Whether "more than 0" says that a request is on: the number counts its rows, too."""
-    if c.base != "gt" or b:
-        return False
-    counts = [*(c.layouts - c.masked), number(1)]
-    return any(c.bounds.holds(minus(a, count)) for count in counts)
-
-
-def _if(*facts: str) -> set[Any]:
-    return {("if", fact) for fact in facts}
-
-
-def _base(given: Sum | None) -> str:
-    """The only part that is a place."""
-    found = places(given)
-    return found[0][0] if len(found) == 1 else ""
+    gap = (a - b if c.base[0] == "g" else b - a) - (c.base[1] == "t")
+    counts = [*(c.bounds.layouts - c.bounds.masked), ONE]
+    is_on = c.base == "gt" and not b and any(c.bounds.holds(a - count) for count in counts)
+    return {("if", gap), ("else", NONE - gap - 1), *([("if", "on"), ("else", "off")] * is_on)}
 
 
 def compare(c: Checker) -> Value:
     """Also: the numbers of rows against the ends, or against one row, of every request."""
     one, other = c.at("self"), c.at("other")
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
-        is_row = is_iota(one) or (one.number == REQUEST and one.dims[0] == REQUESTS)
-        layout = layout_of(other.number)
-        if is_row and layout is not None:
-            rest = minus(other.number or (), start(layout))
-            if c.base == "ge" and rest == layout:
-                return c.make((layout, REQUESTS), Kind.PAIR, facts={"ended"})
-            if c.base == "eq" and c.anchored(rest, layout):
-                return c.make((layout, REQUESTS), Kind.DIAGONAL, facts={"anchors"})
+        layout = other.sum.layout
+        is_row = one.kind == Kind.CONST and one.number == Sum.of({one.iota[0]: 1})
+        is_row |= (one.number, one.dims[0]) == (ONE.starts(), REQUESTS)
+        if is_row and c.base == "ge" and other.sum.own == layout:
+            return c.make((layout, REQUESTS), Kind.PAIR, facts={"ended"})
+        if is_row and c.base == "eq" and layout and other.sum.own in c.bounds.accepted(layout):
+            return c.make((layout, REQUESTS), Kind.DIAGONAL, facts={"anchors"})
     return elementwise(c)
 
 
@@ -214,68 +182,61 @@ def where(c: Checker) -> Value:
         found = _either(c, condition, one, other)
     elif len(given) == 2:
         is_first = isinstance(one, Value)
-        found = _replaced(c, condition, *((one, other) if is_first else (other, one)), is_first)
+        found = _replaced(c, *given, other if is_first else one, is_first, known)
     else:
-        found = c.meet(condition)
-        ends = [number(given) for given in sorted((one, other))]
-        if found.kind in (Kind.CONST, Kind.OWN) and isinstance(one, int) and isinstance(other, int):
-            found = replace(found, number=c.part(found.dims, ends[:1], ends[1:], is_loose=True))
+        found, ends = c.meet(condition), sorted((one, other))
+        if found.kind in (Kind.CONST, Kind.OWN) and all(isinstance(n, int) for n in ends):
+            found = replace(found, number=_any(c, found.dims, ONE * ends[0], ONE * ends[1]))
     together = {"together"} if any("together" in v.facts for v in given) else set()
     return replace(found, facts=found.facts | together)
 
 
 def _branch(condition: Value, word: str) -> set[Any]:
     """What holds where a condition is true ("if"), or not ("else")."""
-    flag = condition.number or ()
-    found = minus(flag, REQUESTS) if word == "if" else minus((), flag)
-    return condition.those(word) | ({found} if len(flag) == 1 else set())
+    flag = condition.sum
+    found = {flag - 1 if word == "if" else NONE - flag} if len(flag.parts) == 1 else set()
+    return condition.those(word) | found
 
 
-def _met(c: Checker, value: Any, known: Collection[Any]) -> Any:
+def _met(c: Checker, value: Any, known: set[Any]) -> Any:
     """A value without the conditions that hold where it is taken."""
     if not isinstance(value, Value):
         return value
-    sums = {fact for fact in known if isinstance(fact, tuple)}
+    sums = {fact for fact in known if isinstance(fact, Sum)}
     met = {goal for goal in value.those("goal") if c.bounds.holds(goal, sums)}
-    taken = {("goal", goal) for goal in met}
-    return replace(value, facts=value.facts - taken | {("beyond", goal) for goal in met})
+    kept = value.facts - {("goal", goal) for goal in met}
+    return replace(value, facts=kept | {("beyond", goal) for goal in met})
 
 
-def _replaced(c: Checker, condition: Value, value: Value, other: Any, is_first: bool) -> Value:
-    """Elements become a number where a condition holds, or where it does not."""
-    known = _branch(condition, "if" if is_first else "else")
-    dims, kind, (_, value) = c.join(condition, value)
-    named, holds, low, high = value.number, c.bounds.holds, [], []
-    if value.kind == Kind.PLACE:
-        return _masked(c, dims, value, other, known)
-    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and other < 0}
-    if kind == Kind.PLACE or named is None or not isinstance(other, int):
-        return c.meet(condition, value, facts=beyond)
-    if is_first and "off" in condition.those("else") and other == 0:
-        low, high = [named], [named]
-    elif holds(named) and other >= 0:
-        flag = condition.number if not is_first else None
-        low = [()]
-        high = [plus((named, 1), (flag or (), other))] if other == 0 or flag else []
-    part = c.part(dims, low, high) if kind in (Kind.CONST, Kind.OWN) else None
-    if part and known & {"on", "active"} and other == 0:
-        c.masked.add(part)
-    return c.make(dims, kind, part, beyond)
-
-
-def _masked(
-    c: Checker, dims: Sequence[Layout], value: Value, other: Any, known: set[Any]
+def _replaced(
+    c: Checker, condition: Value, value: Value, new: Any, is_first: bool, known: list[set[Any]]
 ) -> Value:
-    """Numbers of places of which some become 0, which is nobody's, or -1, which is none."""
-    (part, count), *others = places(value.number)
-    rest = minus(value.number or (), ((part, count),))
-    is_state = not others and part.startswith(("slot", "page"))
-    if is_state and other == 0 and c.within(rest, number(1 - count), ()):
-        return c.make(dims, Kind.PLACE, value.number)
-    if is_state and other == -1 and ({"live", "active"} <= known or "kept" in value.facts):
-        sums = {("if", fact) for fact in known if isinstance(fact, tuple)}
-        return c.make(dims, Kind.PLACE, value.number, {"kept", *sums})
-    c.unknown("replaces numbers of places")
+    """Elements become a number where a condition holds, or where it does not."""
+    facts = known[0] if is_first else known[1]
+    dims, kind, (_, value) = c.join(condition, value)
+    named, low, high = value.sum, [], []
+    if value.kind == Kind.PLACE:
+        (part, count), *others = named.places.parts
+        is_state = not others and part.startswith(("slot", "page"))
+        if is_state and new == 0 and c.bounds.within(named.own, ONE * (1 - count), NONE):
+            return c.make(dims, kind, named)  # Nobody's slot or page.
+        is_kept = {"live", "active"} <= facts or "kept" in value.facts
+        if is_state and new == -1 and is_kept:
+            sums = {("if", fact) for fact in facts if isinstance(fact, Sum)}
+            return c.make(dims, kind, named, {"kept", *sums})
+        c.unknown("replaces numbers of places")
+    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and new < 0}
+    if kind > Kind.UPTO or value.number is None or not isinstance(new, int):
+        return c.meet(condition, value, facts=beyond)
+    if is_first and "off" in known[1] and new == 0:
+        low, high = [named], [named]
+    elif c.bounds.holds(named) and new >= 0:
+        flag = condition.sum * new if not is_first else NONE
+        low, high = [NONE], [named + flag] if new == 0 or flag else []
+    made = c.part(dims, low, high)
+    if {"on", "active"} & facts and low == high:
+        c.bounds.masked.add(made)
+    return c.make(dims, kind, made, beyond)
 
 
 def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
@@ -289,9 +250,7 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
         return c.make(condition.dims, Kind.UPTO)
     dims, kind, _ = c.join(condition, one, other)
     named = same_pages(c, dims, (one, other)) if kind == Kind.PLACE else None
-    if named:
-        return c.make(dims, kind, named)
-    return c.meet(condition, one, other)
+    return c.make(dims, kind, named) if named else c.meet(condition, one, other)
 
 
 def product(c: Checker) -> Value:
@@ -318,7 +277,7 @@ def fold(c: Checker) -> Any:
         return place
     if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
         c.unknown("combines rows", value)
-    if value.kind in (Kind.PLACE, Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
+    if value.kind > Kind.UPTO:
         c.unknown("combines numbers of places", value)
     is_apart = c.base in tables.ROW_BY_ROW and not any(value.dims[min(axes) :])
     by_torch = c.on_gpu or (c.op in c.dispatched and not is_apart)
@@ -332,17 +291,16 @@ def _folded_place(
     c: Checker, value: Value, axes: list[int], dims: Sequence[Layout]
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
-    ends = c.as_bounds(value)
-    if c.base == "amax" and (ends or _base(value.number) == "numbered 1"):
-        layout = layout_of(ends.number) if ends else REQUESTS
-        return c.make([None] * len(dims), Kind.PLACE, start(layout or (), "used"))
+    ends, is_each = c.as_bounds(value), axes == [1] and value.dims[1] == REQUESTS
+    if c.base == "amax" and (ends or str(value.sum) == "1*numbered 1"):
+        layout = ends.sum.layout if ends else ONE
+        return c.make([None] * len(dims), Kind.PLACE, (layout or NONE).starts("used"))
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.kind == Kind.OWN:
-        return c.make(dims, Kind.PLACE, c.ends(value.number or ()))
+        return c.make(dims, Kind.PLACE, c.bounds.ends(value.sum))
     if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
-        return c.make([REQUESTS], Kind.PLACE, c.ends(c.bounds.add(c.args["self"][1:])))
-    if c.base == "sum" and "ended" in value.facts and axes == [1]:
-        return c.make(dims, Kind.PLACE, REQUEST, {"nth"})
-    is_by_request = value.kind == Kind.DIAGONAL and value.dims[1] == REQUESTS
-    if is_by_request and c.base in ("sum", "any") and axes == [1]:
+        return c.make([REQUESTS], Kind.PLACE, c.bounds.ends(Sum.of({c.args["self"][1:]: 1})))
+    if c.base == "sum" and "ended" in value.facts and is_each:
+        return c.make(dims, Kind.PLACE, ONE.starts(), {"nth"})
+    if c.base in ("sum", "any") and value.kind == Kind.DIAGONAL and is_each:
         return c.make(dims, Kind.OWN, None, value.facts & {"anchors"})
     return None

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 from mtpc.certificate import tables
-from mtpc.certificate.sums import REQUEST, Bounds, Sum, minus, number, places, plus, start
+from mtpc.certificate.sums import NONE, ONE, Bounds, Sum
 
 
 class Kind(IntEnum):
@@ -30,7 +30,7 @@ Line = Sequence[Any]
 Layout = Any
 """What the places of a dimension are. None: the same in any company. "slots", "pages ...": state.
 "bounds": one for each request, and one more. A sum: rows of requests, of which each has so many."""
-REQUESTS: Layout = number(1)
+REQUESTS: Layout = ONE
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,18 @@ class Value:
         """The facts that are pairs of a word."""
         return {fact[1] for fact in self.facts if isinstance(fact, tuple) and fact[0] == word}
 
+    @property
+    def iota(self) -> tuple[str, int]:
+        """The part that counts places along a dimension, and how often; or ("", 0)."""
+        return next((one for one in self.sum.parts if one[0].startswith("~iota")), ("", 0))
+
+    @property
+    def sum(self) -> Sum:
+        return self.number or NONE
+
     def __str__(self) -> str:
-        dims = ", ".join(map(text_of, self.dims))
-        named = text_of(self.number) if self.number and self.kind != Kind.ANY else ""
-        return f"{self.kind.name.lower()}[{dims}] {named}".rstrip()
-
-
-def text_of(given: Layout) -> str:
-    if not isinstance(given, tuple):
-        return given or "-"
-    return " + ".join(str(n) if part == "1" else f"{n}*{part}" for part, n in given)
+        dims = ", ".join(str(dim or "-") for dim in self.dims)
+        return f"{self.kind.name.lower()}[{dims}] {self.sum}".rstrip()
 
 
 class UnknownError(Exception):
@@ -90,42 +92,26 @@ class Checker:
         dispatched: ATen's operators that the tape calls through PyTorch's dispatcher.
         on_gpu: whether elementwise operators have a thread for each element.
 
-    Attributes:
-        values: by line.
-        buffers: line -> the name of the state that it is, or is the first part of.
-        content: what the step has written to buffers of the batch.
-        memory: line -> the first line whose memory it shares.
-        bounds: of the parts of sums.
-        layouts: counts of rows.
-        masked: parts that are 0 for requests that are off.
-        anchors: numbers of last accepted rows -> layouts of which these are rows.
-        loose: parts that may be anything between two numbers: no rows are taken by them.
-
     Raises:
         RefusedError: it is no listing of a step.
     """
 
     def __init__(self, lines: Sequence[Line], dispatched: Iterable[str], on_gpu: bool) -> None:
         self.dispatched, self.on_gpu = frozenset(dispatched), on_gpu
-        self.values: dict[str, Any] = {}
-        self.buffers: dict[str, str] = {}
-        self.content: dict[str, Value] = {}
-        self.memory: dict[str, str] = {}
+        self.values: dict[str, Any] = {}  # By line.
+        self.buffers: dict[str, str] = {}  # Line -> the state that it is, or is the first part of.
+        self.content: dict[str, Value] = {}  # What the step has written to buffers of the batch.
+        self.memory: dict[str, str] = {}  # Line -> the first line whose memory it shares.
         self.bounds = Bounds()
-        self.layouts: set[Sum] = set()
-        self.masked: set[Sum] = set()
-        self.anchors: dict[Sum, list[Sum]] = {}
-        self.loose: set[str] = set()
         self.calls = {line[0]: line for line in lines}
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
         if len(accepts) != 1 or "batch.state_indices" not in held:
-            raise RefusedError(
-                f"{len(accepts)} calls of accept; expected one, of a step's requests"
-            )
+            found = len(accepts)
+            raise RefusedError(f"{found} calls of accept; expected one, of a step's requests")
         self.active = accepts[0]["active"]
         self.num_reqs = held["batch.state_indices"][0]
-        self.most_rows = held.get("batch.prompt_ids", [None])[0]
+        self.most_rows = held.get("batch.prompt_ids", [0])[0]
 
     def read(self, line: Line, rules: Mapping[str, Callable[[Checker], Any]]) -> Any:
         """What the next line gives: a value, or several."""
@@ -198,21 +184,25 @@ class Checker:
 
     def because(self, why: str, *sources: Value) -> str:
         """Why nothing is known: this line, or one before."""
-        return next(
-            (v.why for v in sources if v.kind == Kind.ANY), f"{self.op} ({self.name}) {why}"
-        )
+        here = f"{self.op} ({self.name}) {why}"
+        return next((v.why for v in sources if v.kind == Kind.ANY), here)
 
     def make(
-        self, dims: Sequence[Layout], kind: Kind, named: Sum | None = None, facts: Iterable[Any] = ()
+        self,
+        dims: Sequence[Layout],
+        kind: Kind,
+        named: Sum | None = None,
+        facts: Iterable[Any] = (),
     ) -> Value:
         """The only result."""
         if kind == Kind.ANY:
             self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
-        kind = Kind.PLACE if places(named) else Kind.OWN if kind == Kind.PLACE else kind
+        is_place = named is not None and bool(named.places)
+        kind = Kind.PLACE if is_place else Kind.OWN if kind == Kind.PLACE else kind
         if f"%{self.name}" == self.active:
             facts = {*facts, ("if", "active"), ("else", "off")}
         if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and named is None:
-            named = self.part(dims, [()] if "natural" in facts else [])
+            named = self.part(dims, [NONE] if "natural" in facts else [])
         return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
     def part(
@@ -220,65 +210,21 @@ class Checker:
         dims: Sequence[Layout],
         low: Sequence[Sum] = (),
         high: Sequence[Sum] = (),
-        is_loose: bool | None = False,
         end: str = "",
     ) -> Sum:
-        """The line's result as a part of sums; `loose` ones may be anything between two numbers."""
-        differs = any(
-            dim is None and size != 1
-            for dim, size in zip(dims[::-1], self.shapes[0][::-1], strict=False)
-        )
-        made = self.bounds.add("~" * differs + self.name + end, low, high)
-        if is_loose or (is_loose is False and self.is_loose(*low, *high)):
-            self.loose.add(made[0][0])
-        return made
-
-    def is_loose(self, *given: Sum) -> bool:
-        return any(part in self.loose for one in given for part, _ in one)
-
-    def ends(self, layout: Sum) -> Sum:
-        """Where the rows of a request end, of which it has so many: 0 or more."""
-        self.layouts.add(layout)
-        for part, _ in layout:
-            if part != "1":
-                self.bounds.add(part, [()])
-                self.loose.discard(part)
-        return plus((start(layout), 1), (layout, 1))
-
-    def within(self, rest: Sum, low: Sum, high: Sum, known: Iterable[Sum] = ()) -> bool:
-        """Whether a number of a request is between two."""
-        facts = frozenset(known)
-        return self.bounds.holds(minus(rest, low), facts) and self.bounds.holds(
-            minus(high, rest), facts
-        )
-
-    def anchored(self, rest: Sum, layout: Sum) -> bool:
-        """Whether a request's row of that number is the last accepted one."""
-        return any(minus(rest, shift) == one for one, shift in self.accepted(layout))
-
-    def accepted(self, layout: Sum) -> Iterable[tuple[Sum, Sum]]:
-        """Numbers of last accepted rows, and how many rows a layout has before those rows."""
-        for one, layouts in self.anchors.items():
-            shifts = (minus(layout, read) for read in layouts)
-            yield from ((one, shift) for shift in shifts if all(n > 0 for _, n in shift))
-
-    def offset(self, layout: Sum) -> Sum:
-        """How far a row is from the first of its request."""
-        if layout == REQUESTS:
-            return ()
-        name = f"off({text_of(layout)})".replace(" ", "")
-        if name not in self.bounds.known:
-            self.bounds.add(name, [()], [minus(layout, REQUESTS)])
-        return ((name, 1),)
+        """The line's result as a part of sums."""
+        sizes = zip(reversed(dims), reversed(self.shapes[0]), strict=False)
+        differs = any(dim is None and size != 1 for dim, size in sizes)
+        return self.bounds.add("~" * differs + self.name + end, low, high)
 
     def as_bounds(self, value: Any) -> Value | None:
         """Where requests' rows begin, by request, and where the last one's end; None: another."""
         if not isinstance(value, Value) or value.number is None:
             return None
-        (part, count), *others = value.number or (("", 0),)
-        if part.startswith("~iota") and not others and max(value.shape) == self.num_reqs + 1:
-            dims = ["bounds" if size != 1 else None for size in value.shape]
-            return replace(value, dims=tuple(dims), kind=Kind.PLACE, number=plus((REQUEST, count)))
+        part, count = value.iota
+        if part and value.number == Sum.of({part: count}) and self.num_reqs + 1 in value.shape:
+            dims = tuple("bounds" if size != 1 else None for size in value.shape)
+            return replace(value, dims=dims, kind=Kind.PLACE, number=ONE.starts() * count)
         return value if "bounds" in value.dims else None
 
     def meet(self, *given: Any, facts: Iterable[Any] = ()) -> Value:
@@ -306,47 +252,39 @@ class Checker:
         if any(v.kind == Kind.ANY or v.those("goal") for v in values):
             self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
-        if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
+        if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, Sum) for dim in dims) > 1:
             return dims, Kind.PAIR, values
         return dims, max(kinds), values
 
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
-        counts = [one for one in value.number or () if one[0].startswith("~iota")]
-        offset = minus(value.number or (), tuple(counts))
-        is_count = counts and counts[0][1] > 0 and offset in ((), REQUESTS)
+        part, count = value.iota
+        is_count = count > 0 and value.sum - Sum.of({part: count}) in (NONE, ONE)
+        is_only = is_count and self.num_reqs == max(value.shape) == 1
         met = [
             new
             for size, old, new in zip(value.shape, value.dims, dims, strict=True)
-            if old is None
-            and new is not None
-            and (size != 1 or (is_count and self.num_reqs == max(value.shape) == 1))
+            if old is None and new is not None and (size != 1 or is_only)
         ]
         if value.kind == Kind.ANY or not met:
             return value
         if "uniform" in value.facts:
             return replace(value, dims=tuple(dims))
-        if len(counts) == len(met) == 1 and value.kind == Kind.CONST:
+        if count and len(met) == 1 and value.kind == Kind.CONST:
             return self.of_rows(value, dims, met[0])
         self.unknown("has rows, and numbers that follow from their places")
 
     def of_rows(self, value: Value, dims: Sequence[Layout], layout: Layout) -> Value:
         """Numbers of a dimension's places, as those of rows."""
-        if not isinstance(layout, tuple) and layout != "bounds":
+        if not isinstance(layout, Sum) and layout != "bounds":
             self.unknown("has numbers of places")
-        (iota,) = [one for one in value.number or () if one[0].startswith("~iota")]
-        row = REQUEST if layout == "bounds" else plus((start(layout), 1), (self.offset(layout), 1))
-        named = plus((value.number or (), 1), ((iota,), -1), (row, iota[1]))
+        part, count = value.iota
+        row = ONE.starts() if layout == "bounds" else self.bounds.row(layout)
+        named = value.sum - Sum.of({part: count}) + row * count
         return replace(value, dims=tuple(dims), kind=Kind.PLACE, number=named)
 
 
 def scalar(given: Any) -> Value:
     """A number that is given, as a value."""
     is_whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
-    return Value((), (), Kind.CONST, number(int(given)) if is_whole else None)
-
-
-def is_iota(value: Value) -> bool:
-    """Whether a value is the numbers of its places."""
-    named = value.number or ()
-    return value.kind == Kind.CONST and [n for p, n in named if p[:5] == "~iota"] == [1] == [n for _, n in named]
+    return Value((), (), Kind.CONST, NONE + int(given) if is_whole else None)

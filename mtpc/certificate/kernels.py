@@ -15,10 +15,8 @@ from mtpc.certificate.checker import (
     RefusedError,
     UnknownError,
     Value,
-    is_iota,
 )
-from mtpc.certificate.moves import owned
-from mtpc.certificate.sums import SLOT, Sum, layout_of, minus, number, places, plus, start
+from mtpc.certificate.sums import NONE, ONE, SLOT, Sum
 
 _REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
 
@@ -59,18 +57,21 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
         c.unknown("", *given)
     if any(v.kind == Kind.PLACE and "kept" not in v.facts for v in given):
         c.unknown("computes with numbers of places")
-    is_const = (
-        c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST} and not any(dims)
-    )
+    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST}
     is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
-    if not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
+    is_rows = not is_split and len(layouts) == 1 and isinstance(layouts[0], Sum)
+    if not is_rows and not (is_const and not any(dims)):
         c.unknown("gets " + ", ".join(map(str, given)))
     for name, value in read.items():
         for one in value if isinstance(value, list) else [value]:
-            if name not in names and isinstance(one, Value):
-                wrong = _wrong(c, name, one, layouts[0])
-                if wrong:
-                    c.unknown(f"gets {name} as {one}: {wrong}", one)
+            if (
+                name not in names
+                and isinstance(one, Value)
+                and not _is_right(c, name, one, layouts[0])
+            ):
+                c.unknown(
+                    f"gets {name} as {one}: not what its rows, or their requests, may read", one
+                )
     kind = max(Kind.OWN if v.kind == Kind.PLACE else v.kind for v in given)
     if kind == Kind.UPTO and c.op in tables.WHOLE:
         c.unknown("reads rows after the last accepted one")
@@ -93,9 +94,8 @@ def _placed(c: Checker) -> Value:
 
 def _in_use(c: Checker, value: Value) -> Value:
     """Rows that are all alike, as those of the requests that the argument `rows` counts."""
-    used = c.at("rows").number or ()
-    layout = number(value.shape[0] // c.num_reqs)
-    if used != start(layout, "used") or value.shape[0] % c.num_reqs:
+    layout = ONE * (value.shape[0] // c.num_reqs)
+    if c.at("rows").sum != layout.starts("used") or value.shape[0] % c.num_reqs:
         return value
     return replace(value, dims=(layout, *value.dims[1:]), kind=Kind.OWN)
 
@@ -109,95 +109,72 @@ def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     if not single[0] or 1 not in given[0].shape:
         return given
     at = next((n for n, dim in enumerate(given[0].dims) if dim), given[0].shape.index(1))
-    return [
-        replace(v, dims=(*[None] * at, REQUESTS, *[None] * (len(v.dims) - at - 1)))
-        if is_single
-        and v.kind in (Kind.OWN, Kind.UPTO, Kind.PLACE)
-        and v.shape[at : at + 1] == (1,)
-        else v
-        for v, is_single in zip(given, single, strict=True)
-    ]
+    for n, v in enumerate(given):
+        if single[n] and Kind.OWN <= v.kind <= Kind.PLACE and v.shape[at : at + 1] == (1,):
+            dims = [REQUESTS if axis == at else None for axis in range(len(v.dims))]
+            given[n] = replace(v, dims=tuple(dims))
+    return given
 
 
 def _named(c: Checker, index: int, value: Value) -> Value:
     """A result with what it names."""
-    first = (REQUESTS, *[None] * (len(value.shape) - 1))
+    of_requests = Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), Kind.OWN)
     if c.op == "choose_slots":
         rows = c.at("index_cache").shape[1]
-        entry = c.part(value.dims, [()], [number(rows - 1)], None)
-        named = plus((c.at("block_table").number, rows), (entry, 1))
-        return replace(value, kind=Kind.PLACE, number=named)
+        entry = c.part(value.dims, [NONE], [ONE * (rows - 1)])
+        return replace(value, kind=Kind.PLACE, number=c.at("block_table").sum * rows + entry)
     if c.op in tables.ANCHORED:
-        return Value(value.shape, first, Kind.OWN)
+        return of_requests
     if c.op != "accept":
         return value
-    part = c.bounds.add(f"{c.name}.{index}", [()])
+    part = c.bounds.add(f"{c.name}.{index}", [NONE])
     if index:
-        return Value(value.shape, first, Kind.OWN, part)
-    layout = layout_of(c.as_bounds(c.at("query_start_loc")).number) or ()
-    c.bounds.add(part[0][0], [], [minus(layout, REQUESTS)])
-    c.anchors[part] = [layout]
+        return replace(of_requests, number=part)
+    layout = c.as_bounds(c.at("query_start_loc")).sum.layout
+    highs = [layout - 1]
     for goal in c.at("ids").those("beyond"):  # No draft is accepted that is not verified.
-        (column,) = [one for one, _ in goal if one[0] == "~"]
-        rest = plus((goal, 1), (((column, 1),), 1))
-        c.bounds.add(part[0][0], [], [rest])
-        c.anchors[part].append(plus((rest, 1), (REQUESTS, 1)))
-    return Value(value.shape, first, Kind.PLACE, plus((start(layout), 1), (part, 1)))
+        highs += [goal + Sum.of({name: 1}) for name, n in goal.parts if (name[0], n) == ("~", -1)]
+    c.bounds.add(f"{c.name}.{index}", [], highs)
+    c.bounds.anchors[part] = [high + 1 for high in highs]
+    return replace(of_requests, kind=Kind.PLACE, number=layout.starts() + part)
 
 
-def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
-    """Why an argument is not the one that a row, or its request, may read; "" if it is."""
-    first, named = value.dims[0] if value.dims else None, value.number
+def _is_right(c: Checker, name: str, value: Value, layout: Layout) -> bool:
+    """Whether an argument is one that a row, or its request, may read."""
+    first, named, holds = value.dims[0] if value.dims else None, value.sum, c.bounds.holds
     if name in _REPORTS or (value.kind == Kind.CONST and name not in tables.OWNED):
-        return ""
-    by_row = _is_by_row(c)
+        return True
+    starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
+    each = isinstance(starts, Value) and starts.kind == Kind.CONST and isinstance(query, Value)
+    by_row = each and starts.shape[0] == query.shape[0] + 1  # Each row attends by itself.
+    by_row = by_row and starts.number == Sum.of({starts.iota[0]: 1})
+    place, owners = c.at("slot_mapping") or c.at("block_table"), layout if by_row else REQUESTS
+    if isinstance(first, str) and name not in tables.OWNED and first != "bounds":
+        per = c.at(name).shape[1] if "slot_mapping" in c.args else 1
+        is_state = isinstance(place, Value)
+        return moves.owned(c, place, first, per) if is_state else first == "slots"
     if name == "query_start_loc":
-        layout = c.at("ids").dims[0] if c.op == "accept" else layout
-        ends = c.as_bounds(value)
-        is_own = by_row or (ends is not None and ends.number == start(layout))
-        return "" if is_own else "not the bounds of its rows"
-    if name in ("state_slots", "state_indices", "row_slots"):
-        owners = layout if name == "row_slots" else REQUESTS
-        return "" if (named, first) == (SLOT, owners) else "not slots"
-    if name == "sees_fresh":
-        is_own = (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout))
-        return "" if is_own else "not rows of one request"
+        ends, read = c.as_bounds(value), c.at("ids").dims[0] if c.op == "accept" else layout
+        return by_row or (ends is not None and ends.sum == read.starts())
     if name == "chosen_entries":
         entries = c.at("entries")
-        is_own = first == layout and owned(c, value, entries.dims[0], entries.shape[1])
-        return "" if is_own else "not of its slot"
-    if name == "anchors":
-        is_own = layout_of(named) == layout and c.anchored(minus(named, start(layout)), layout)
-        return "" if is_own else "not the last accepted rows"
+        return first == layout and moves.owned(c, value, entries.dims[0], entries.shape[1])
     if name == "rows":
-        is_each = named == start(REQUESTS, "used") and c.bounds.holds(minus(REQUESTS, layout))
-        return "" if is_each or named == start(layout, "used") else "not the rows in use"
-    if name == "block_table":
-        owners = layout if by_row else REQUESTS
-        is_page = value.kind == Kind.PLACE and first == owners
-        return "" if is_page else "not the pages"
+        is_each = named == ONE.starts("used") and holds(ONE - layout)
+        return is_each or named == layout.starts("used")
     if name == "seq_lens":
-        is_length = first == REQUESTS and c.bounds.holds(minus(named or (), layout))
-        is_length |= by_row and (value.kind, first) == (Kind.OWN, layout)
-        return "" if is_length else "not lengths"
-    if isinstance(first, str):
-        place = c.at("slot_mapping") or c.at("block_table")
-        if not isinstance(place, Value):
-            return "" if first == "slots" else "not by its own pages"
-        per = c.at(name).shape[1] if "slot_mapping" in c.args else 1
-        return "" if owned(c, place, first, per) else "not by its own places"
+        is_own = by_row and (value.kind, first) == (Kind.OWN, layout)
+        return is_own or (first == REQUESTS and holds(named - layout))
     if name == "ids" and c.op == "accept":
-        return "" if value.kind == Kind.OWN and isinstance(first, tuple) else "not its rows"
-    is_own = value.kind == Kind.OWN and isinstance(first, tuple) and first[0][0] == "1"
-    return "" if is_own else "not its request's"
-
-
-def _is_by_row(c: Checker) -> bool:
-    """Whether each row attends by itself, to pages of one row."""
-    starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
-    if not isinstance(starts, Value) or not isinstance(query, Value):
-        return False
-    return is_iota(starts) and starts.shape[0] == query.shape[0] + 1
+        return value.kind == Kind.OWN and isinstance(first, Sum)
+    return {
+        "state_slots": (named, first) == (SLOT, REQUESTS),
+        "state_indices": (named, first) == (SLOT, REQUESTS),
+        "row_slots": (named, first) == (SLOT, layout),
+        "sees_fresh": (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout)),
+        "anchors": named.layout == layout and named.own in c.bounds.accepted(layout),
+        "block_table": value.kind == Kind.PLACE and first == owners,
+    }.get(name, value.kind == Kind.OWN and first is not None and "1" in dict(first.parts))
 
 
 def _report(c: Checker, name: str) -> None:
@@ -207,7 +184,7 @@ def _report(c: Checker, name: str) -> None:
     if buffer.startswith("batch."):
         shape = tuple(c.calls[given][3][0])
         width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
-        part = None
-        if name == "num_accepted":
-            part = c.bounds.add(f"{c.name}.{name}", [()], [number(width - 1)])
-        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), Kind.OWN, part)
+        is_count = name == "num_accepted"
+        part = c.bounds.add(f"{c.name}.{name}", [NONE], [ONE * (width - 1)]) if is_count else None
+        dims = (REQUESTS, *[None] * (len(shape) - 1))
+        c.content[buffer] = Value(shape, dims, Kind.OWN, part)

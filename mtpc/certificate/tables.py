@@ -83,3 +83,12 @@ ANCHORED = frozenset({"copy_drafts"})
 """Kernels in which a request reads its rows up to the one that `anchors` names."""
 NATURAL = frozenset({"committed_lens"})
 """State that is a number of tokens, and so not negative."""
+GIVEN = _words(
+    "state_indices num_input is_decoding next_prompt_id prompt_ids token_mask draft_mask"
+)
+"""What the host gives, by request or row."""
+PACKED = (
+    r"where\(__and__\((.+), bitwise_not\(__and__\(\1, ne\(batch\.is_decoding, 0\)\)\)\), "
+    r"clamp\(batch\.num_input, \w+, \w+\), 0\)"
+)
+"""How many rows of `prompt_ids` a request has: none where it is off, or decodes."""
