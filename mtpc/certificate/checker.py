@@ -64,6 +64,11 @@ class Value:
         return next((one for one in self.sum.parts if one[0].startswith("~iota")), ("", 0))
 
     @property
+    def is_count(self) -> bool:
+        """Whether each place of a dimension has its own number."""
+        return self.kind == Kind.CONST and self.number == Sum.of({self.iota[0]: 1})
+
+    @property
     def sum(self) -> Sum:
         return self.number or NONE
 
@@ -175,6 +180,11 @@ class Checker:
     def unknown(self, why: str, *sources: Value) -> NoReturn:
         """Stop at the line: nothing is known of what it gives."""
         raise UnknownError(self.nothing(why, *sources), self.because(why, *sources))
+
+    def need(self, is_known: bool, why: str, *sources: Value) -> None:
+        """Stop at the line, if it is not as a rule needs it."""
+        if not is_known:
+            self.unknown(why, *sources)
 
     def nothing(self, why: str, *sources: Value) -> Any:
         """Results of which nothing is known, because of this line or of one before."""

@@ -7,18 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mtpc.certificate import moves, tables
-from mtpc.certificate.checker import (
-    REQUESTS,
-    Checker,
-    Kind,
-    Layout,
-    RefusedError,
-    UnknownError,
-    Value,
-)
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, RefusedError, UnknownError, Value
 from mtpc.certificate.sums import NONE, ONE, SLOT, Sum
-
-_REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
 
 
 def kernel(c: Checker) -> Any:
@@ -33,9 +23,7 @@ def kernel(c: Checker) -> Any:
     try:
         made = _results(c, *tables.KERNELS[c.op])
     except UnknownError as error:
-        if c.op in tables.WRITES:
-            raise RefusedError(str(error)) from None
-        raise
+        raise RefusedError(str(error)) if c.op in tables.WRITES else error from None
     for name in tables.WRITES.get(c.op, ()):
         _report(c, name)
     return made if len(made) > 1 else made[0]
@@ -46,56 +34,43 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     if c.at("places") is not None:
         read["logits"] = _placed(c)
     given = [v for v in map(read.get, names) if isinstance(v, Value) and "uniform" not in v.facts]
-    if c.num_reqs == 1:
-        given = _only_row(c, given)
-    if c.at("rows") is not None:
-        given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
+    given = _only_row(c, given) if c.num_reqs == 1 else given
+    given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
-    layouts: list[Layout] = [dim for dim in dims if dim is not None] or [None]
-    if any(v.kind == Kind.ANY for v in given):
-        c.unknown("", *given)
-    if any(v.kind == Kind.PLACE and "kept" not in v.facts for v in given):
-        c.unknown("computes with numbers of places")
-    is_const = c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST}
-    is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
-    is_rows = not is_split and len(layouts) == 1 and isinstance(layouts[0], Sum)
-    if not is_rows and not (is_const and not any(dims)):
-        c.unknown("gets " + ", ".join(map(str, given)))
-    for name, value in read.items():
-        for one in value if isinstance(value, list) else [value]:
-            if (
-                name not in names
-                and isinstance(one, Value)
-                and not _is_right(c, name, one, layouts[0])
-            ):
-                c.unknown(
-                    f"gets {name} as {one}: not what its rows, or their requests, may read", one
-                )
+    layout = next((dim for dim in dims if dim is not None), None)
+    c.need(all(v.kind != Kind.ANY for v in given), "", *given)
+    are_numbers = all(v.kind != Kind.PLACE or "kept" in v.facts for v in given)
+    c.need(are_numbers, "computes with numbers of places")
+    is_const = c.op not in tables.WRITES and not any(dims) and not any(v.kind for v in given)
+    is_whole = all(v.dims[:lead] == dims and not any(v.dims[lead:]) for v in given)
+    is_rows = is_whole and sum(map(bool, dims)) == 1 and isinstance(layout, Sum)
+    c.need(is_rows or is_const, "gets " + ", ".join(map(str, given)))
+    for name in read.keys() - names:
+        for v in read[name] if isinstance(read[name], list) else [read[name]]:
+            is_right = not isinstance(v, Value) or _is_right(c, name, v, layout)
+            c.need(is_right, f"gets {name} as {v}: not what its rows, or requests, may read", v)
     kind = max(Kind.OWN if v.kind == Kind.PLACE else v.kind for v in given)
-    if kind == Kind.UPTO and c.op in tables.WHOLE:
-        c.unknown("reads rows after the last accepted one")
+    is_early = kind != Kind.UPTO or c.op not in tables.WHOLE
+    c.need(is_early, "reads rows after the last accepted one")
     made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
     return [_named(c, number, value) for number, value in enumerate(made)]
 
 
 def _placed(c: Checker) -> Value:
     """The logits of each row, which `places` takes as `index_select` does."""
-    as_moved = copy(c)
-    as_moved.base = "index_select"
-    logits, places = as_moved.at("logits"), as_moved.at("places")
-    as_moved.shapes = [(*places.shape, *logits.shape[1:])]
+    logits, places, moved = c.at("logits"), c.at("places"), copy(c)
+    moved.shapes = [(*places.shape, *logits.shape[1:])]
     try:
-        found: Value = c.seen(moves.taken(as_moved, logits, 0, [places]))
+        return c.seen(moves.taken(moved, logits, 0, [places]))  # type: ignore[no-any-return]
     except UnknownError as error:
         c.unknown(str(error))
-    return found
 
 
 def _in_use(c: Checker, value: Value) -> Value:
     """Rows that are all alike, as those of the requests that the argument `rows` counts."""
-    layout = ONE * (value.shape[0] // c.num_reqs)
-    if c.at("rows").sum != layout.starts("used") or value.shape[0] % c.num_reqs:
+    layout, used = ONE * (value.shape[0] // c.num_reqs), c.at("rows")
+    if used is None or used.sum != layout.starts("used") or value.shape[0] % c.num_reqs:
         return value
     return replace(value, dims=(layout, *value.dims[1:]), kind=Kind.OWN)
 
@@ -111,8 +86,8 @@ def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     at = next((n for n, dim in enumerate(given[0].dims) if dim), given[0].shape.index(1))
     for n, v in enumerate(given):
         if single[n] and Kind.OWN <= v.kind <= Kind.PLACE and v.shape[at : at + 1] == (1,):
-            dims = [REQUESTS if axis == at else None for axis in range(len(v.dims))]
-            given[n] = replace(v, dims=tuple(dims))
+            dims = tuple(REQUESTS if axis == at else None for axis in range(len(v.dims)))
+            given[n] = replace(v, dims=dims)
     return given
 
 
@@ -123,10 +98,8 @@ def _named(c: Checker, index: int, value: Value) -> Value:
         rows = c.at("index_cache").shape[1]
         entry = c.part(value.dims, [NONE], [ONE * (rows - 1)])
         return replace(value, kind=Kind.PLACE, number=c.at("block_table").sum * rows + entry)
-    if c.op in tables.ANCHORED:
-        return of_requests
     if c.op != "accept":
-        return value
+        return of_requests if c.op in tables.ANCHORED else value
     part = c.bounds.add(f"{c.name}.{index}", [NONE])
     if index:
         return replace(of_requests, number=part)
@@ -139,20 +112,18 @@ def _named(c: Checker, index: int, value: Value) -> Value:
     return replace(of_requests, kind=Kind.PLACE, number=layout.starts() + part)
 
 
-def _is_right(c: Checker, name: str, value: Value, layout: Layout) -> bool:
+def _is_right(c: Checker, name: str, value: Value, layout: Any) -> bool:
     """Whether an argument is one that a row, or its request, may read."""
     first, named, holds = value.dims[0] if value.dims else None, value.sum, c.bounds.holds
-    if name in _REPORTS or (value.kind == Kind.CONST and name not in tables.OWNED):
+    if name in tables.OUTPUTS or (value.kind == Kind.CONST and name not in tables.OWNED):
         return True
     starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
-    each = isinstance(starts, Value) and starts.kind == Kind.CONST and isinstance(query, Value)
-    by_row = each and starts.shape[0] == query.shape[0] + 1  # Each row attends by itself.
-    by_row = by_row and starts.number == Sum.of({starts.iota[0]: 1})
-    place, owners = c.at("slot_mapping") or c.at("block_table"), layout if by_row else REQUESTS
+    by_row = isinstance(starts, Value) and starts.is_count and isinstance(query, Value)
+    by_row = by_row and starts.shape[0] == query.shape[0] + 1  # Each row attends by itself.
     if isinstance(first, str) and name not in tables.OWNED and first != "bounds":
-        per = c.at(name).shape[1] if "slot_mapping" in c.args else 1
-        is_state = isinstance(place, Value)
-        return moves.owned(c, place, first, per) if is_state else first == "slots"
+        place = c.at("slot_mapping") or c.at("block_table")
+        per = value.shape[1] if "slot_mapping" in c.args else 1
+        return first == "slots" if place is None else moves.owned(c, place, first, per)
     if name == "query_start_loc":
         ends, read = c.as_bounds(value), c.at("ids").dims[0] if c.op == "accept" else layout
         return by_row or (ends is not None and ends.sum == read.starts())
@@ -167,13 +138,14 @@ def _is_right(c: Checker, name: str, value: Value, layout: Layout) -> bool:
         return is_own or (first == REQUESTS and holds(named - layout))
     if name == "ids" and c.op == "accept":
         return value.kind == Kind.OWN and isinstance(first, Sum)
+    slot, pages = (named, first) == (SLOT, REQUESTS), layout if by_row else REQUESTS
     return {
-        "state_slots": (named, first) == (SLOT, REQUESTS),
-        "state_indices": (named, first) == (SLOT, REQUESTS),
+        "state_slots": slot,
+        "state_indices": slot,
         "row_slots": (named, first) == (SLOT, layout),
         "sees_fresh": (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout)),
         "anchors": named.layout == layout and named.own in c.bounds.accepted(layout),
-        "block_table": value.kind == Kind.PLACE and first == owners,
+        "block_table": (value.kind, first) == (Kind.PLACE, pages),
     }.get(name, value.kind == Kind.OWN and first is not None and "1" in dict(first.parts))
 
 

@@ -77,6 +77,7 @@ WRITES = {
     "copy_drafts": ("text_ids",),
     "write_logprobs": ("logprobs", "top_ids", "top_logprobs"),
 }
+OUTPUTS = frozenset({*WRITES["accept"], *WRITES["write_logprobs"]})
 WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")
 """Kernels in which a row may read later rows of its request."""
 ANCHORED = frozenset({"copy_drafts"})
