@@ -1,7 +1,5 @@
 """What the checker believes of operators. Nothing here is read from mtpc or from a listing."""
 
-from __future__ import annotations
-
 import re
 
 
@@ -29,10 +27,9 @@ KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 """Folds whose results have the dimension that they fold."""
 DIVIDES = _words("select flip unbind split split_with_sizes chunk repeat_interleave")
 """Views of parts of a dimension, or of another order, which must not be rows."""
-VIEWS = DIVIDES | _words(
-    "view reshape flatten unflatten unsqueeze squeeze transpose t slice expand alias "
-    "detach _unsafe_view"
-)
+FOLLOWED = _words("transpose unsqueeze view reshape expand")
+"""Views of which integers are followed."""
+VIEWS = DIVIDES | FOLLOWED | _words("flatten unflatten squeeze t slice alias detach _unsafe_view")
 CARRIERS = VIEWS | {"where"}
 """What may take a value that is known under a condition, which `where` has; or a request's rows as
 columns, which a view may make rows again."""
