@@ -21,8 +21,7 @@ def index(c: Checker) -> Value:
         axis = next(at for at, one in enumerate(numbers) if one is not None)
         numbers = numbers[axis:]
     numbers = numbers if isinstance(numbers, list) else [numbers]
-    if None in numbers:
-        c.unknown("takes places of dimensions that are apart")
+    c.need(None not in numbers, "takes places of dimensions that are apart")
     return taken(c, table, axis % len(table.dims), numbers)
 
 
@@ -35,13 +34,13 @@ def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
     value, target, size = numbers[0], table.dims[axis], table.shape[axis]
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
     is_mixed = any(one.kind == Kind.PLACE for one in numbers[1:]) or kind == Kind.PAIR
-    if is_mixed or others or table.kind > Kind.PLACE:
-        c.unknown("takes places by numbers of others", table)
+    is_apart = not is_mixed and not others and table.kind <= Kind.PLACE
+    c.need(is_apart, "takes places by numbers of others", table)
     dims = [*table.dims[:axis], *inner, *table.dims[axis + len(numbers) :]]
     if "uniform" in value.facts and table.kind == Kind.CONST and axis == 0:
         return c.make(dims, Kind.CONST, facts={"alike"})
-    if any(isinstance(size, int) and most < size - 1 for most in value.those("most")):
-        c.unknown("takes places that were moved")
+    is_moved = any(isinstance(size, int) and most < size - 1 for most in value.those("most"))
+    c.need(not is_moved, "takes places that were moved")
     ends = c.as_bounds(table)
     if ends and ends.sum.layout:
         layout, first = ends.sum.layout, ONE.starts()
@@ -50,11 +49,10 @@ def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
         if named:
             return c.make(dims, Kind.PLACE, named)
     if target is None:
-        is_known = value.kind < Kind.PLACE
-        return c.make(dims, max(kind, table.kind)) if is_known else c.unknown("takes by places")
+        c.need(value.kind < Kind.PLACE, "takes by numbers of places")
+        return c.make(dims, max(kind, table.kind))
     if isinstance(target, str) and target != "prompt":
-        if not owned(c, value, target):
-            c.unknown(f"takes of {target}")
+        c.need(owned(c, value, target), f"takes of {target}")
         return c.make(dims, table.kind, table.number, table.facts & {"natural"})
     if value.kind == Kind.CONST and c.shapes[0] == table.shape and value.number:
         value = c.of_rows(value, (target,), target)
@@ -73,15 +71,16 @@ def _of_rows(
     is_known = value.number is not None and not rest.places and not loose(rest)
     is_own = goals <= {rest} or rest == Sum.of({value.iota[0]: 1})
     is_own = _is_packed(c, layout) if target == "prompt" else is_own
-    if not is_only and not (is_known and is_own):
-        c.unknown("takes rows that may be another request's", value)
+    is_known = is_only or (is_known and is_own)
+    c.need(is_known, "takes rows that may be another request's", value)
     before = any(holds(last - rest) for last in c.bounds.accepted(layout))
     facts: set[Any] = set() if is_only else {("goal", goal) for goal in goals}
     if kind == Kind.UPTO:
         own = next((dim for dim in value.dims if isinstance(dim, Sum)), NONE)
-        if not (before or is_only or rest == c.bounds.row(own).own - (own - layout)):
-            c.unknown("takes rows after the last accepted one")
-        kind = Kind.OWN if before or is_only else kind
+        before = before or is_only
+        is_same = rest == c.bounds.row(own).own - (own - layout)
+        c.need(before or is_same, "takes rows after the last accepted one")
+        kind = Kind.OWN if before else kind
     if "anchors" in table.facts and rest in c.bounds.accepted(layout):
         facts = {"accepted"}  # True where the request is on.
     if named == ONE.starts():
@@ -139,8 +138,8 @@ def slice_(c: Checker) -> Any:
             dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
             return c.make(dims, Kind.PLACE, c.bounds.ends(layout) if first else layout.starts())
         is_moved = first != 0 and any(part[0] == "~" for part, _ in value.sum.parts)
-        if value.kind == Kind.PLACE and (is_moved or value.number is None or ends):
-            c.unknown("moves numbers of places", value)
+        is_known = value.kind != Kind.PLACE or not (is_moved or value.number is None or ends)
+        c.need(is_known, "moves numbers of places", value)
         return c.make(value.dims, value.kind, None if is_moved else value.number, value.facts)
     if c.shapes[0] == value.shape:
         return value
@@ -167,8 +166,8 @@ def cat(c: Checker) -> Any:
         named = layout.starts() if is_zero and is_end else c.unknown("joins")
         return c.make(["bounds"], Kind.PLACE, named)
     parts = [part for part in parts if 0 not in part.shape] or parts
-    if is_cat and any(part.dims[axis] is not None for part in parts):
-        c.unknown("joins rows", *parts)
+    is_apart = not is_cat or all(part.dims[axis] is None for part in parts)
+    c.need(is_apart, "joins rows", *parts)
     first = parts[0]  # Each request's last token may be joined to any drafts.
     is_ids = "token" in first.facts or (first.kind, first.dims) == (Kind.OWN, (REQUESTS,))
     if axis == 1 and is_ids and any(part.kind == Kind.ANY for part in parts):
@@ -178,8 +177,7 @@ def cat(c: Checker) -> Any:
         parts = [replace(v, shape=(*v.shape[:axis], 1, *v.shape[axis + 1 :])) for v in parts]
     dims, kind, _ = c.join(*parts)
     named = same_pages(c, dims, parts) if is_cat and kind == Kind.PLACE else None
-    if kind == Kind.PLACE and not named:
-        c.unknown("joins places")
+    c.need(kind != Kind.PLACE or named is not None, "joins places")
     return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind, named)
 
 
@@ -196,7 +194,7 @@ def same_pages(c: Checker, dims: Sequence[Layout], values: Sequence[Value]) -> S
 def view(c: Checker) -> Any:
     value, rank = c.at("self"), len(c.at("self").dims)
     dims, facts = list(value.dims), value.facts - {"alike"}
-    keeps_number = c.base in ("transpose", "unsqueeze", "view", "reshape", "expand")
+    named = value.number if c.base in tables.FOLLOWED else None
     axis = (c.args.get("dim") or 0) if isinstance(c.args.get("dim"), int | None) else 0
     if c.base in ("transpose", "t"):
         i, j = c.args.get("dim0", 0), c.args.get("dim1", 1)
@@ -206,26 +204,23 @@ def view(c: Checker) -> Any:
     elif c.base in tables.DIVIDES:
         axes = [at % rank for at in c.args.get("dims", [axis])]
         is_one = c.base == "select" and value.shape[axes[0]] == 1
-        if any(dims[at] is not None for at in axes) and not is_one:
-            c.unknown("divides rows", value)
+        c.need(is_one or not any(dims[at] for at in axes), "divides rows", value)
         if c.base in ("select", "unbind"):
             del dims[axes[0]]
     elif c.base == "expand":
         dims = [None] * (len(c.shapes[0]) - rank) + dims
+        is_alike = value.shape[:1] == (1,) and value.kind == Kind.CONST and len(dims) == rank
+        facts |= {"alike"} if is_alike else set()
     else:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
-        if found is None:
-            c.unknown("mixes rows with other dimensions", value)
+        c.need(found is not None, "mixes rows with other dimensions", value)
         if fewer_rows(dims, found):
-            facts, keeps_number = facts | {"together"}, False
+            facts, named = facts | {"together"}, None
         elif fewer_rows(found, dims):
             facts -= {"together"}
         dims = found
-    named = value.number if keeps_number else None
-    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == Kind.CONST:
-        facts |= {"alike"} if len(c.shapes[0]) == rank else set()
-    if value.kind == Kind.ANY or (value.kind == Kind.PLACE and named is None):
-        c.unknown("moves numbers of places", value)
+    is_known = value.kind != Kind.ANY and (value.kind != Kind.PLACE or named is not None)
+    c.need(is_known, "moves numbers of places", value)
     if len(c.shapes) > 1:
         return [Value(shape, tuple(dims), value.kind, None, facts) for shape in c.shapes]
     return c.make(dims, value.kind, named, facts)
@@ -256,8 +251,8 @@ def gather(c: Checker) -> Value:
     """gather, scatter_: along a dimension that is no row."""
     given = [v for v in map(c.at, ("self", "index", "src")) if isinstance(v, Value)]
     axis = c.args["dim"]
-    if any(v.dims[axis] is not None and v.shape[axis] != 1 for v in given):
-        c.unknown("moves rows by number", *given)
+    is_apart = all(v.dims[axis] is None or v.shape[axis] == 1 for v in given)
+    c.need(is_apart, "moves rows by number", *given)
     return c.meet(*(replace(v, shape=given[0].shape) for v in given))
 
 
@@ -304,8 +299,8 @@ def put(c: Checker) -> Value:
     target, numbers, source = c.at("self"), c.at("index"), c.at("source")
     buffer = c.buffers.get(c.args["self"][1:])
     if buffer is None:
-        if numbers.kind != Kind.CONST or target.dims[c.args["dim"]] is not None:
-            c.unknown("puts rows by numbers")
+        is_apart = numbers.kind == Kind.CONST and target.dims[c.args["dim"]] is None
+        c.need(is_apart, "puts rows by numbers")
         return c.meet(target, replace(source, shape=c.shapes[0]))
     if (target.dims[0], c.args["dim"], numbers.number) != ("slots", 0, SLOT):
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
