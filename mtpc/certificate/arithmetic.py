@@ -26,16 +26,16 @@ def elementwise(c: Checker) -> Value:
     names = ("other", "self") if c.base == "rsub" else ("self", "other")
     given = map(c.at, (*names, "min", "max", "mask", "value", "exponent"))
     dims, kind, values = c.join(*(v for v in given if v is not None))
-    if not _is_exact(c) and kind != Kind.PLACE:
-        c.unknown("gives bits that may depend on the place of an element")
+    is_exact = _is_exact(c) or kind == Kind.PLACE
+    c.need(is_exact, "gives bits that may depend on the place of an element")
     if c.at("other") is None:
         return _of_one(c, dims, kind, values[0])
     one, other = values[:2]
     if kind == Kind.PAIR:
         return _of_two(c, dims, one, other)
     facts, named = _facts(c, one, other), _arithmetic(c, dims, one, other)
-    if kind == Kind.PLACE and named is None and (not facts or c.base == "__and__"):
-        c.unknown("computes with numbers of places")
+    is_known = kind != Kind.PLACE or named is not None or (facts and c.base != "__and__")
+    c.need(bool(is_known), "computes with numbers of places")
     return c.make(dims, kind, named, facts)
 
 
@@ -43,25 +43,24 @@ def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Val
     """Rows against requests, or against rows."""
     kinds, layout = {one.kind, other.kind}, one.sum.layout or NONE
     are_rows = one.number == other.number == c.bounds.row(layout)
-    if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
-        c.unknown("computes with numbers of places", one, other)
-    if c.base == "eq" and are_rows and layout == REQUESTS:
-        return c.make(dims, Kind.DIAGONAL)
+    is_known = Kind.PLACE not in kinds or (are_rows and c.base in tables.COMPARISONS)
+    c.need(is_known, "computes with numbers of places", one, other)
     is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
-    facts = _both(one, other) if is_masked and c.base == "__and__" else ()
-    return c.make(dims, Kind.DIAGONAL if is_masked else Kind.PAIR, None, facts)
+    is_same = c.base == "eq" and are_rows and layout == REQUESTS
+    facts = _facts(c, one, other) if is_masked and c.base == "__and__" else ()
+    return c.make(dims, Kind.DIAGONAL if is_masked or is_same else Kind.PAIR, None, facts)
 
 
 def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Sum | None:
     """What the result is as a sum; None: it is not followed."""
-    a, b, count = one.sum, other.sum, dict(other.sum.parts).get("1", 0)
+    a, b, count = one.sum, other.sum, other.sum["1"]
     is_number = other.number is not None and b == ONE * count
     if c.base == "mul" and a == ONE.starts() + 1 and "on" in other.those("if"):
         return Sum.of({"numbered 1": 1})
-    if c.base == "remainder" and is_number and count > 0 and not (a.places or one.kind > Kind.UPTO):
-        return _any(c, dims, NONE, ONE * (count - 1))
-    moved = one.those("most") | other.those("most") or c.args.get("alpha", 1) != 1
-    if None in (one.number, other.number) or moved or _share(a, b, "~"):
+    if c.base == "remainder" and is_number and count > 0 and one.kind < Kind.PLACE:
+        return c.part(dims, [NONE], [ONE * (count - 1)], is_loose=True)
+    is_moved = one.those("most") | other.those("most") or c.args.get("alpha", 1) != 1
+    if None in (one.number, other.number) or is_moved or a.shares(b, "~"):
         return None
     if c.base in ("add", "sub", "rsub"):
         made = a + b if c.base == "add" else a - b
@@ -73,22 +72,10 @@ def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) ->
         return a.places + _extreme(c, dims, a.layout or NONE, a.own, b.own)
     if c.base == "floor_divide" and is_number and count > 0:
         rest = Sum.of({part: n for part, n in a.parts if n % count})
-        whole = (a - rest) * Fraction(1, count)
-        ends = [(rest - least) * Fraction(1, count) for least in (count - 1, 0)]
-        part = c.part(dims, ends[:1], ends[1:], f"//{count}") if rest else NONE
-        return None if rest.places else whole + part
+        low, high = ((rest - least) * Fraction(1, count) for least in (count - 1, 0))
+        part = c.part(dims, [low], [high], end=f"//{count}") if rest else NONE
+        return None if rest.places else (a - rest) * Fraction(1, count) + part
     return None
-
-
-def _any(c: Checker, dims: Sequence[Layout], low: Sum, high: Sum) -> Sum:
-    """Any number between two, by which no rows are taken."""
-    made = c.part(dims, [low], [high])
-    c.bounds.loose.add(made.parts[0][0])
-    return made
-
-
-def _share(one: Sum, other: Sum, word: str = "") -> bool:
-    return any(p.startswith(word) for p in dict(one.parts).keys() & dict(other.parts).keys())
 
 
 def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: Sum) -> Sum:
@@ -99,45 +86,39 @@ def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: S
         return c.part(dims, [one, other], [t for t in tops if holds(t - one) and holds(t - other)])
     is_count = one in bounds.layouts - bounds.masked  # A request that is on has a row.
     low = [ONE] if (is_count or holds(one - 1)) and holds(other - 1) else []
-    low += [NONE] if holds(one) and holds(other) else []
-    return c.part(dims, low, [one, other])
+    return c.part(dims, [*low, *[NONE] * (holds(one) and holds(other))], [one, other])
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
-    is_float, named = "float" in c.dtypes[0], value.number
-    least, most = c.args.get("min"), c.args.get("max")
+    named = value.number if "float" not in c.dtypes[0] else None
+    c.need(kind != Kind.PLACE or named is not None, "computes with numbers of places")
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
-        if not is_float or kind != Kind.PLACE:
-            return c.make(dims, value.kind, None if is_float else named, value.facts)
-    elif c.base == "clamp" and named is not None and not is_float:
-        if least in (None, 0) and (kind == Kind.PLACE or kind == Kind.CONST):
-            is_request = "nth" in value.facts and most == c.num_reqs - 1
-            moved = {("most", most)} if most is not None and not is_request else set()
-            return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
-        if kind != Kind.PLACE:
-            is_above = least is None or c.bounds.holds(named - least)
-            high = [named] * is_above + [ONE * most for _ in [most] if most is not None]
-            part = c.part(dims, [ONE * least] if least is not None else [], high)
-            if not all(name.startswith("off(") for name, _ in named.parts):
-                c.bounds.loose.add(part.parts[0][0])
-            return c.make(dims, kind, part)
-    if kind == Kind.PLACE:
-        c.unknown("computes with numbers of places")
-    return c.make(dims, kind)
+        return c.make(dims, value.kind, named, value.facts)
+    least, most = c.args.get("min"), c.args.get("max")
+    if c.base == "clamp" and named is not None and least in (None, 0) and kind in _PLACED:
+        is_request = "nth" in value.facts and most == c.num_reqs - 1
+        moved = {("most", most)} if most is not None and not is_request else set()
+        return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
+    c.need(kind != Kind.PLACE, "computes with numbers of places")
+    if c.base != "clamp" or named is None:
+        return c.make(dims, kind)
+    is_above = least is None or c.bounds.holds(named - least)
+    high = [*[named] * is_above, *(ONE * n for n in [most] if n is not None)]
+    is_loose = not all(part.startswith("off(") for part, _ in named.parts)
+    low = [ONE * n for n in [least] if n is not None]
+    return c.make(dims, kind, c.part(dims, low, high, is_loose=is_loose))
 
 
-def _both(one: Value, other: Value) -> set[Any]:
-    """What holds if two conditions do."""
-    is_kept = "active" in other.those("if") or other.kind == Kind.PAIR
-    facts = one.facts | other.facts if is_kept else (one.facts | other.facts) - {"anchors"}
-    return {fact for fact in facts if isinstance(fact, str) or fact[0] == "if"}
+_PLACED = (Kind.CONST, Kind.PLACE)
 
 
 def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     """What a comparison says where it is true, and where it is not."""
     a, b = one.sum, other.sum
     if c.base == "__and__":
-        return _both(one, other)
+        is_kept = "active" in other.those("if") or other.kind == Kind.PAIR
+        both = (one.facts | other.facts) - (set() if is_kept else {"anchors"})
+        return {fact for fact in both if isinstance(fact, str) or fact[0] == "if"}
     if None in (one.number, other.number) or c.base not in tables.COMPARISONS:
         return set()
     if "nth" in one.facts:
@@ -146,12 +127,11 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     if a.places:
         if "kept" in one.facts and b == ONE * -1 and c.base in ("eq", "ne"):
             return {("else" if c.base == "eq" else "if", word) for word in ("live", "active")}
-        is_fit = a.layout is not None and a.own == a.layout and b == ONE * c.most_rows
-        if is_fit and c.base == "le":
+        if c.base == "le" and a.layout and a.own == a.layout and b == ONE * c.most_rows:
             return {("else", "off")}  # Rows that do not fit the bucket are not given.
-        is_state = a.places.parts[0][0].startswith(("slot", "page"))
-        return {"null"} if is_state and not b else set()
-    if b.places or _share(a, b) or c.base in ("eq", "ne"):
+        is_null = a.places.parts[0][0].startswith(("slot", "page")) and not b
+        return {"null"} if is_null else set()
+    if b.places or a.shares(b) or c.base in ("eq", "ne"):
         return set()
     gap = (a - b if c.base[0] == "g" else b - a) - (c.base[1] == "t")
     counts = [*(c.bounds.layouts - c.bounds.masked), ONE]
@@ -164,8 +144,7 @@ def compare(c: Checker) -> Value:
     one, other = c.at("self"), c.at("other")
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
         layout = other.sum.layout
-        is_row = one.kind == Kind.CONST and one.number == Sum.of({one.iota[0]: 1})
-        is_row |= (one.number, one.dims[0]) == (ONE.starts(), REQUESTS)
+        is_row = one.is_count or (one.number, one.dims[0]) == (ONE.starts(), REQUESTS)
         if is_row and c.base == "ge" and other.sum.own == layout:
             return c.make((layout, REQUESTS), Kind.PAIR, facts={"ended"})
         if is_row and c.base == "eq" and layout and other.sum.own in c.bounds.accepted(layout):
@@ -175,27 +154,24 @@ def compare(c: Checker) -> Value:
 
 def where(c: Checker) -> Value:
     condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
-    known = [_branch(condition, word) for word in ("if", "else")]
-    one, other = (_met(c, v, facts) for v, facts in zip((one, other), known, strict=True))
+    flag = condition.sum if len(condition.sum.parts) == 1 else None
+    true = condition.those("if") | ({flag - 1} if flag else set())
+    false = condition.those("else") | ({NONE - flag} if flag else set())
+    one, other = _met(c, one, true), _met(c, other, false)
     given = [v for v in (condition, one, other) if isinstance(v, Value)]
     if len(given) == 3:
         found = _either(c, condition, one, other)
-    elif len(given) == 2:
-        is_first = isinstance(one, Value)
-        found = _replaced(c, *given, other if is_first else one, is_first, known)
+    elif isinstance(one, Value):
+        found = _replaced(c, condition, one, other, true, "off" in false)
+    elif isinstance(other, Value):
+        found = _replaced(c, condition, other, one, false, None)
     else:
-        found, ends = c.meet(condition), sorted((one, other))
-        if found.kind in (Kind.CONST, Kind.OWN) and all(isinstance(n, int) for n in ends):
-            found = replace(found, number=_any(c, found.dims, ONE * ends[0], ONE * ends[1]))
+        found = c.meet(condition)
+        if found.kind <= Kind.OWN and isinstance(one, int) and isinstance(other, int):
+            low, high = ([ONE * n] for n in sorted((one, other)))
+            found = replace(found, number=c.part(found.dims, low, high, is_loose=True))
     together = {"together"} if any("together" in v.facts for v in given) else set()
     return replace(found, facts=found.facts | together)
-
-
-def _branch(condition: Value, word: str) -> set[Any]:
-    """What holds where a condition is true ("if"), or not ("else")."""
-    flag = condition.sum
-    found = {flag - 1 if word == "if" else NONE - flag} if len(flag.parts) == 1 else set()
-    return condition.those(word) | found
 
 
 def _met(c: Checker, value: Any, known: set[Any]) -> Any:
@@ -209,10 +185,10 @@ def _met(c: Checker, value: Any, known: set[Any]) -> Any:
 
 
 def _replaced(
-    c: Checker, condition: Value, value: Value, new: Any, is_first: bool, known: list[set[Any]]
+    c: Checker, condition: Value, value: Value, new: Any, known: set[Any], by_on: bool | None
 ) -> Value:
-    """Elements become a number where a condition holds, or where it does not."""
-    facts = known[0] if is_first else known[1]
+    """Elements become a number: where a condition is true (`by_on` is None), or not. `by_on`:
+    it is true wherever a request is on."""
     dims, kind, (_, value) = c.join(condition, value)
     named, low, high = value.sum, [], []
     if value.kind == Kind.PLACE:
@@ -220,33 +196,30 @@ def _replaced(
         is_state = not others and part.startswith(("slot", "page"))
         if is_state and new == 0 and c.bounds.within(named.own, ONE * (1 - count), NONE):
             return c.make(dims, kind, named)  # Nobody's slot or page.
-        is_kept = {"live", "active"} <= facts or "kept" in value.facts
-        if is_state and new == -1 and is_kept:
-            sums = {("if", fact) for fact in facts if isinstance(fact, Sum)}
-            return c.make(dims, kind, named, {"kept", *sums})
-        c.unknown("replaces numbers of places")
-    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and new < 0}
+        is_kept = new == -1 and ({"live", "active"} <= known or "kept" in value.facts)
+        c.need(is_state and is_kept, "replaces numbers of places")
+        sums = {("if", fact) for fact in known if isinstance(fact, Sum)}
+        return c.make(dims, kind, named, {"kept", *sums})
+    beyond = {f for f in value.facts if f[0] == "beyond" and by_on is not None and new < 0}
     if kind > Kind.UPTO or value.number is None or not isinstance(new, int):
         return c.meet(condition, value, facts=beyond)
-    if is_first and "off" in known[1] and new == 0:
+    flag = condition.sum * new if by_on is None else NONE
+    if by_on and new == 0:
         low, high = [named], [named]
     elif c.bounds.holds(named) and new >= 0:
-        flag = condition.sum * new if not is_first else NONE
         low, high = [NONE], [named + flag] if new == 0 or flag else []
     made = c.part(dims, low, high)
-    if {"on", "active"} & facts and low == high:
-        c.bounds.masked.add(made)
+    c.bounds.masked |= {made} if by_on and new == 0 and {"on", "active"} & known else set()
     return c.make(dims, kind, made, beyond)
 
 
 def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
-    if one.those("goal"):
-        c.unknown("has rows that may be another request's", one)
+    c.need(not one.those("goal"), "has rows that may be another request's", one)
     if "accepted" in condition.facts:
         return c.make(one.dims, one.kind, one.number)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
-        if c.join(condition, one)[1] not in (Kind.OWN, Kind.UPTO):
-            c.unknown("mixes rows", condition, one)
+        kind = c.join(condition, one)[1]
+        c.need(kind in (Kind.OWN, Kind.UPTO), "mixes rows", condition, one)
         return c.make(condition.dims, Kind.UPTO)
     dims, kind, _ = c.join(condition, one, other)
     named = same_pages(c, dims, (one, other)) if kind == Kind.PLACE else None
@@ -256,8 +229,9 @@ def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
 def product(c: Checker) -> Value:
     """Small matrices of rows, whose products the interpreter adds up in one order."""
     one, other = c.at("self"), c.at("other") or c.at("mat2")
-    if c.on_gpu or c.op in c.dispatched or one.dims[-1] is not None or other.dims[-2] is not None:
-        c.unknown("adds in an order that may depend on the rows", one, other)
+    is_ours = not c.on_gpu and c.op not in c.dispatched
+    is_small = is_ours and one.dims[-1] is None and other.dims[-2] is None
+    c.need(is_small, "adds in an order that may depend on the rows", one, other)
     one = replace(one, shape=(*one.shape[:-1], 1))
     return c.meet(one, replace(other, shape=(*other.shape[:-2], 1, other.shape[-1])))
 
@@ -275,14 +249,13 @@ def fold(c: Checker) -> Any:
     place = _folded_place(c, value, axes, dims)
     if place is not None:
         return place
-    if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
-        c.unknown("combines rows", value)
-    if value.kind > Kind.UPTO:
-        c.unknown("combines numbers of places", value)
+    is_apart = all(value.dims[axis] is None or value.shape[axis] == 1 for axis in axes)
+    c.need(is_apart, "combines rows", value)
+    c.need(value.kind <= Kind.UPTO, "combines numbers of places", value)
     is_apart = c.base in tables.ROW_BY_ROW and not any(value.dims[min(axes) :])
     by_torch = c.on_gpu or (c.op in c.dispatched and not is_apart)
-    if by_torch and c.base in tables.SUMS and value.kind != Kind.CONST and "float" in c.dtypes[0]:
-        c.unknown("adds in an order that may depend on the rows")
+    is_sum = c.base in tables.SUMS and value.kind != Kind.CONST and "float" in c.dtypes[0]
+    c.need(not (is_sum and by_torch), "adds in an order that may depend on the rows")
     made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
     return made if len(made) > 1 else c.make(dims, value.kind)
 

@@ -216,16 +216,12 @@ class Checker:
         return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
     def part(
-        self,
-        dims: Sequence[Layout],
-        low: Sequence[Sum] = (),
-        high: Sequence[Sum] = (),
-        end: str = "",
+        self, dims: Sequence[Layout], *bounds: Any, end: str = "", is_loose: bool = False
     ) -> Sum:
-        """The line's result as a part of sums."""
+        """The line's result as a part of sums, with lower and upper bounds."""
         sizes = zip(reversed(dims), reversed(self.shapes[0]), strict=False)
         differs = any(dim is None and size != 1 for dim, size in sizes)
-        return self.bounds.add("~" * differs + self.name + end, low, high)
+        return self.bounds.add("~" * differs + self.name + end, *bounds, is_loose=is_loose)
 
     def as_bounds(self, value: Any) -> Value | None:
         """Where requests' rows begin, by request, and where the last one's end; None: another."""

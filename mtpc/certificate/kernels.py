@@ -62,7 +62,8 @@ def _placed(c: Checker) -> Value:
     logits, places, moved = c.at("logits"), c.at("places"), copy(c)
     moved.shapes = [(*places.shape, *logits.shape[1:])]
     try:
-        return c.seen(moves.taken(moved, logits, 0, [places]))  # type: ignore[no-any-return]
+        found: Value = c.seen(moves.taken(moved, logits, 0, [places]))
+        return found
     except UnknownError as error:
         c.unknown(str(error))
 
@@ -103,7 +104,8 @@ def _named(c: Checker, index: int, value: Value) -> Value:
     part = c.bounds.add(f"{c.name}.{index}", [NONE])
     if index:
         return replace(of_requests, number=part)
-    layout = c.as_bounds(c.at("query_start_loc")).sum.layout
+    ends = c.as_bounds(c.at("query_start_loc"))
+    layout = (ends.sum.layout if ends else None) or NONE
     highs = [layout - 1]
     for goal in c.at("ids").those("beyond"):  # No draft is accepted that is not verified.
         highs += [goal + Sum.of({name: 1}) for name, n in goal.parts if (name[0], n) == ("~", -1)]
@@ -117,6 +119,8 @@ def _is_right(c: Checker, name: str, value: Value, layout: Any) -> bool:
     first, named, holds = value.dims[0] if value.dims else None, value.sum, c.bounds.holds
     if name in tables.OUTPUTS or (value.kind == Kind.CONST and name not in tables.OWNED):
         return True
+    if layout is None:
+        return False
     starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
     by_row = isinstance(starts, Value) and starts.is_count and isinstance(query, Value)
     by_row = by_row and starts.shape[0] == query.shape[0] + 1  # Each row attends by itself.
@@ -126,7 +130,8 @@ def _is_right(c: Checker, name: str, value: Value, layout: Any) -> bool:
         return first == "slots" if place is None else moves.owned(c, place, first, per)
     if name == "query_start_loc":
         ends, read = c.as_bounds(value), c.at("ids").dims[0] if c.op == "accept" else layout
-        return by_row or (ends is not None and ends.sum == read.starts())
+        is_own = ends is not None and isinstance(read, Sum) and ends.sum == read.starts()
+        return by_row or is_own
     if name == "chosen_entries":
         entries = c.at("entries")
         return first == layout and moves.owned(c, value, entries.dims[0], entries.shape[1])

@@ -213,7 +213,8 @@ def view(c: Checker) -> Any:
         facts |= {"alike"} if is_alike else set()
     else:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
-        c.need(found is not None, "mixes rows with other dimensions", value)
+        if found is None:
+            c.unknown("mixes rows with other dimensions", value)
         if fewer_rows(dims, found):
             facts, named = facts | {"together"}, None
         elif fewer_rows(found, dims):
@@ -341,8 +342,7 @@ def regroup(
 def fewer_rows(old: Sequence[Layout], new: Sequence[Layout]) -> bool:
     """Whether rows of a request have become columns of one."""
     one, other = (next((dim for dim in dims if dim is not None), None) for dims in (old, new))
-    are_rows = isinstance(one, Sum) and isinstance(other, Sum)
-    return are_rows and one != other and other.parts < one.parts
+    return isinstance(one, Sum) and isinstance(other, Sum) and other.parts < one.parts
 
 
 def _size(sizes: Sequence[Any]) -> Any:

@@ -42,6 +42,13 @@ class Sum:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
+    def __getitem__(self, part: str) -> Any:
+        return dict(self.parts).get(part, 0)
+
+    def shares(self, other: Sum, word: str = "") -> bool:
+        """Whether both have a part that begins with a word."""
+        return any(part.startswith(word) and other[part] for part, _ in self.parts)
+
     def __str__(self) -> str:
         return "+".join(str(n) if part == "1" else f"{n}*{part}" for part, n in self.parts)
 
@@ -84,12 +91,14 @@ class Bounds:
         self.anchors: dict[Sum, list[Sum]] = {}  # Last accepted rows -> layouts that have them.
         self.loose: set[str] = set()  # Parts that are any numbers: no rows are taken by them.
 
-    def add(self, part: str, low: Iterable[Sum] = (), high: Iterable[Sum] = ()) -> Sum:
+    def add(
+        self, part: str, low: Iterable[Sum] = (), high: Iterable[Sum] = (), is_loose: bool = False
+    ) -> Sum:
         """A part, of which more is known from now on; it is loose if its bounds are."""
         _, *ends = self.known.setdefault(part, (len(self.known), [], []))
         for held, more in zip(ends, (low, high), strict=True):
             held.extend(more)
-            self.loose.update({part} if any(map(self.is_loose, held)) else ())
+            self.loose |= {part} if is_loose or any(map(self.is_loose, held)) else set()
         return Sum.of({part: 1})
 
     def is_loose(self, given: Sum) -> bool:
