@@ -84,13 +84,12 @@ def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: S
     if c.base == "maximum":
         tops = (one, other, *bounds.accepted(layout))
         return c.part(dims, [one, other], [t for t in tops if holds(t - one) and holds(t - other)])
-    is_count = one in bounds.layouts - bounds.masked  # A request that is on has a row.
-    low = [ONE] if (is_count or holds(one - 1)) and holds(other - 1) else []
-    return c.part(dims, [*low, *[NONE] * (holds(one) and holds(other))], [one, other])
+    low = [ONE * n for n in (0, 1) if holds(one - n) and holds(other - n)]
+    return c.part(dims, low, [one, other])
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
-    named = value.number if "float" not in c.dtypes[0] else None
+    named = value.number if "int" in c.dtypes[0] or c.base in ("clone", "contiguous") else None
     c.need(kind != Kind.PLACE or named is not None, "computes with numbers of places")
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
         return c.make(dims, value.kind, named, value.facts)
@@ -134,9 +133,13 @@ def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
     if b.places or a.shares(b) or c.base in ("eq", "ne"):
         return set()
     gap = (a - b if c.base[0] == "g" else b - a) - (c.base[1] == "t")
-    counts = [*(c.bounds.layouts - c.bounds.masked), ONE]
-    is_on = c.base == "gt" and not b and any(c.bounds.holds(a - count) for count in counts)
-    return {("if", gap), ("else", NONE - gap - 1), *([("if", "on"), ("else", "off")] * is_on)}
+    found = {("if", gap), ("else", NONE - gap - 1)}
+    if c.base == "gt" and not b:
+        if f"%{c.name}" == c.active and len(a.parts) == 1:
+            c.bounds.add(a.parts[0][0], [ONE])  # Bounds are those of requests that are on.
+        found |= {("else", "off")} if c.bounds.holds(a - 1) else set()
+        found |= {("if", "on")} if a in c.bounds.masked else set()
+    return found
 
 
 def compare(c: Checker) -> Value:
@@ -271,7 +274,9 @@ def _folded_place(
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.kind == Kind.OWN:
         return c.make(dims, Kind.PLACE, c.bounds.ends(value.sum))
     if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
-        return c.make([REQUESTS], Kind.PLACE, c.bounds.ends(Sum.of({c.args["self"][1:]: 1})))
+        return c.make(
+            [REQUESTS], Kind.PLACE, c.bounds.ends(c.bounds.add(c.args["self"][1:], [ONE]))
+        )
     if c.base == "sum" and "ended" in value.facts and is_each:
         return c.make(dims, Kind.PLACE, ONE.starts(), {"nth"})
     if c.base in ("sum", "any") and value.kind == Kind.DIAGONAL and is_each:

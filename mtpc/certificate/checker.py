@@ -70,6 +70,7 @@ class Value:
 
     @property
     def sum(self) -> Sum:
+        """The number; 0 where it is not followed."""
         return self.number or NONE
 
     def __str__(self) -> str:
@@ -112,8 +113,7 @@ class Checker:
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
         if len(accepts) != 1 or "batch.state_indices" not in held:
-            found = len(accepts)
-            raise RefusedError(f"{found} calls of accept; expected one, of a step's requests")
+            raise RefusedError(f"{len(accepts)} calls of accept, not one of a step's requests")
         self.active = accepts[0]["active"]
         self.num_reqs = held["batch.state_indices"][0]
         self.most_rows = held.get("batch.prompt_ids", [0])[0]
@@ -212,16 +212,21 @@ class Checker:
         if f"%{self.name}" == self.active:
             facts = {*facts, ("if", "active"), ("else", "off")}
         if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and named is None:
-            named = self.part(dims, [NONE] if "natural" in facts else [])
+            named = self.part(dims, [NONE] if "natural" in facts else [], [])
         return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
     def part(
-        self, dims: Sequence[Layout], *bounds: Any, end: str = "", is_loose: bool = False
+        self,
+        dims: Sequence[Layout],
+        low: Sequence[Sum],
+        high: Sequence[Sum],
+        end: str = "",
+        is_loose: bool = False,
     ) -> Sum:
         """The line's result as a part of sums, with lower and upper bounds."""
         sizes = zip(reversed(dims), reversed(self.shapes[0]), strict=False)
         differs = any(dim is None and size != 1 for dim, size in sizes)
-        return self.bounds.add("~" * differs + self.name + end, *bounds, is_loose=is_loose)
+        return self.bounds.add("~" * differs + self.name + end, low, high, is_loose)
 
     def as_bounds(self, value: Any) -> Value | None:
         """Where requests' rows begin, by request, and where the last one's end; None: another."""

@@ -108,7 +108,8 @@ def _named(c: Checker, index: int, value: Value) -> Value:
     layout = (ends.sum.layout if ends else None) or NONE
     highs = [layout - 1]
     for goal in c.at("ids").those("beyond"):  # No draft is accepted that is not verified.
-        highs += [goal + Sum.of({name: 1}) for name, n in goal.parts if (name[0], n) == ("~", -1)]
+        columns = [part for part, n in goal.parts if part.startswith("~iota") and n == -1]
+        highs += [goal + Sum.of({part: 1}) for part in columns]
     c.bounds.add(f"{c.name}.{index}", [], highs)
     c.bounds.anchors[part] = [high + 1 for high in highs]
     return replace(of_requests, kind=Kind.PLACE, number=layout.starts() + part)

@@ -86,7 +86,6 @@ class Bounds:
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[int, list[Sum], list[Sum]]] = {}
-        self.layouts: set[Sum] = set()  # Counts of rows.
         self.masked: set[Sum] = set()  # Parts that are 0 for requests that are off.
         self.anchors: dict[Sum, list[Sum]] = {}  # Last accepted rows -> layouts that have them.
         self.loose: set[str] = set()  # Parts that are any numbers: no rows are taken by them.
@@ -106,7 +105,6 @@ class Bounds:
 
     def ends(self, layout: Sum) -> Sum:
         """Where the rows of a request end, of which it has so many: 0 or more."""
-        self.layouts.add(layout)
         for part in dict(layout.parts).keys() - {"1"}:
             self.add(part, [NONE])
             self.loose.discard(part)
