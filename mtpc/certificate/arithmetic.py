@@ -58,7 +58,7 @@ def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) ->
     if c.base == "mul" and a == ONE.starts() + 1 and "on" in other.those("if"):
         return Sum.of({"numbered 1": 1})
     if c.base == "remainder" and is_number and count > 0 and one.kind < Kind.PLACE:
-        return c.part(dims, [NONE], [ONE * (count - 1)], is_loose=True)
+        return c.bounds.loosen(c.part(dims, [NONE], [ONE * (count - 1)]))
     is_moved = one.those("most") | other.those("most") or c.args.get("alpha", 1) != 1
     if None in (one.number, other.number) or is_moved or a.shares(b, "~"):
         return None
@@ -73,7 +73,7 @@ def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) ->
     if c.base == "floor_divide" and is_number and count > 0:
         rest = Sum.of({part: n for part, n in a.parts if n % count})
         low, high = ((rest - least) * Fraction(1, count) for least in (count - 1, 0))
-        part = c.part(dims, [low], [high], end=f"//{count}") if rest else NONE
+        part = c.part(dims, [low], [high], f"//{count}") if rest else NONE
         return None if rest.places else (a - rest) * Fraction(1, count) + part
     return None
 
@@ -103,9 +103,9 @@ def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Val
         return c.make(dims, kind)
     is_above = least is None or c.bounds.holds(named - least)
     high = [*[named] * is_above, *(ONE * n for n in [most] if n is not None)]
-    is_loose = not all(part.startswith("off(") for part, _ in named.parts)
-    low = [ONE * n for n in [least] if n is not None]
-    return c.make(dims, kind, c.part(dims, low, high, is_loose=is_loose))
+    part = c.part(dims, [ONE * n for n in [least] if n is not None], high)
+    is_tight = all(name.startswith("off(") for name, _ in named.parts)
+    return c.make(dims, kind, part if is_tight else c.bounds.loosen(part))
 
 
 _PLACED = (Kind.CONST, Kind.PLACE)
@@ -172,7 +172,7 @@ def where(c: Checker) -> Value:
         found = c.meet(condition)
         if found.kind <= Kind.OWN and isinstance(one, int) and isinstance(other, int):
             low, high = ([ONE * n] for n in sorted((one, other)))
-            found = replace(found, number=c.part(found.dims, low, high, is_loose=True))
+            found = replace(found, number=c.bounds.loosen(c.part(found.dims, low, high)))
     together = {"together"} if any("together" in v.facts for v in given) else set()
     return replace(found, facts=found.facts | together)
 

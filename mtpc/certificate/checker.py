@@ -27,6 +27,7 @@ class Kind(IntEnum):
 
 
 Line = Sequence[Any]
+Sums = Sequence[Sum]
 Layout = Any
 """What the places of a dimension are. None: the same in any company. "slots", "pages ...": state.
 "bounds": one for each request, and one more. A sum: rows of requests, of which each has so many."""
@@ -215,18 +216,11 @@ class Checker:
             named = self.part(dims, [NONE] if "natural" in facts else [], [])
         return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
-    def part(
-        self,
-        dims: Sequence[Layout],
-        low: Sequence[Sum],
-        high: Sequence[Sum],
-        end: str = "",
-        is_loose: bool = False,
-    ) -> Sum:
+    def part(self, dims: Sequence[Layout], low: Sums, high: Sums, end: str = "") -> Sum:
         """The line's result as a part of sums, with lower and upper bounds."""
         sizes = zip(reversed(dims), reversed(self.shapes[0]), strict=False)
         differs = any(dim is None and size != 1 for dim, size in sizes)
-        return self.bounds.add("~" * differs + self.name + end, low, high, is_loose)
+        return self.bounds.add("~" * differs + self.name + end, low, high)
 
     def as_bounds(self, value: Any) -> Value | None:
         """Where requests' rows begin, by request, and where the last one's end; None: another."""

@@ -90,15 +90,17 @@ class Bounds:
         self.anchors: dict[Sum, list[Sum]] = {}  # Last accepted rows -> layouts that have them.
         self.loose: set[str] = set()  # Parts that are any numbers: no rows are taken by them.
 
-    def add(
-        self, part: str, low: Iterable[Sum] = (), high: Iterable[Sum] = (), is_loose: bool = False
-    ) -> Sum:
+    def add(self, part: str, low: Iterable[Sum] = (), high: Iterable[Sum] = ()) -> Sum:
         """A part, of which more is known from now on; it is loose if its bounds are."""
         _, *ends = self.known.setdefault(part, (len(self.known), [], []))
         for held, more in zip(ends, (low, high), strict=True):
             held.extend(more)
-            self.loose |= {part} if is_loose or any(map(self.is_loose, held)) else set()
+            self.loose |= {part} if any(map(self.is_loose, held)) else set()
         return Sum.of({part: 1})
+
+    def loosen(self, given: Sum) -> Sum:
+        self.loose |= dict(given.parts).keys()
+        return given
 
     def is_loose(self, given: Sum) -> bool:
         return any(part in self.loose for part, _ in given.parts)
