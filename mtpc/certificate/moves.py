@@ -27,10 +27,9 @@ def index(c: Checker) -> Value:
 
 def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
     """What numbers take of a dimension of a table, or several numbers of adjacent ones."""
-    as_own = [
-        replace(v, kind=Kind.OWN, number=None) if v.kind == Kind.PLACE else v for v in numbers
-    ]
-    inner, kind, _ = c.join(*(replace(v, number=None) for v in as_own))
+    kinds = [Kind.OWN if v.kind == Kind.PLACE else v.kind for v in numbers]
+    own = [replace(v, kind=k, number=None) for v, k in zip(numbers, kinds, strict=True)]
+    inner, kind, _ = c.join(*own)
     value, target, size = numbers[0], table.dims[axis], table.shape[axis]
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
     is_mixed = any(one.kind == Kind.PLACE for one in numbers[1:]) or kind == Kind.PAIR
@@ -68,11 +67,10 @@ def _of_rows(
     layout = named.layout or NONE if target == "prompt" else target
     rest = named - layout.starts()
     goals = {goal for goal in (rest, layout - 1 - rest) if not holds(goal)}
-    is_known = value.number is not None and not rest.places and not loose(rest)
     is_own = goals <= {rest} or rest == Sum.of({value.iota[0]: 1})
     is_own = _is_packed(c, layout) if target == "prompt" else is_own
-    is_known = is_only or (is_known and is_own)
-    c.need(is_known, "takes rows that may be another request's", value)
+    is_known = is_own and value.number is not None and not rest.places and not loose(rest)
+    c.need(is_only or is_known, "takes rows that may be another request's", value)
     before = any(holds(last - rest) for last in c.bounds.accepted(layout))
     facts: set[Any] = set() if is_only else {("goal", goal) for goal in goals}
     if kind == Kind.UPTO:
