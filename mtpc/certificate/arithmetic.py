@@ -267,11 +267,15 @@ def _folded_place(
     c: Checker, value: Value, axes: list[int], dims: Sequence[Layout]
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
-    ends, is_each = c.as_bounds(value), axes == [1] and value.dims[1] == REQUESTS
-    if c.base == "amax" and (ends or str(value.sum) == "1*numbered 1"):
-        layout = ends.sum.layout if ends else ONE
+    firsts, is_each = c.as_bounds(value), axes == [1] and value.dims[1] == REQUESTS
+    if c.base == "amax" and (firsts or str(value.sum) == "1*numbered 1"):
+        layout = firsts.sum.layout if firsts else ONE
         return c.make([None] * len(dims), Kind.PLACE, (layout or NONE).starts("used"))
     if c.base == "cumsum" and value.dims == (REQUESTS,) and value.kind == Kind.OWN:
+        made = c.calls[c.args["self"][1:]]  # Rows of requests that are on, if no windows' count.
+        ends = c.bounds.known.get(made[0], (0, [], []))[1]
+        if made[2].get("condition") == c.active and not any("//" in str(end) for end in ends):
+            c.bounds.add(made[0], [ONE])
         return c.make(dims, Kind.PLACE, c.bounds.ends(value.sum))
     if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
         return c.make(
