@@ -4,227 +4,237 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value, spots, sum_of
-from mtpc.certificate.lemmas import FACTS, lemma
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, Value
+from mtpc.certificate.moves import same_pages
+from mtpc.certificate.sums import NONE, ONE, Sum
 
 
 def _is_exact(c: Checker) -> bool:
     """Whether the bits of an element follow from its operands alone."""
-    if c.base in tables.EXACT:
-        return True
     if c.base == "pow":
-        number, dtype = c.args["exponent"], c.dtypes[0]
-        return number == 2 or (number == -0.5 and dtype == "float32") or c.on_gpu
-    if c.on_gpu:
-        return c.base in tables.THREADS
-    return c.base in tables.INTERPRETED and c.op not in c.dispatched
+        power, dtype = c.args["exponent"], c.dtypes[0]
+        return power == 2 or (power == -0.5 and dtype == "float32") or c.on_gpu
+    is_ours = c.base in (tables.THREADS if c.on_gpu else tables.INTERPRETED)
+    return c.base in tables.EXACT or (is_ours and (c.on_gpu or c.op not in c.dispatched))
 
 
 def elementwise(c: Checker) -> Value:
     names = ("other", "self") if c.base == "rsub" else ("self", "other")
-    extra = [c.at(name) for name in ("min", "max", "mask", "value", "exponent")]
-    dims, kind, values = c.join(*(v for v in (*map(c.at, names), *extra) if v is not None))
-    if not _is_exact(c) and kind != Kind.PLACE:
-        c.unknown("gives bits that may depend on the place of an element")
+    given = map(c.at, (*names, "min", "max", "mask", "value", "exponent"))
+    dims, kind, values = c.join(*(v for v in given if v is not None))
+    is_exact = _is_exact(c) or kind == Kind.PLACE
+    c.need(is_exact, "gives bits that may depend on the place of an element")
     if c.at("other") is None:
         return _of_one(c, dims, kind, values[0])
     one, other = values[:2]
-    facts = _facts(c, one, other)
     if kind == Kind.PAIR:
-        return _of_two(c, dims, one, other, facts)
-    tag = _tag(c, one, other)
-    if kind == Kind.PLACE and not tag and (not facts or c.base == "__and__"):
-        c.unknown("computes with numbers of places")
-    return c.make(dims, kind, tag, facts)
+        return _of_two(c, dims, one, other)
+    facts, named = _facts(c, one, other), _arithmetic(c, dims, one, other)
+    is_known = kind != Kind.PLACE or named is not None or (facts and c.base != "__and__")
+    c.need(bool(is_known), "computes with numbers of places")
+    return c.make(dims, kind, named, facts)
 
 
-def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value, facts: set[Any]) -> Value:
+def _of_two(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Value:
     """Rows against requests, or against rows."""
-    kinds = {one.kind, other.kind}
-    are_rows = one.tag == other.tag and one.tag[:1] in (("row",), ("request",))
-    if Kind.PLACE in kinds and not (are_rows and c.base in tables.COMPARISONS):
-        c.unknown("computes with numbers of places", one, other)
-    if c.base == "eq" and one.tag == other.tag == ("request",):
-        return c.make(dims, Kind.DIAGONAL)
+    kinds, layout = {one.kind, other.kind}, one.sum.layout or NONE
+    are_rows = one.number == other.number == c.bounds.row(layout)
+    is_known = Kind.PLACE not in kinds or (are_rows and c.base in tables.COMPARISONS)
+    c.need(is_known, "computes with numbers of places", one, other)
     is_masked = c.base in ("mul", "__and__") and Kind.DIAGONAL in kinds and Kind.UPTO not in kinds
-    return c.make(dims, Kind.DIAGONAL, (), facts) if is_masked else c.make(dims, Kind.PAIR)
+    is_same = c.base == "eq" and are_rows and layout == REQUESTS
+    facts = _facts(c, one, other) if is_masked and c.base == "__and__" else ()
+    return c.make(dims, Kind.DIAGONAL if is_masked or is_same else Kind.PAIR, None, facts)
 
 
-def _tag(c: Checker, one: Value, other: Value) -> tuple[Any, ...]:
-    """What the result of arithmetic names."""
-    number = other.tag[1] if other.tag[:1] == ("#",) else None
-    if c.args.get("alpha", 1) != 1 or (one.tag[:1] == ("shift",) and one.tag not in c.shifts):
-        return ()
-    if c.base == "mul" and one.tag == ("numbers",) and "on" in other.facts:
-        return ("numbered",)
-    if c.base == "mul" and one.tag == ("request",) and number is not None:
-        return ("start", (("1", number),))
-    if c.base == "add" and c.bounds(one) and c.bounds(other):
-        return ("bounds", sum_of(c.bounds(one), c.bounds(other)))
-    if one.tag[:1] == ("iota",) and number is not None and c.base == "mul":
-        return ("iota", one.tag[1] * number)
-    if one.tag == ("iota", 1) and number is not None and c.base == "sub" and number > 0:
-        return ("before", number)
-    is_whole = one.tag[:1] == ("place",) and number and one.tag[2] % number == 0
-    if c.base == "floor_divide" and is_whole:
-        return ("page", spots(one.tag[2] // number, one.tag[1]))
-    if c.base == "remainder" and number is not None and Kind.PLACE not in (one.kind, other.kind):
-        return ("mod", number)
-    if c.base == "minimum" and one.tag[:1] == ("cnt",) and "positive" in other.facts:
-        c.counts[((c.name, 1),)] = (one.tag[1], None)
-        c.single |= {((c.name, 1),)} if "single" in other.facts else set()
-    tag = lemma("sub" if c.base == "rsub" else c.base, one, other)
-    if one.tag[:1] == ("tail+",) and c.counts.get(one.tag[2]) != (one.tag[1], None):
-        return ()
-    if c.base == "minimum" and tag and tag[1] not in c.counts:
-        return ()
-    if tag[:1] == ("window",):
-        made = c.windows.get(tag[3], ("", "", "", ""))
-        return ("window", *made[1:]) if (made[1], made[3]) == tag[1:3] else ()
-    return tag
+def _arithmetic(c: Checker, dims: Sequence[Layout], one: Value, other: Value) -> Sum | None:
+    """What the result is as a sum; None: it is not followed."""
+    a, b, count = one.sum, other.sum, other.sum["1"]
+    is_number = other.number is not None and b == ONE * count
+    if c.base == "mul" and a == ONE.starts() + 1 and "on" in other.those("if"):
+        return Sum.of({"numbered 1": 1})
+    if c.base == "remainder" and is_number and count > 0 and one.kind < Kind.PLACE:
+        return c.bounds.loosen(c.part(dims, [NONE], [ONE * (count - 1)]))
+    is_moved = one.those("most") | other.those("most") or c.args.get("alpha", 1) != 1
+    if None in (one.number, other.number) or is_moved or a.shares(b, "~"):
+        return None
+    if c.base in ("add", "sub", "rsub"):
+        made = a + b if c.base == "add" else a - b
+        widths = {part.partition("//")[2] for part, _ in made.parts} - {""}
+        return made if len(widths) < 2 else None  # Windows of two widths are not counted together.
+    if c.base == "mul" and is_number:
+        return a * count
+    if c.base in ("minimum", "maximum") and a.places == b.places:
+        return a.places + _extreme(c, dims, a.layout or NONE, a.own, b.own)
+    if c.base == "floor_divide" and is_number and count > 0:
+        rest = Sum.of({part: n for part, n in a.parts if n % count})
+        low, high = ((rest - least) * Fraction(1, count) for least in (count - 1, 0))
+        part = c.part(dims, [low], [high], f"//{count}") if rest else NONE
+        return None if rest.places else (a - rest) * Fraction(1, count) + part
+    return None
+
+
+def _extreme(c: Checker, dims: Sequence[Layout], layout: Sum, one: Sum, other: Sum) -> Sum:
+    """The smaller of two numbers of a request, or the larger."""
+    holds, bounds = c.bounds.holds, c.bounds
+    if c.base == "maximum":
+        tops = (one, other, *bounds.accepted(layout))
+        return c.part(dims, [one, other], [t for t in tops if holds(t - one) and holds(t - other)])
+    low = [ONE * n for n in (0, 1) if holds(one - n) and holds(other - n)]
+    return c.part(dims, low, [one, other])
 
 
 def _of_one(c: Checker, dims: Sequence[Layout], kind: Kind, value: Value) -> Value:
+    named = value.number if "int" in c.dtypes[0] or c.base in ("clone", "contiguous") else None
+    c.need(kind != Kind.PLACE or named is not None, "computes with numbers of places")
     if c.base in ("to", "_to_copy", "clone", "contiguous", "type_as"):
-        return c.make(dims, value.kind, value.tag, value.facts)
-    name, most = value.tag[0] if value.tag else "", c.args.get("max")
-    if c.base == "clamp" and c.args["min"] == 0 and name == "off" and most is not None:
-        return c.make(dims, kind, ("capped", value.tag[1], most + 1))
-    if kind != Kind.PLACE and name != "before":
+        return c.make(dims, value.kind, named, value.facts)
+    least, most = c.args.get("min"), c.args.get("max")
+    if c.base == "clamp" and named is not None and least in (None, 0) and kind in _PLACED:
+        is_request = "nth" in value.facts and most == c.num_reqs - 1
+        moved = {("most", most)} if most is not None and not is_request else set()
+        return c.make(dims, kind, named, {*moved, *value.facts} - {"nth"})
+    c.need(kind != Kind.PLACE, "computes with numbers of places")
+    if c.base != "clamp" or named is None:
         return c.make(dims, kind)
-    if c.base != "clamp" or c.args["min"] not in (None, 0):
-        c.unknown("computes with numbers of places")
-    tag = ("request",) if name == "nth" else value.tag
-    return c.make(dims, kind, tag, {("most", most)} if most is not None else ())
+    is_above = least is None or c.bounds.holds(named - least)
+    high = [*[named] * is_above, *(ONE * n for n in [most] if n is not None)]
+    part = c.part(dims, [ONE * n for n in [least] if n is not None], high)
+    is_tight = all(name.startswith("off(") for name, _ in named.parts)
+    return c.make(dims, kind, part if is_tight else c.bounds.loosen(part))
+
+
+_PLACED = (Kind.CONST, Kind.PLACE)
 
 
 def _facts(c: Checker, one: Value, other: Value) -> set[Any]:
-    """What a comparison says where it is true."""
-    number = other.tag[1] if other.tag[:1] == ("#",) else None
-    name = one.tag[0] if one.tag else ""
+    """What a comparison says where it is true, and where it is not."""
+    a, b = one.sum, other.sum
     if c.base == "__and__":
-        is_active = other.tag == ("cnt", ((c.active[1:], 1),))
-        lost = set() if is_active or other.kind == Kind.PAIR else {"anchors"}
-        return set(one.facts | other.facts) - lost
-    if c.base == "lt" and name == "nth" and number == c.num_reqs:
-        return {"live", "active"} if one.dims[0] in c.windows else {"live"}
-    if c.base in ("ne", "eq") and name == "place" and "kept" in one.facts and number == -1:
-        return {"live", "active"} if c.base == "ne" else {"nowhere"}
-    found = lemma(c.base, one, other, FACTS)
-    if found[:1] == ("fits",) and number != c.most_rows:
+        is_kept = "active" in other.those("if") or other.kind == Kind.PAIR
+        both = (one.facts | other.facts) - (set() if is_kept else {"anchors"})
+        return {fact for fact in both if isinstance(fact, str) or fact[0] == "if"}
+    if None in (one.number, other.number) or c.base not in tables.COMPARISONS:
         return set()
-    return {found if found[1:] else found[0]} if found else set()
+    if "nth" in one.facts:
+        words = ["live", *["active"] * (one.dims[0] in c.bounds.masked)]
+        return {("if", w) for w in words if c.base == "lt" and b == ONE * c.num_reqs}
+    if a.places:
+        if "kept" in one.facts and b == ONE * -1 and c.base in ("eq", "ne"):
+            return {("else" if c.base == "eq" else "if", word) for word in ("live", "active")}
+        if c.base == "le" and a.layout and a.own == a.layout and b == ONE * c.most_rows:
+            return {("else", "off")}  # Rows that do not fit the bucket are not given.
+        is_null = a.places.parts[0][0].startswith(("slot", "page")) and not b
+        return {"null"} if is_null else set()
+    if b.places or a.shares(b) or c.base in ("eq", "ne"):
+        return set()
+    gap = (a - b if c.base[0] == "g" else b - a) - (c.base[1] == "t")
+    found = {("if", gap), ("else", NONE - gap - 1)}
+    if c.base == "gt" and not b:
+        if f"%{c.name}" == c.active and len(a.parts) == 1:
+            c.bounds.add(a.parts[0][0], [ONE])  # Bounds are those of requests that are on.
+        found |= {("else", "off")} if c.bounds.holds(a - 1) else set()
+        found |= {("if", "on")} if a in c.bounds.masked else set()
+    return found
 
 
 def compare(c: Checker) -> Value:
     """Also: the numbers of rows against the ends, or against one row, of every request."""
     one, other = c.at("self"), c.at("other")
     if isinstance(other, Value) and other.dims == (None, REQUESTS) and one.shape[1:] == (1,):
-        is_iota = one.tag == ("iota", 1) or (one.tag == ("request",) and one.dims[0] == REQUESTS)
-        if is_iota and c.base == "ge" and other.tag[:1] == ("end",):
-            return c.make((other.tag[1], REQUESTS), Kind.PAIR, facts={"ended"})
-        if is_iota and c.base == "eq" and other.tag[:1] == ("anchor",):
-            return c.make((other.tag[1], REQUESTS), Kind.DIAGONAL, facts={"anchors"})
+        layout = other.sum.layout
+        is_row = one.is_count or (one.number, one.dims[0]) == (ONE.starts(), REQUESTS)
+        if is_row and c.base == "ge" and other.sum.own == layout:
+            return c.make((layout, REQUESTS), Kind.PAIR, facts={"ended"})
+        if is_row and c.base == "eq" and layout and other.sum.own in c.bounds.accepted(layout):
+            return c.make((layout, REQUESTS), Kind.DIAGONAL, facts={"anchors"})
     return elementwise(c)
-
-
-_MASKED = {
-    "pos*": ("pos", 2, 0, {"live", "active"}),
-    "head": ("cnt", 1, 0, {"on"}),
-    "place": ("place", 2, -1, {"live", "active"}),
-    "spill": ("place", 2, -1, {"live", "active", "fewer"}),
-}
-"""What a number names that becomes another one where a condition does not hold: tag -> tag, how
-many of its parameters, the other number, what the condition says."""
 
 
 def where(c: Checker) -> Value:
     condition, one, other = (c.at(name) for name in ("condition", "self", "other"))
-    one, other = _met(c, condition, one, "where"), _met(c, condition, other, "unless")
-    is_each = isinstance(one, Value) and isinstance(other, Value)
-    found = (_either if is_each else _replaced)(c, condition, one, other)
+    flag = condition.sum if len(condition.sum.parts) == 1 else None
+    true = condition.those("if") | ({flag - 1} if flag else set())
+    false = condition.those("else") | ({NONE - flag} if flag else set())
+    one, other = _met(c, one, true), _met(c, other, false)
     given = [v for v in (condition, one, other) if isinstance(v, Value)]
+    if len(given) == 3:
+        found = _either(c, condition, one, other)
+    elif isinstance(one, Value):
+        found = _replaced(c, condition, one, other, true, "off" in false)
+    elif isinstance(other, Value):
+        found = _replaced(c, condition, other, one, false, None)
+    else:
+        found = c.meet(condition)
+        if found.kind <= Kind.OWN and isinstance(one, int) and isinstance(other, int):
+            low, high = ([ONE * n] for n in sorted((one, other)))
+            found = replace(found, number=c.bounds.loosen(c.part(found.dims, low, high)))
     together = {"together"} if any("together" in v.facts for v in given) else set()
     return replace(found, facts=found.facts | together)
 
 
-def _replaced(c: Checker, condition: Value, one: Any, other: Any) -> Value:
-    """Some elements become a number."""
-    is_first = isinstance(one, Value)
-    value, number = (one, other) if is_first else (other, one)
-    if not isinstance(value, Value):
-        return c.meet(condition, facts=_sizes(one, other))
-    dims, kind, (_, value) = c.join(condition, value)
-    name, facts = value.tag[0] if value.tag else "", condition.facts
-    tag, count, wanted, needed = _MASKED.get(name, ("", 0, 0, set()))
-    if tag and is_first and number == wanted and needed <= facts:
-        return c.make(dims, kind, (tag, *value.tag[1 : count + 1]), {"kept"} if number else ())
-    if name == "news" and is_first and number == 0 and "on" in facts:
-        c.windows[((c.name, 1),)] = value.tag
-    known = _kept(c, condition, value, number, is_first)
-    if known is not None:
-        return c.make(dims, kind, value.tag, known)
-    if value.kind == Kind.PLACE:
-        c.unknown("replaces numbers of places")
-    if name == "cnt" and not is_first:
-        c.counts[((c.name, 1),)] = (value.tag[1], c.args["condition"][1:])
-    beyond = {fact for fact in value.facts if fact[0] == "beyond" and is_first and number < 0}
-    return c.meet(condition, value, facts=beyond)
-
-
-def _met(c: Checker, condition: Value, value: Any, word: str) -> Any:
-    """A value without the conditions that hold where it is taken: under `condition`, or unless."""
+def _met(c: Checker, value: Any, known: set[Any]) -> Any:
+    """A value without the conditions that hold where it is taken."""
     if not isinstance(value, Value):
         return value
-    known = {(word, fact) for fact in (*condition.facts, c.origin("condition"))}
-    beyond = {("beyond", fact[1]) for _, fact in value.facts & known if fact[0] == "within"}
-    return replace(value, facts=value.facts - known | beyond)
+    sums = {fact for fact in known if isinstance(fact, Sum)}
+    met = {goal for goal in value.those("goal") if c.bounds.holds(goal, sums)}
+    kept = value.facts - {("goal", goal) for goal in met}
+    return replace(value, facts=kept | {("beyond", goal) for goal in met})
 
 
-def _sizes(one: Any, other: Any) -> set[Any]:
-    """What is known of a number that is one of two."""
-    return ({"positive"} if min(one, other) > 0 else set()) | (
-        {"single"} if max(one, other) == 1 else set()
-    )
-
-
-def _kept(
-    c: Checker, condition: Value, value: Value, number: Any, is_first: bool
-) -> set[Any] | None:
-    """What is known of a value of which some elements become a number that names no place; None
-    if nothing is."""
-    name, facts = value.tag[0] if value.tag else "", condition.facts
-    if name == "place" and number == -1:
-        return {"kept"} if ("nowhere" in facts and not is_first) or "kept" in value.facts else None
-    is_active = condition.tag == ("cnt", ((c.active[1:], 1),))
-    keeps = name in ("slot", "page", "ring") or (name == "len" and is_first and is_active)
-    keeps |= name == "cnt" and is_first and ("fits", value.tag[1]) in facts
-    return set() if keeps and number == 0 else None
+def _replaced(
+    c: Checker, condition: Value, value: Value, new: Any, known: set[Any], by_on: bool | None
+) -> Value:
+    """Elements become a number: where a condition is true (`by_on` is None), or not. `by_on`:
+    it is true wherever a request is on."""
+    dims, kind, (_, value) = c.join(condition, value)
+    named, low, high = value.sum, [], []
+    if value.kind == Kind.PLACE:
+        (part, count), *others = named.places.parts
+        is_state = not others and part.startswith(("slot", "page"))
+        if is_state and new == 0 and c.bounds.within(named.own, ONE * (1 - count), NONE):
+            return c.make(dims, kind, named)  # Nobody's slot or page.
+        is_kept = new == -1 and ({"live", "active"} <= known or "kept" in value.facts)
+        c.need(is_state and is_kept, "replaces numbers of places")
+        sums = {("if", fact) for fact in known if isinstance(fact, Sum)}
+        return c.make(dims, kind, named, {"kept", *sums})
+    beyond = {f for f in value.facts if f[0] == "beyond" and by_on is not None and new < 0}
+    if kind > Kind.UPTO or value.number is None or not isinstance(new, int):
+        return c.meet(condition, value, facts=beyond)
+    flag = condition.sum * new if by_on is None else NONE
+    if by_on and new == 0:
+        low, high = [named], [named]
+    elif c.bounds.holds(named) and new >= 0:
+        low, high = [NONE], [named + flag] if new == 0 or flag else []
+    made = c.part(dims, low, high)
+    c.bounds.masked |= {made} if by_on and new == 0 and {"on", "active"} & known else set()
+    return c.make(dims, kind, made, beyond)
 
 
 def _either(c: Checker, condition: Value, one: Value, other: Value) -> Value:
-    if one.is_conditional:
-        c.unknown("has rows that may be another request's", one)
+    c.need(not one.those("goal"), "has rows that may be another request's", one)
     if "accepted" in condition.facts:
-        return c.make(one.dims, one.kind, one.tag)
+        return c.make(one.dims, one.kind, one.number)
     if "anchors" in condition.facts and ("next", condition.dims[0]) in other.facts:
-        is_own = c.join(condition, one)[1] in (Kind.OWN, Kind.UPTO)
-        return (
-            c.make(condition.dims, Kind.UPTO) if is_own else c.unknown("mixes rows", condition, one)
-        )
-    if one.tag[:1] == ("page",) and one.tag == other.tag:
-        return c.make(c.join(condition, one, other)[0], Kind.PLACE, one.tag)
-    return c.meet(condition, one, other)
+        kind = c.join(condition, one)[1]
+        c.need(kind in (Kind.OWN, Kind.UPTO), "mixes rows", condition, one)
+        return c.make(condition.dims, Kind.UPTO)
+    dims, kind, _ = c.join(condition, one, other)
+    named = same_pages(c, dims, (one, other)) if kind == Kind.PLACE else None
+    return c.make(dims, kind, named) if named else c.meet(condition, one, other)
 
 
 def product(c: Checker) -> Value:
     """Small matrices of rows, whose products the interpreter adds up in one order."""
     one, other = c.at("self"), c.at("other") or c.at("mat2")
-    if c.on_gpu or c.op in c.dispatched or one.dims[-1] is not None or other.dims[-2] is not None:
-        c.unknown("adds in an order that may depend on the rows", one, other)
+    is_ours = not c.on_gpu and c.op not in c.dispatched
+    is_small = is_ours and one.dims[-1] is None and other.dims[-2] is None
+    c.need(is_small, "adds in an order that may depend on the rows", one, other)
     one = replace(one, shape=(*one.shape[:-1], 1))
     return c.meet(one, replace(other, shape=(*other.shape[:-2], 1, other.shape[-1])))
 
@@ -242,14 +252,13 @@ def fold(c: Checker) -> Any:
     place = _folded_place(c, value, axes, dims)
     if place is not None:
         return place
-    if any(value.dims[axis] is not None and value.shape[axis] != 1 for axis in axes):
-        c.unknown("combines rows", value)
-    if value.kind in (Kind.PLACE, Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
-        c.unknown("combines numbers of places", value)
+    is_apart = all(value.dims[axis] is None or value.shape[axis] == 1 for axis in axes)
+    c.need(is_apart, "combines rows", value)
+    c.need(value.kind <= Kind.UPTO, "combines numbers of places", value)
     is_apart = c.base in tables.ROW_BY_ROW and not any(value.dims[min(axes) :])
     by_torch = c.on_gpu or (c.op in c.dispatched and not is_apart)
-    if by_torch and c.base in tables.SUMS and value.kind != Kind.CONST and "float" in c.dtypes[0]:
-        c.unknown("adds in an order that may depend on the rows")
+    is_sum = c.base in tables.SUMS and value.kind != Kind.CONST and "float" in c.dtypes[0]
+    c.need(not (is_sum and by_torch), "adds in an order that may depend on the rows")
     made = [Value(shape, tuple(dims), value.kind) for shape in c.shapes]
     return made if len(made) > 1 else c.make(dims, value.kind)
 
@@ -258,16 +267,22 @@ def _folded_place(
     c: Checker, value: Value, axes: list[int], dims: Sequence[Layout]
 ) -> Value | None:
     """The result where it names places, or is a request's own; None for others."""
-    bounds = c.bounds(value)
-    if c.base == "amax" and (value.tag == ("numbered",) or bounds):
-        return c.make([None] * len(dims), Kind.PLACE, ("used", bounds or REQUESTS))
-    if c.base == "cumsum" and value.dims == (REQUESTS,) and value.tag[:1] == ("cnt",):
-        return c.make(dims, Kind.PLACE, ("end", value.tag[1]))
+    firsts, is_each = c.as_bounds(value), axes == [1] and value.dims[1] == REQUESTS
+    if c.base == "amax" and (firsts or str(value.sum) == "1*numbered 1"):
+        layout = firsts.sum.layout if firsts else ONE
+        return c.make([None] * len(dims), Kind.PLACE, (layout or NONE).starts("used"))
+    if c.base == "cumsum" and value.dims == (REQUESTS,) and value.kind == Kind.OWN:
+        made = c.calls[c.args["self"][1:]]  # Rows of requests that are on, if no windows' count.
+        ends = c.bounds.known.get(made[0], (0, [], []))[1]
+        if made[2].get("condition") == c.active and not any("//" in str(end) for end in ends):
+            c.bounds.add(made[0], [ONE])
+        return c.make(dims, Kind.PLACE, c.bounds.ends(value.sum))
     if c.base == "cumsum" and value.kind == Kind.ANY and value.shape == (c.num_reqs,):
-        return c.make([REQUESTS], Kind.PLACE, ("end", ((c.args["self"][1:], 1),)))
-    if c.base == "sum" and "ended" in value.facts and axes == [1]:
-        return c.make(dims, Kind.PLACE, ("nth",))
-    is_by_request = value.kind == Kind.DIAGONAL and value.dims[1] == REQUESTS
-    if is_by_request and c.base in ("sum", "any") and axes == [1]:
-        return c.make(dims, Kind.OWN, facts=value.facts & {"anchors"})
+        return c.make(
+            [REQUESTS], Kind.PLACE, c.bounds.ends(c.bounds.add(c.args["self"][1:], [ONE]))
+        )
+    if c.base == "sum" and "ended" in value.facts and is_each:
+        return c.make(dims, Kind.PLACE, ONE.starts(), {"nth"})
+    if c.base in ("sum", "any") and value.kind == Kind.DIAGONAL and is_each:
+        return c.make(dims, Kind.OWN, None, value.facts & {"anchors"})
     return None

@@ -5,13 +5,13 @@ What each operator gives is for rules.py, which has them by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NoReturn
 
 from mtpc.certificate import tables
+from mtpc.certificate.sums import NONE, ONE, Bounds, Sum
 
 
 class Kind(IntEnum):
@@ -27,11 +27,11 @@ class Kind(IntEnum):
 
 
 Line = Sequence[Any]
+Sums = Sequence[Sum]
 Layout = Any
-"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state. A
-tuple: rows of requests, as a sum of counts: (("1", 3),) has three for each request, (("x", 1),) as
-many as the value x says."""
-REQUESTS: Layout = (("1", 1),)
+"""What the places of a dimension are. None: the same in any company. "slots", "pages ...": state.
+"bounds": one for each request, and one more. A sum: rows of requests, of which each has so many."""
+REQUESTS: Layout = ONE
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,45 @@ class Value:
         shape: sizes; text where they are open.
         dims: a `Layout` for each dimension.
         kind: how much is known.
-        tag: what an integer names, and of what: see `lemmas.LEMMAS`.
-        facts: what is known where a boolean is true; conditions under which a value is known.
+        number: what an integer is; None: not followed.
+        facts: words, and pairs: ("if", x) and ("else", x), where x holds if a boolean is true, or
+            false; ("goal", sum), where the value is known only if the sum is 0 or more.
         why: the operator that made it `any`.
     """
 
     shape: tuple[Any, ...]
     dims: tuple[Layout, ...]
     kind: Kind = Kind.CONST
-    tag: tuple[Any, ...] = ()
+    number: Sum | None = None
     facts: frozenset[Any] = frozenset()
     why: str = ""
 
+    def those(self, word: str) -> set[Any]:
+        """The facts that are pairs of a word."""
+        return {fact[1] for fact in self.facts if isinstance(fact, tuple) and fact[0] == word}
+
     @property
-    def is_conditional(self) -> bool:
-        """Whether rows may be another request's where a condition does not hold."""
-        return any(fact[0] in ("unless", "where") for fact in self.facts)
+    def iota(self) -> tuple[str, int]:
+        """The part that counts places along a dimension, and how often; or ("", 0)."""
+        return next((one for one in self.sum.parts if one[0].startswith("~iota")), ("", 0))
+
+    @property
+    def is_count(self) -> bool:
+        """Whether each place of a dimension has its own number."""
+        return self.kind == Kind.CONST and self.number == Sum.of({self.iota[0]: 1})
+
+    @property
+    def sum(self) -> Sum:
+        """The number; 0 where it is not followed."""
+        return self.number or NONE
 
     def __str__(self) -> str:
-        dims = ", ".join("-" if dim is None else text_of(dim) for dim in self.dims)
-        return f"{self.kind.name.lower()}[{dims}] {' '.join(map(text_of, self.tag))}".rstrip()
+        dims = ", ".join(str(dim or "-") for dim in self.dims)
+        return f"{self.kind.name.lower()}[{dims}] {self.sum}".rstrip()
 
 
 class UnknownError(Exception):
-    """Nothing is known of what a line gives.
-
-    Args:
-        results: of the line, of the kind `any`.
-        why: nothing is known.
-    """
+    """Nothing is known of what a line gives; `results` has the kind `any`."""
 
     def __init__(self, results: Any, why: str) -> None:
         super().__init__(why)
@@ -81,27 +91,6 @@ class RefusedError(Exception):
     """The listing proves nothing; the message names the operator, and its line."""
 
 
-def text_of(layout: Any) -> str:
-    if not isinstance(layout, tuple):
-        return str(layout)
-    return "+".join(str(n) if name == "1" else f"{n}*{name}" for name, n in layout)
-
-
-def sum_of(one: Layout, other: Layout) -> Layout:
-    return tuple(sorted((Counter(dict(one)) + Counter(dict(other))).items()))
-
-
-def pool_of(name: Any) -> str:
-    """The first dimension of the state whose places a tag names."""
-    rings = f"pages {name}*S - {name - 1}" if isinstance(name, int) else f"pages {name}"
-    return "slots" if name == "S" else rings
-
-
-def spots(rows: Any, pages: Any) -> Any:
-    """The name of pages that are seen as so many pages each."""
-    return pages if rows == 1 else f"spots {rows} of {pages}"
-
-
 class Checker:
     """The values of one listing, as far as it is read.
 
@@ -110,40 +99,25 @@ class Checker:
         dispatched: ATen's operators that the tape calls through PyTorch's dispatcher.
         on_gpu: whether elementwise operators have a thread for each element.
 
-    Attributes:
-        values: by line.
-        buffers: line -> the name of the state that it is, or is the first part of.
-        content: what the step has written to buffers of the batch.
-        memory: line -> the first line whose memory it shares.
-        counts: count -> one that is no smaller, and the condition under which it may be.
-        single: counts of which none is over 1.
-        windows: counts of windows that rows close -> their tag.
-        shifts: tags of numbers that are rows of another layout, because acceptance ends there.
-
     Raises:
         RefusedError: it is no listing of a step.
     """
 
     def __init__(self, lines: Sequence[Line], dispatched: Iterable[str], on_gpu: bool) -> None:
         self.dispatched, self.on_gpu = frozenset(dispatched), on_gpu
-        self.values: dict[str, Any] = {}
-        self.buffers: dict[str, str] = {}
-        self.content: dict[str, Value] = {}
-        self.memory: dict[str, str] = {}
-        self.counts: dict[Layout, tuple[Layout, Any]] = {}
-        self.single: set[Layout] = set()
-        self.windows: dict[Layout, tuple[Any, ...]] = {}
-        self.shifts: set[tuple[Any, ...]] = set()
+        self.values: dict[str, Any] = {}  # By line.
+        self.buffers: dict[str, str] = {}  # Line -> the state that it is, or is the first part of.
+        self.content: dict[str, Value] = {}  # What the step has written to buffers of the batch.
+        self.memory: dict[str, str] = {}  # Line -> the first line whose memory it shares.
+        self.bounds = Bounds()
         self.calls = {line[0]: line for line in lines}
         accepts = [line[2] for line in lines if line[1] == "accept"]
         held = {line[2].get("name"): line[3][0] for line in lines if line[1] == "get"}
         if len(accepts) != 1 or "batch.state_indices" not in held:
-            raise RefusedError(
-                f"{len(accepts)} calls of accept; expected one, of a step's requests"
-            )
+            raise RefusedError(f"{len(accepts)} calls of accept, not one of a step's requests")
         self.active = accepts[0]["active"]
         self.num_reqs = held["batch.state_indices"][0]
-        self.most_rows = held.get("batch.prompt_ids", [None])[0]
+        self.most_rows = held.get("batch.prompt_ids", [0])[0]
 
     def read(self, line: Line, rules: Mapping[str, Callable[[Checker], Any]]) -> Any:
         """What the next line gives: a value, or several."""
@@ -198,7 +172,7 @@ class Checker:
         """A result as the line's operator reads it."""
         if not isinstance(found, Value) or self.base in tables.CARRIERS:
             return found
-        if found.is_conditional:
+        if found.those("goal"):
             return replace(found, kind=Kind.ANY, why=self.because("has rows of another request"))
         if "together" in found.facts and self.op not in tables.REPORTS:
             return replace(found, kind=Kind.ANY, why=self.because("has later rows of its request"))
@@ -208,6 +182,11 @@ class Checker:
         """Stop at the line: nothing is known of what it gives."""
         raise UnknownError(self.nothing(why, *sources), self.because(why, *sources))
 
+    def need(self, is_known: bool, why: str, *sources: Value) -> None:
+        """Stop at the line, if it is not as a rule needs it."""
+        if not is_known:
+            self.unknown(why, *sources)
+
     def nothing(self, why: str, *sources: Value) -> Any:
         """Results of which nothing is known, because of this line or of one before."""
         why = self.because(why, *sources)
@@ -216,44 +195,56 @@ class Checker:
 
     def because(self, why: str, *sources: Value) -> str:
         """Why nothing is known: this line, or one before."""
-        return next(
-            (v.why for v in sources if v.kind == Kind.ANY), f"{self.op} ({self.name}) {why}"
-        )
+        here = f"{self.op} ({self.name}) {why}"
+        return next((v.why for v in sources if v.kind == Kind.ANY), here)
 
     def make(
-        self, dims: Sequence[Layout], kind: Kind, tag: tuple[Any, ...] = (), facts: Any = ()
+        self,
+        dims: Sequence[Layout],
+        kind: Kind,
+        named: Sum | None = None,
+        facts: Iterable[Any] = (),
     ) -> Value:
         """The only result."""
         if kind == Kind.ANY:
             self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
-        is_place = bool(tag) and tag[0] in tables.PLACES
+        is_place = named is not None and bool(named.places)
         kind = Kind.PLACE if is_place else Kind.OWN if kind == Kind.PLACE else kind
-        if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and not tag:
-            tag = ("cnt", ((self.name, 1),))
-        is_active = {"active"} if f"%{self.name}" == self.active else set()
-        return Value(self.shapes[0], tuple(dims), kind, tag, frozenset(facts) | is_active)
+        if f"%{self.name}" == self.active:
+            facts = {*facts, ("if", "active"), ("else", "off")}
+        if kind == Kind.OWN and tuple(dims) == (REQUESTS,) and named is None:
+            named = self.part(dims, [NONE] if "natural" in facts else [], [])
+        return Value(self.shapes[0], tuple(dims), kind, named, frozenset(facts))
 
-    def bounds(self, value: Any) -> Layout:
-        """The layout whose bounds a value has; None for another one."""
-        if not isinstance(value, Value) or not value.tag:
+    def part(self, dims: Sequence[Layout], low: Sums, high: Sums, end: str = "") -> Sum:
+        """The line's result as a part of sums, with lower and upper bounds."""
+        sizes = zip(reversed(dims), reversed(self.shapes[0]), strict=False)
+        differs = any(dim is None and size != 1 for dim, size in sizes)
+        return self.bounds.add("~" * differs + self.name + end, low, high)
+
+    def as_bounds(self, value: Any) -> Value | None:
+        """Where requests' rows begin, by request, and where the last one's end; None: another."""
+        if not isinstance(value, Value) or value.number is None:
             return None
-        if value.tag[0] == "iota" and max(value.shape) == self.num_reqs + 1:
-            return (("1", value.tag[1]),)
-        return value.tag[1] if value.tag[0] == "bounds" else None
+        part, count = value.iota
+        if part and value.number == Sum.of({part: count}) and self.num_reqs + 1 in value.shape:
+            dims = tuple("bounds" if size != 1 else None for size in value.shape)
+            return replace(value, dims=dims, kind=Kind.PLACE, number=ONE.starts() * count)
+        return value if "bounds" in value.dims else None
 
     def meet(self, *given: Any, facts: Iterable[Any] = ()) -> Value:
         """What is computed element by element of values that name no places."""
         dims, kind, _ = self.join(*given)
         if kind == Kind.PLACE:
             self.unknown("has numbers of places")
-        return self.make(dims, kind, (), facts)
+        return self.make(dims, kind, None, facts)
 
     def join(self, *given: Any) -> tuple[list[Layout], Kind, list[Value]]:
         """What is computed element by element: its dimensions, its kind, and the operands.
 
         Rows of two layouts must not meet, nor rows and numbers that follow from their places.
         """
-        values = [v if isinstance(v, Value) else Value((), (), Kind.CONST, ("#", v)) for v in given]
+        values = [v if isinstance(v, Value) else scalar(v) for v in given]
         rank = max(len(v.dims) for v in values)
         dims: list[Layout] = [None] * rank
         for v in values:
@@ -262,47 +253,43 @@ class Checker:
                 if dim is not None and dims[axis] not in (None, dim) and not is_only:
                     self.unknown("has rows of two layouts", *values)
                 dims[axis] = dims[axis] if dim is None else dim
-        values = [self._resolved(v, dims) for v in values]
-        if any(v.kind == Kind.ANY or v.is_conditional for v in values):
+        values = [self._resolved(v, dims[rank - len(v.dims) :]) for v in values]
+        if any(v.kind == Kind.ANY or v.those("goal") for v in values):
             self.unknown("has rows that may be another request's", *values)
         kinds = {v.kind for v in values}
-        if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, tuple) for dim in dims) > 1:
+        if kinds & {Kind.PAIR, Kind.DIAGONAL} or sum(isinstance(dim, Sum) for dim in dims) > 1:
             return dims, Kind.PAIR, values
         return dims, max(kinds), values
 
     def _resolved(self, value: Value, dims: Sequence[Layout]) -> Value:
         """An operand whose numbers of places are those of the result's dimensions."""
-        own = tuple(dims[len(dims) - len(value.dims) :])
-        is_number = value.tag[:1] in (("iota",), ("numbers",)) and max(value.shape) == 1
+        part, count = value.iota
+        is_count = count > 0 and value.sum - Sum.of({part: count}) in (NONE, ONE)
+        is_only = is_count and self.num_reqs == max(value.shape) == 1
         met = [
             new
-            for size, old, new in zip(value.shape, value.dims, own, strict=True)
-            if old is None and new is not None and (size != 1 or (is_number and self.num_reqs == 1))
+            for size, old, new in zip(value.shape, value.dims, dims, strict=True)
+            if old is None and new is not None and (size != 1 or is_only)
         ]
-        sizes = [size for size in value.shape if size != 1] or [1]
-        if value.kind == Kind.ANY:
-            return value
-        if not met:
-            is_column = value.tag[:1] == ("iota",) and any(dim is not None for dim in dims)
-            if is_column:
-                return replace(value, tag=("col", value.tag[1] * (sizes[0] - 1) + 1))
+        if value.kind == Kind.ANY or not met:
             return value
         if "uniform" in value.facts:
-            return replace(value, dims=own)
-        if value.tag == ("numbers",) and met == [REQUESTS]:
-            return replace(value, dims=own, kind=Kind.PLACE)
-        if value.tag[:1] == ("iota",) and len(sizes) == 1 and isinstance(met[0], tuple):
-            times = value.tag[1]
-            if met[0] == REQUESTS:
-                tag = ("request",) if times == 1 else ("start", (("1", times),))
-                return replace(value, dims=own, kind=Kind.PLACE, tag=tag)
-            if times == 1:
-                return replace(value, dims=own, kind=Kind.PLACE, tag=("row", met[0]))
+            return replace(value, dims=tuple(dims))
+        if count and len(met) == 1 and value.kind == Kind.CONST:
+            return self.of_rows(value, dims, met[0])
         self.unknown("has rows, and numbers that follow from their places")
 
-    def origin(self, argument: str) -> str:
-        """The line of a value of requests that an argument has by row."""
-        name = str(self.args[argument])[1:]
-        while self.calls[name][1].startswith(("aten::index.", "aten::unsqueeze", "aten::view")):
-            name = self.calls[name][2]["self"][1:]
-        return name
+    def of_rows(self, value: Value, dims: Sequence[Layout], layout: Layout) -> Value:
+        """Numbers of a dimension's places, as those of rows."""
+        if not isinstance(layout, Sum) and layout != "bounds":
+            self.unknown("has numbers of places")
+        part, count = value.iota
+        row = ONE.starts() if layout == "bounds" else self.bounds.row(layout)
+        named = value.sum - Sum.of({part: count}) + row * count
+        return replace(value, dims=tuple(dims), kind=Kind.PLACE, number=named)
+
+
+def scalar(given: Any) -> Value:
+    """A number that is given, as a value."""
+    is_whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
+    return Value((), (), Kind.CONST, NONE + int(given) if is_whole else None)

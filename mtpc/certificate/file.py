@@ -44,11 +44,7 @@ class Certificate:
 
     @classmethod
     def decode(cls, data: bytes) -> Certificate:
-        """Read what `encode` wrote.
-
-        Raises:
-            CertificateError: it is something else.
-        """
+        """Read what `encode` wrote; raises CertificateError if it is something else."""
         try:
             return cls(**json.loads(gzip.decompress(data)))
         except (OSError, EOFError, ValueError, TypeError) as error:
@@ -64,8 +60,7 @@ class Certificate:
         Raises:
             CertificateError: it is not what the checker proves, or it is about another tape.
         """
-        listed = [(line[0], line[1]) for line in self.lines]
-        if listed != _calls(text):
+        if [(line[0], line[1]) for line in self.lines] != _calls(text):
             raise CertificateError("it lists other calls than the step's graph")
         proven = prove(self.lines, tape, self.on_gpu)
         if proven.tape != self.tape:
@@ -82,16 +77,12 @@ def prove(
 ) -> Certificate:
     """The certificate of a listing, or the operator by which there is none.
 
-    Args:
-        lines: of the listing.
-        tape: the file that runs, of a step on a CPU. It says which operators go through PyTorch's
-            dispatcher, and must call the listing's kernels in the listing's order.
-        on_gpu: see `Certificate`.
+    The tape of a step on a CPU says which operators go through PyTorch's dispatcher. It must call
+    the listing's kernels in the listing's order.
     """
     digest = "" if tape is None else hashlib.sha256(tape).hexdigest()
     try:
-        dispatched = set() if tape is None else _dispatched(lines, tape)
-        types = types_of(lines, dispatched, on_gpu)
+        types = types_of(lines, () if tape is None else _dispatched(lines, tape), on_gpu)
     except RefusedError as error:
         return Certificate(lines, (), str(error), digest, on_gpu)
     return Certificate(lines, types, None, digest, on_gpu)
@@ -103,23 +94,19 @@ def _calls(text: str) -> list[tuple[str, str]]:
     for name, kind, target in re.findall(r"^%(\w+).*? = (function|get_attr) (\S+)", text, re.M):
         space, _, op = target.partition("(")[0].partition(".")
         op = f"{space}::{op}" if not space.startswith("mtpc_") else op.partition(".")[0]
-        is_item = target.startswith("<built-in")
-        found.append((name, "get" if kind == "get_attr" else "getitem" if is_item else op))
+        op = "getitem" if target.startswith("<built-in") else op
+        found.append((name, "get" if kind == "get_attr" else op))
     return found
 
 
 def _dispatched(lines: Sequence[Sequence[Any]], tape: bytes) -> set[str]:
-    """ATen's operators that a tape calls.
-
-    Raises:
-        RefusedError: it calls other kernels than the listing, or in another order.
-    """
+    """ATen's operators that a tape calls; refuses other kernels than the listing's."""
     entries = json.loads(tape)["entries"]
     kernels = [entry[1] for entry in entries if entry[0] == "kernel"]
     listed = [line[1] for line in lines if line[1] in KERNELS]
-    for number, (found, wanted) in enumerate(zip([*kernels, ""], [*listed, ""], strict=False)):
+    for number, (found, wanted) in enumerate(zip_longest(kernels, listed)):
         if found and found not in KERNELS:
             raise RefusedError(f"{found} has no rule")
         if found != wanted:
-            raise RefusedError(f"kernel {number} of the tape is {found or 'none'}, not {wanted}")
+            raise RefusedError(f"kernel {number} of the tape is {found}, not {wanted}")
     return {f"{entry[1]}.{entry[2] or 'default'}" for entry in entries if entry[0] == "aten"}

@@ -7,19 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mtpc.certificate import moves, tables
-from mtpc.certificate.checker import (
-    REQUESTS,
-    Checker,
-    Kind,
-    Layout,
-    RefusedError,
-    UnknownError,
-    Value,
-    pool_of,
-    spots,
-)
-
-_REPORTS = (*tables.WRITES["accept"], *tables.WRITES["write_logprobs"])
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, RefusedError, UnknownError, Value
+from mtpc.certificate.sums import NONE, ONE, SLOT, Sum
 
 
 def kernel(c: Checker) -> Any:
@@ -28,15 +17,13 @@ def kernel(c: Checker) -> Any:
     Raises:
         RefusedError: it emits something else, or keeps it, or writes to places that it may not.
     """
-    places = c.at("slot_mapping")
-    if isinstance(places, Value) and (places.tag[:1] != ("place",) or "kept" not in places.facts):
-        raise RefusedError(places.why or f"{c.op} ({c.name}) writes to {places}: not masked places")
+    spots = c.at("slot_mapping")
+    if isinstance(spots, Value) and "kept" not in spots.facts:
+        raise RefusedError(spots.why or f"{c.op} ({c.name}) writes to {spots}: not masked places")
     try:
         made = _results(c, *tables.KERNELS[c.op])
     except UnknownError as error:
-        if c.op in tables.WRITES:
-            raise RefusedError(str(error)) from None
-        raise
+        raise RefusedError(str(error)) if c.op in tables.WRITES else error from None
     for name in tables.WRITES.get(c.op, ()):
         _report(c, name)
     return made if len(made) > 1 else made[0]
@@ -47,56 +34,44 @@ def _results(c: Checker, names: tuple[str, ...], features: int) -> list[Value]:
     if c.at("places") is not None:
         read["logits"] = _placed(c)
     given = [v for v in map(read.get, names) if isinstance(v, Value) and "uniform" not in v.facts]
-    if c.num_reqs == 1:
-        given = _only_row(c, given)
-    if c.at("rows") is not None:
-        given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
+    given = _only_row(c, given) if c.num_reqs == 1 else given
+    given = [_in_use(c, v) if "alike" in v.facts else v for v in given]
     lead = 1 if features < 0 else len(given[0].dims) - features
     dims = given[0].dims[:lead]
-    layouts: list[Layout] = [dim for dim in dims if dim is not None] or [None]
-    if any(v.kind == Kind.ANY for v in given):
-        c.unknown("", *given)
-    if any(v.kind == Kind.PLACE and v.tag[0] != "place" for v in given):
-        c.unknown("computes with numbers of places")
-    is_const = (
-        c.op not in tables.WRITES and {v.kind for v in given} == {Kind.CONST} and not any(dims)
-    )
-    is_split = any(v.dims[:lead] != dims or any(v.dims[lead:]) for v in given)
-    if not is_const and (is_split or len(layouts) != 1 or not isinstance(layouts[0], tuple)):
-        c.unknown("gets " + ", ".join(map(str, given)))
-    for name, value in read.items():
-        for one in value if isinstance(value, list) else [value]:
-            if name not in names and isinstance(one, Value):
-                wrong = _wrong(c, name, one, layouts[0])
-                if wrong:
-                    c.unknown(f"gets {name} as {one}: {wrong}", one)
+    layout = next((dim for dim in dims if dim is not None), None)
+    c.need(all(v.kind != Kind.ANY for v in given), "", *given)
+    are_numbers = all(v.kind != Kind.PLACE or "kept" in v.facts for v in given)
+    c.need(are_numbers, "computes with numbers of places")
+    is_const = c.op not in tables.WRITES and not any(dims) and not any(v.kind for v in given)
+    is_whole = all(v.dims[:lead] == dims and not any(v.dims[lead:]) for v in given)
+    is_rows = is_whole and sum(map(bool, dims)) == 1 and isinstance(layout, Sum)
+    c.need(is_rows or is_const, "gets " + ", ".join(map(str, given)))
+    for name in read.keys() - names:
+        for v in read[name] if isinstance(read[name], list) else [read[name]]:
+            is_right = not isinstance(v, Value) or _is_right(c, name, v, layout)
+            c.need(is_right, f"gets {name} as {v}: not what its rows, or requests, may read", v)
     kind = max(Kind.OWN if v.kind == Kind.PLACE else v.kind for v in given)
-    if kind == Kind.UPTO and c.op in tables.WHOLE:
-        c.unknown("reads rows after the last accepted one")
+    is_early = kind != Kind.UPTO or c.op not in tables.WHOLE
+    c.need(is_early, "reads rows after the last accepted one")
     made = [Value(s, (*dims, *[None] * (len(s) - lead)), kind) for s in c.shapes]
     return [_named(c, number, value) for number, value in enumerate(made)]
 
 
 def _placed(c: Checker) -> Value:
     """The logits of each row, which `places` takes as `index_select` does."""
-    as_moved = copy(c)
-    as_moved.base = "index_select"
-    logits, places = as_moved.at("logits"), as_moved.at("places")
-    as_moved.shapes = [(*places.shape, *logits.shape[1:])]
+    logits, places, moved = c.at("logits"), c.at("places"), copy(c)
+    moved.shapes = [(*places.shape, *logits.shape[1:])]
     try:
-        found: Value = c.seen(moves.taken(as_moved, logits, 0, [places]))
+        found: Value = c.seen(moves.taken(moved, logits, 0, [places]))
+        return found
     except UnknownError as error:
         c.unknown(str(error))
-    return found
 
 
 def _in_use(c: Checker, value: Value) -> Value:
     """Rows that are all alike, as those of the requests that the argument `rows` counts."""
-    used = c.at("rows").tag
-    layout = used[1] if used[:1] == ("used",) else None
-    if not isinstance(layout, tuple) or [name for name, _ in layout] != ["1"]:
-        return value
-    if value.shape[0] != c.num_reqs * layout[0][1]:
+    layout, used = ONE * (value.shape[0] // c.num_reqs), c.at("rows")
+    if used is None or used.sum != layout.starts("used") or value.shape[0] % c.num_reqs:
         return value
     return replace(value, dims=(layout, *value.dims[1:]), kind=Kind.OWN)
 
@@ -110,91 +85,74 @@ def _only_row(c: Checker, given: list[Value]) -> list[Value]:
     if not single[0] or 1 not in given[0].shape:
         return given
     at = next((n for n, dim in enumerate(given[0].dims) if dim), given[0].shape.index(1))
-    return [
-        replace(v, dims=(*[None] * at, REQUESTS, *[None] * (len(v.dims) - at - 1)))
-        if is_single
-        and v.kind in (Kind.OWN, Kind.UPTO, Kind.PLACE)
-        and v.shape[at : at + 1] == (1,)
-        else v
-        for v, is_single in zip(given, single, strict=True)
-    ]
+    for n, v in enumerate(given):
+        if single[n] and Kind.OWN <= v.kind <= Kind.PLACE and v.shape[at : at + 1] == (1,):
+            dims = tuple(REQUESTS if axis == at else None for axis in range(len(v.dims)))
+            given[n] = replace(v, dims=dims)
+    return given
 
 
-def _named(c: Checker, number: int, value: Value) -> Value:
+def _named(c: Checker, index: int, value: Value) -> Value:
     """A result with what it names."""
+    of_requests = Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), Kind.OWN)
     if c.op == "choose_slots":
-        pages, rows = c.at("index_cache").shape[:2]
-        return replace(value, kind=Kind.PLACE, tag=("page", spots(rows, pages)))
-    if c.op in tables.ANCHORED:
-        return Value(value.shape, (REQUESTS, *[None] * (len(value.shape) - 1)), Kind.OWN)
+        rows = c.at("index_cache").shape[1]
+        entry = c.part(value.dims, [NONE], [ONE * (rows - 1)])
+        return replace(value, kind=Kind.PLACE, number=c.at("block_table").sum * rows + entry)
     if c.op != "accept":
-        return value
-    tag = ("cnt", ((f"{c.name}.{number}", 1),))
-    if number == 0:
-        layout = c.bounds(c.at("query_start_loc"))
-        beyond = [fact[1] for fact in c.at("ids").facts if fact[0] == "beyond"]
-        c.shifts |= {("shift", one, layout) for one in beyond}
-        return Value(value.shape, (REQUESTS,), Kind.PLACE, ("anchor", layout))
-    return Value(value.shape, (REQUESTS,), Kind.OWN, tag)
+        return of_requests if c.op in tables.ANCHORED else value
+    part = c.bounds.add(f"{c.name}.{index}", [NONE])
+    if index:
+        return replace(of_requests, number=part)
+    ends = c.as_bounds(c.at("query_start_loc"))
+    layout = (ends.sum.layout if ends else None) or NONE
+    highs = [layout - 1]
+    for goal in c.at("ids").those("beyond"):  # No draft is accepted that is not verified.
+        columns = [part for part, n in goal.parts if part.startswith("~iota") and n == -1]
+        highs += [goal + Sum.of({part: 1}) for part in columns]
+    c.bounds.add(f"{c.name}.{index}", [], highs)
+    c.bounds.anchors[part] = [high + 1 for high in highs]
+    return replace(of_requests, kind=Kind.PLACE, number=layout.starts() + part)
 
 
-def _wrong(c: Checker, name: str, value: Value, layout: Layout) -> str:
-    """Why an argument is not the one that a row, or its request, may read; "" if it is."""
-    first = value.dims[0] if value.dims else None
-    if name in _REPORTS or (value.kind == Kind.CONST and name not in tables.OWNED):
-        return ""
-    if name == "query_start_loc":
-        layout = c.at("ids").dims[0] if c.op == "accept" else layout
-        is_own = _is_by_row(c) or c.bounds(value) == layout
-        return "" if is_own else "not the bounds of its rows"
-    if name in ("state_slots", "state_indices", "row_slots"):
-        owners = layout if name == "row_slots" else REQUESTS
-        return "" if (value.tag, first) == (("slot",), owners) else "not slots"
-    if name == "sees_fresh":
-        is_own = (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout))
-        return "" if is_own else "not rows of one request"
-    if name == "chosen_entries":
-        slots, entries = c.at("entries").shape[:2]
-        is_own = value.tag == ("page", spots(entries, slots)) and first == layout
-        return "" if is_own else "not of its slot"
-    if name == "anchors":
-        return "" if value.tag == ("anchor", layout) else "not the last accepted rows"
-    if name == "rows":
-        is_all = value.tag == ("used", REQUESTS) and layout in c.single
-        return "" if is_all or value.tag == ("used", layout) else "not the rows in use"
-    if name == "block_table":
-        owners = layout if _is_by_row(c) else REQUESTS
-        is_page = value.tag[:1] in (("page",), ("slot",)) and first == owners
-        return "" if is_page else "not the pages"
-    if name == "seq_lens":
-        is_length = value.tag[:1] == ("len",) and layout in value.tag[1:]
-        is_length |= _is_by_row(c) and (value.kind, first) == (Kind.OWN, layout)
-        return "" if is_length else "not lengths"
-    if isinstance(first, str):
-        return _wrong_state(c, name, first)
-    if name == "ids" and c.op == "accept":
-        return "" if value.kind == Kind.OWN and isinstance(first, tuple) else "not its rows"
-    is_own = value.kind == Kind.OWN and isinstance(first, tuple) and first[0][0] == "1"
-    return "" if is_own else "not its request's"
-
-
-def _wrong_state(c: Checker, name: str, first: str) -> str:
-    """The same for state by slot or page."""
-    place = c.at("slot_mapping") or c.at("block_table")
-    tag = place.tag if isinstance(place, Value) else ()
-    if first == "slots" and (place is None or tag[1:2] != ("S",)):
-        return "" if place is None or tag == ("slot",) else "not by its slots"
-    is_found = len(tag) > 1 and pool_of(tag[1]) == first
-    if name not in tables.WRITES.get(c.op, ()) or "slot_mapping" not in c.args:
-        return "" if is_found or first == "slots" else "not by its own pages"
-    return "" if is_found and tag[2] == c.at(name).shape[1] else "by another pool's places"
-
-
-def _is_by_row(c: Checker) -> bool:
-    """Whether each row attends by itself, to pages of one row."""
+def _is_right(c: Checker, name: str, value: Value, layout: Any) -> bool:
+    """Whether an argument is one that a row, or its request, may read."""
+    first, named, holds = value.dims[0] if value.dims else None, value.sum, c.bounds.holds
+    if name in tables.OUTPUTS or (value.kind == Kind.CONST and name not in tables.OWNED):
+        return True
+    if layout is None:
+        return False
     starts, query = c.at("query_start_loc"), c.at("q") or c.at("query")
-    is_each = isinstance(starts, Value) and isinstance(query, Value) and starts.tag == ("iota", 1)
-    return is_each and starts.shape[0] == query.shape[0] + 1
+    by_row = isinstance(starts, Value) and starts.is_count and isinstance(query, Value)
+    by_row = by_row and starts.shape[0] == query.shape[0] + 1  # Each row attends by itself.
+    if isinstance(first, str) and name not in tables.OWNED and first != "bounds":
+        place = c.at("slot_mapping") or c.at("block_table")
+        per = value.shape[1] if "slot_mapping" in c.args else 1
+        return first == "slots" if place is None else moves.owned(c, place, first, per)
+    if name == "query_start_loc":
+        ends, read = c.as_bounds(value), c.at("ids").dims[0] if c.op == "accept" else layout
+        is_own = ends is not None and isinstance(read, Sum) and ends.sum == read.starts()
+        return by_row or is_own
+    if name == "chosen_entries":
+        entries = c.at("entries")
+        return first == layout and moves.owned(c, value, entries.dims[0], entries.shape[1])
+    if name == "rows":
+        is_each = named == ONE.starts("used") and holds(ONE - layout)
+        return is_each or named == layout.starts("used")
+    if name == "seq_lens":
+        is_own = by_row and (value.kind, first) == (Kind.OWN, layout)
+        return is_own or (first == REQUESTS and holds(named - layout))
+    if name == "ids" and c.op == "accept":
+        return value.kind == Kind.OWN and isinstance(first, Sum)
+    slot, pages = (named, first) == (SLOT, REQUESTS), layout if by_row else REQUESTS
+    return {
+        "state_slots": slot,
+        "state_indices": slot,
+        "row_slots": (named, first) == (SLOT, layout),
+        "sees_fresh": (value.kind, value.dims) == (Kind.DIAGONAL, (layout, layout)),
+        "anchors": named.layout == layout and named.own in c.bounds.accepted(layout),
+        "block_table": (value.kind, first) == (Kind.PLACE, pages),
+    }.get(name, value.kind == Kind.OWN and first is not None and "1" in dict(first.parts))
 
 
 def _report(c: Checker, name: str) -> None:
@@ -204,5 +162,7 @@ def _report(c: Checker, name: str) -> None:
     if buffer.startswith("batch."):
         shape = tuple(c.calls[given][3][0])
         width = c.at("chosen").shape[0] // c.num_reqs if c.op == "accept" else 0
-        tag = ("taken", width) if name == "num_accepted" else ()
-        c.content[buffer] = Value(shape, (REQUESTS, *[None] * (len(shape) - 1)), Kind.OWN, tag)
+        is_count = name == "num_accepted"
+        part = c.bounds.add(f"{c.name}.{name}", [NONE], [ONE * (width - 1)]) if is_count else None
+        dims = (REQUESTS, *[None] * (len(shape) - 1))
+        c.content[buffer] = Value(shape, dims, Kind.OWN, part)

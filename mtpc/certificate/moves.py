@@ -2,166 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from mtpc.certificate import tables
-from mtpc.certificate.checker import (
-    REQUESTS,
-    Checker,
-    Kind,
-    Layout,
-    RefusedError,
-    Value,
-    pool_of,
-    spots,
-    sum_of,
-)
+from mtpc.certificate.checker import REQUESTS, Checker, Kind, Layout, RefusedError, Value
+from mtpc.certificate.sums import NONE, ONE, SLOT, Sum
 
 
 def index(c: Checker) -> Value:
     """Places of one dimension, or of adjacent ones, by numbers."""
-    table = c.at("weight") if c.base == "embedding" else c.at("self")
+    table, axis = c.at("weight" if c.base == "embedding" else "self"), c.args.get("dim") or 0
+    numbers = c.at("indices") if c.base != "index_select" else [c.at("index")]
     if c.base == "index":
-        given = c.at("indices")
-        axis = next(at for at, one in enumerate(given) if one is not None)
-        numbers = given[axis:]
-    else:
-        axis = c.args["dim"] if c.base == "index_select" else 0
-        numbers = [c.at("index") if c.base == "index_select" else c.at("indices")]
-    axis %= len(table.dims)
-    if None in numbers:
-        c.unknown("takes places of dimensions that are apart")
-    return taken(c, table, axis, numbers)
+        axis = next(at for at, one in enumerate(numbers) if one is not None)
+        numbers = numbers[axis:]
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    c.need(None not in numbers, "takes places of dimensions that are apart")
+    return taken(c, table, axis % len(table.dims), numbers)
 
 
 def taken(c: Checker, table: Value, axis: int, numbers: list[Value]) -> Value:
     """What numbers take of a dimension of a table, or several numbers of adjacent ones."""
-    inner, kind, _ = c.join(*map(_as_own, numbers))
-    stop = axis + len(numbers)
+    kinds = [Kind.OWN if v.kind == Kind.PLACE else v.kind for v in numbers]
+    own = [replace(v, kind=k, number=None) for v, k in zip(numbers, kinds, strict=True)]
+    inner, kind, _ = c.join(*own)
+    value, target, size = numbers[0], table.dims[axis], table.shape[axis]
     others = [dim for at, dim in enumerate(table.dims) if at != axis and dim is not None]
     is_mixed = any(one.kind == Kind.PLACE for one in numbers[1:]) or kind == Kind.PAIR
-    if is_mixed or others or table.kind in (Kind.PAIR, Kind.DIAGONAL, Kind.ANY):
-        c.unknown("takes places by numbers of others", table)
-    dims = [*table.dims[:axis], *inner, *table.dims[stop:]]
-    if "uniform" in numbers[0].facts and table.kind == Kind.CONST and axis == 0:
+    is_apart = not is_mixed and not others and table.kind <= Kind.PLACE
+    c.need(is_apart, "takes places by numbers of others", table)
+    dims = [*table.dims[:axis], *inner, *table.dims[axis + len(numbers) :]]
+    if "uniform" in value.facts and table.kind == Kind.CONST and axis == 0:
         return c.make(dims, Kind.CONST, facts={"alike"})
-    return _named(c, table, axis, numbers[0], dims, kind)
-
-
-def _as_own(number: Value) -> Value:
-    return replace(number, kind=Kind.OWN if number.kind == Kind.PLACE else number.kind, tag=())
-
-
-def _named(
-    c: Checker, table: Value, axis: int, number: Value, dims: list[Layout], kind: Kind
-) -> Value:
-    """The same of one number, with what it names."""
-    target, bounds = table.dims[axis], c.bounds(table)
-    name = number.tag[0] if number.tag else ""
-    size = c.num_reqs if name == "request" else table.shape[axis]
-    if any(f[0] == "most" and isinstance(size, int) and f[1] < size - 1 for f in number.facts):
-        c.unknown("takes places that were moved")
-    if bounds and name in ("used", "request", "next") and target is None:
-        named = {"used": "used", "request": "start", "next": "end"}[name]
-        return c.make(dims, Kind.PLACE, (named, bounds))
+    is_moved = any(isinstance(size, int) and most < size - 1 for most in value.those("most"))
+    c.need(not is_moved, "takes places that were moved")
+    ends = c.as_bounds(table)
+    if ends and ends.sum.layout:
+        layout, first = ends.sum.layout, ONE.starts()
+        named = {first: layout.starts(), first + 1: c.bounds.ends(layout)}.get(value.sum)
+        named = layout.starts("used") if value.sum == ONE.starts("used") else named
+        if named:
+            return c.make(dims, Kind.PLACE, named)
     if target is None:
-        is_known = number.kind in (Kind.CONST, Kind.OWN, Kind.UPTO)
-        kind = max(kind, table.kind)
-        return c.make(dims, kind) if is_known else c.unknown("takes by numbers of places")
+        c.need(value.kind < Kind.PLACE, "takes by numbers of places")
+        return c.make(dims, max(kind, table.kind))
     if isinstance(target, str) and target != "prompt":
-        is_own = name == "slot" if target == "slots" else name == "page"
-        is_own &= target == "slots" or (name == "page" and pool_of(number.tag[1]) == target)
-        is_own |= name == "place" and pool_of(spots(number.tag[2], number.tag[1])) == target
-        return c.make(dims, table.kind, table.tag) if is_own else c.unknown(f"takes of {target}")
-    is_only = c.num_reqs == table.shape[axis] == 1
-    unless = None if is_only else _row(c, number, target)
-    if name == "before" and c.shapes[0] == table.shape:
-        dims, unless = [*dims[:axis], target, *dims[axis + 1 :]], ("from", number.tag[1], target)
-    if unless is False:
-        c.unknown("takes rows that may be another request's", number)
-    if table.kind == Kind.UPTO and name not in ("anchor", "fresh", "request"):
-        c.unknown("takes rows after the last accepted one")
-    kind = Kind.OWN if table.kind == Kind.UPTO and name == "anchor" else table.kind
-    only = "where" if name in ("past", "start+", "before") else "unless"
-    facts: set[Any] = {(only, unless)} if unless else set()
-    if name == "anchor" and "anchors" in table.facts:
+        c.need(owned(c, value, target), f"takes of {target}")
+        return c.make(dims, table.kind, table.number, table.facts & {"natural"})
+    if value.kind == Kind.CONST and c.shapes[0] == table.shape and value.number:
+        value = c.of_rows(value, (target,), target)
+        dims = [*table.dims[:axis], target, *table.dims[axis + 1 :]]
+    return _of_rows(c, table, target, value, dims, c.num_reqs == size == 1)
+
+
+def _of_rows(
+    c: Checker, table: Value, target: Layout, value: Value, dims: list[Layout], is_only: bool
+) -> Value:
+    """What numbers take of a table's rows, each of which must be its request's own."""
+    named, holds, kind, loose = value.sum, c.bounds.holds, table.kind, c.bounds.is_loose
+    layout = named.layout or NONE if target == "prompt" else target
+    rest = named - layout.starts()
+    goals = {goal for goal in (rest, layout - 1 - rest) if not holds(goal)}
+    is_own = goals <= {rest} or rest == Sum.of({value.iota[0]: 1})
+    is_own = _is_packed(c, layout) if target == "prompt" else is_own
+    is_known = is_own and value.number is not None and not rest.places and not loose(rest)
+    c.need(is_only or is_known, "takes rows that may be another request's", value)
+    before = any(holds(last - rest) for last in c.bounds.accepted(layout))
+    facts: set[Any] = set() if is_only else {("goal", goal) for goal in goals}
+    if kind == Kind.UPTO:
+        own = next((dim for dim in value.dims if isinstance(dim, Sum)), NONE)
+        before = before or is_only
+        is_same = rest == c.bounds.row(own).own - (own - layout)
+        c.need(before or is_same, "takes rows after the last accepted one")
+        kind = Kind.OWN if before else kind
+    if "anchors" in table.facts and rest in c.bounds.accepted(layout):
         facts = {"accepted"}  # True where the request is on.
-    if name == "request":
-        return c.make(dims, kind, table.tag, table.facts | facts)
-    held = table.tag[0] if table.tag else ""
-    some: Any = ("some", *table.tag[1:]) if held in ("row", "some") else ()
-    if name in ("start+", "some") and number.dims[-1] is None and number.shape[-1] != 1:
+    if named == ONE.starts():
+        return c.make(dims, kind, table.number, table.facts | facts)
+    is_wide = bool(value.dims) and value.dims[-1] is None and value.shape[-1] != 1
+    if is_wide and rest not in goals and not before:
         facts.add("together")
-    return c.make(dims, kind if some or kind != Kind.PLACE else Kind.ANY, some, facts)
+    held, some = table.sum.layout, None
+    if held is not None and c.bounds.within(table.sum - held.starts(), NONE, held - 1):
+        some = held.starts() + c.part(dims, [NONE], [held - 1])
+    return c.make(dims, Kind.ANY if kind == Kind.PLACE and some is None else kind, some, facts)
 
 
-def _row(c: Checker, number: Value, layout: Layout) -> Any:
-    """None if a number is a row of its own request; unless what it may not be; or False."""
-    name, *params = number.tag or ("",)
-    if layout == "prompt":
-        if name != "into":
-            return False
-        counted, unless = c.counts.get(params[1], (None, ""))
-        return unless if counted == params[0] and _packs(c, counted, unless) else False
-    if name in ("row", "some", "anchor") and params[0] == layout:
-        return None
-    if name == "request" and layout == REQUESTS:
-        return None
-    if name == "past" and params[1] == layout:
-        return ("inside", *params)
-    fixed = layout[0][1] if len(layout) == 1 and layout[0][0] == "1" else 0
-    if name == "into" and params[0] == layout and len(params) == 3 and params[2] <= fixed:
-        return None
-    if name == "start+" and params[0] == layout:
-        is_column = number.dims[-1] is None and number.shape[-1] == params[1]
-        return None if params[1] <= fixed else ("within", layout) if is_column else False
-    if name == "fresh" and sum_of(layout, params[1]) == params[0]:
-        return ("below", *params)
-    return False
+def _is_packed(c: Checker, count: Sum) -> bool:
+    """Whether a value counts the rows of prompts that the host has packed: see `tables.PACKED`."""
+
+    def shown(given: Any) -> str:
+        if str(given)[:1] != "%":
+            return str(given)
+        _, op, args, *_ = c.calls[given[1:]]
+        base = op.removeprefix("aten::").partition(".")[0]
+        return (
+            str(args["name"]) if op == "get" else f"{base}({', '.join(map(shown, args.values()))})"
+        )
+
+    name = next(iter(dict(count.parts)), "")
+    is_one = count == Sum.of({name: 1}) and name in c.calls
+    return is_one and re.fullmatch(tables.PACKED, shown(f"%{name}")) is not None
 
 
-def _packs(c: Checker, count: Layout, decodes: str) -> bool:
-    """Whether a value counts the rows of prompts that the host has packed: `num_input` where a
-    request is on, has tokens left, and does not decode."""
+def owned(c: Checker, value: Value, pool: str, per: int = 1) -> bool:
+    """Whether numbers name places of the request's own slot, of its own pages, or of nobody's.
 
-    def line(given: Any, op: str) -> Mapping[str, Any]:
-        found = c.calls.get(str(given).removeprefix("%"), ("", "", {}))
-        return found[2] if found[1].startswith(op) else {}
-
-    counts = line(count[0][0], "aten::where.ScalarOther")
-    held = line(line(counts.get("self"), "aten::clamp").get("self"), "get").get("name")
-    both, known = line(counts.get("condition"), "aten::__and__"), line(decodes, "aten::__and__")
-    negated = line(both.get("other"), "aten::bitwise_not").get("self")
-    flag = line(line(known.get("other"), "aten::ne.Scalar").get("self"), "get").get("name")
-    found = (held, flag, negated, both.get("self"))
-    return found == ("batch.num_input", "batch.is_decoding", f"%{decodes}", known.get("self"))
+    A ring of n pages of slot s is the n before page n * s, and this one.
+    """
+    name, _, spots = pool.partition("/")
+    ring = re.fullmatch(r"pages (\d+)\*S - \d+", name)
+    pages, per = int(ring[1]) if ring else 1, per * int(spots or 1)
+    owner = "slot S" if ring or name == "slots" else f"page {name.removeprefix('pages ')}"
+    rest = value.sum - Sum.of({owner: pages * per})
+    low, high = ONE * (per - pages * per), ONE * (per - 1)
+    return not rest.places and c.bounds.within(rest, low, high, value.those("if"))
 
 
 def slice_(c: Checker) -> Any:
-    value, start = c.at("self"), c.args["start"] or 0
+    value, first = c.at("self"), c.args["start"] or 0
     axis = c.args["dim"] % len(value.dims)
-    buffer = c.buffers.get(c.args["self"][1:])
-    held = c.content.get(buffer or "")
-    if held is not None and (axis, start) == (0, 0) and held.shape == c.shapes[0]:
+    held = c.content.get(c.buffers.get(c.args["self"][1:], ""))
+    if held is not None and (axis, first) == (0, 0) and held.shape == c.shapes[0]:
         return held
-    if value.dims[axis] is None:
-        bounds = c.bounds(value)
-        if bounds and value.shape[axis] == c.num_reqs + 1 and c.shapes[0][axis] == c.num_reqs:
+    if value.dims[axis] in (None, "bounds"):
+        ends = c.as_bounds(value)
+        layout = ends.sum.layout if ends else None
+        if layout and c.shapes[0][axis] == c.num_reqs == value.shape[axis] - 1:
             dims = [*value.dims[:axis], REQUESTS, *value.dims[axis + 1 :]]
-            tag = ("request",) if (start, bounds) == (0, REQUESTS) else ("start", bounds)
-            return c.make(dims, Kind.PLACE, ("end", bounds) if start == 1 else tag)
-        lost = bounds or (value.tag[:1] == ("iota",) and start != 0)
-        return c.make(value.dims, value.kind, () if lost else value.tag, value.facts)
+            return c.make(dims, Kind.PLACE, c.bounds.ends(layout) if first else layout.starts())
+        is_moved = first != 0 and any(part[0] == "~" for part, _ in value.sum.parts)
+        is_known = value.kind != Kind.PLACE or not (is_moved or value.number is None or ends)
+        c.need(is_known, "moves numbers of places", value)
+        return c.make(value.dims, value.kind, None if is_moved else value.number, value.facts)
     if c.shapes[0] == value.shape:
         return value
-    part = (
-        {0: "first row", 1: "next rows"}.get(start, "")
-        if value.kind in (Kind.OWN, Kind.UPTO)
-        else ""
-    )
+    is_own = value.kind in (Kind.OWN, Kind.UPTO)
+    part = {0: "first row", 1: "next rows"}.get(first, "") if is_own else ""
     facts = frozenset({(part, c.args["self"], value.dims)})
     return replace(c.nothing("takes rows by number", value), facts=facts)
 
@@ -173,75 +154,75 @@ def cat(c: Checker) -> Any:
     facts: list[Any] = [next(iter(part.facts), ("",)) for part in parts]
     if [fact[0] for fact in facts] == ["next rows", "first row"] and axis == 0:
         (_, one, dims), (_, other, _) = facts
-        made, facts = c.nothing("moves rows up"), [("next", dims[0])]
-        return replace(made, dims=dims, facts=frozenset(facts)) if one == other else made
-    if is_cat and len(parts) == 2 and parts[1].tag[:1] == ("end",):
+        made = c.nothing("moves rows up")
+        facts = [("next", dims[0])] if one == other else []
+        return replace(made, dims=dims if one == other else made.dims, facts=frozenset(facts))
+    layout = parts[-1].sum.layout
+    if is_cat and len(parts) == 2 and layout:
         is_zero = parts[0].shape == (1,) and "zeros" in parts[0].facts
-        return (
-            c.make([None], Kind.PLACE, ("bounds", parts[1].tag[1]))
-            if is_zero
-            else c.unknown("joins")
-        )
+        is_end = (parts[1].dims, parts[1].sum) == ((REQUESTS,), c.bounds.ends(layout))
+        named = layout.starts() if is_zero and is_end else c.unknown("joins")
+        return c.make(["bounds"], Kind.PLACE, named)
     parts = [part for part in parts if 0 not in part.shape] or parts
-    if is_cat and any(part.dims[axis] is not None for part in parts):
-        c.unknown("joins rows", *parts)
-    if axis == 1 and _are_tokens(parts[0], is_cat) and any(part.kind == Kind.ANY for part in parts):
+    is_apart = not is_cat or all(part.dims[axis] is None for part in parts)
+    c.need(is_apart, "joins rows", *parts)
+    first = parts[0]  # Each request's last token may be joined to any drafts.
+    is_ids = "token" in first.facts or (first.kind, first.dims) == (Kind.OWN, (REQUESTS,))
+    if axis == 1 and is_ids and any(part.kind == Kind.ANY for part in parts):
         drafts = c.nothing("has drafts that may be any", *parts)
         return replace(drafts, facts=frozenset({"token"}))
-    dims, kind, _ = c.join(*(_thin(part, axis) for part in parts) if is_cat else parts)
-    if kind == Kind.PLACE:
-        is_one = is_cat and parts[0].tag[:1] == ("page",) and len({part.tag for part in parts}) == 1
-        return c.make(dims, kind, parts[0].tag) if is_one else c.unknown("joins places")
-    return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind)
+    if is_cat:
+        parts = [replace(v, shape=(*v.shape[:axis], 1, *v.shape[axis + 1 :])) for v in parts]
+    dims, kind, _ = c.join(*parts)
+    named = same_pages(c, dims, parts) if is_cat and kind == Kind.PLACE else None
+    c.need(kind != Kind.PLACE or named is not None, "joins places")
+    return c.make(dims if is_cat else [*dims[:axis], None, *dims[axis:]], kind, named)
 
 
-def _are_tokens(first: Value, is_cat: bool) -> bool:
-    """Whether each request's last token is joined to drafts, which may be any."""
-    return "token" in first.facts if is_cat else (first.kind, first.dims) == (Kind.OWN, (REQUESTS,))
-
-
-def _thin(value: Value, axis: int) -> Value:
-    """A part of a join, as one element along the dimension that grows."""
-    shape = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
-    return replace(value, shape=shape)
+def same_pages(c: Checker, dims: Sequence[Layout], values: Sequence[Value]) -> Sum | None:
+    """A place of the pages that all values have places of; None if these differ."""
+    owner = values[0].sum.places
+    last = ONE * (sum(count for _, count in owner.parts) - 1)
+    is_page = [part[:4] for part, _ in owner.parts] == ["page"]
+    if not is_page or not all(c.bounds.within(v.sum - owner, NONE, last) for v in values):
+        return None
+    return owner + c.part(dims, [NONE], [last])
 
 
 def view(c: Checker) -> Any:
     value, rank = c.at("self"), len(c.at("self").dims)
     dims, facts = list(value.dims), value.facts - {"alike"}
-    keeps_tag = c.base in ("transpose", "unsqueeze", "view", "reshape", "expand")
+    named = value.number if c.base in tables.FOLLOWED else None
     axis = (c.args.get("dim") or 0) if isinstance(c.args.get("dim"), int | None) else 0
     if c.base in ("transpose", "t"):
-        i, j = (c.args["dim0"], c.args["dim1"]) if c.base == "transpose" else (0, 1)
+        i, j = c.args.get("dim0", 0), c.args.get("dim1", 1)
         dims[i], dims[j] = dims[j], dims[i]
     elif c.base == "unsqueeze":
         dims.insert(axis % (rank + 1), None)
     elif c.base in tables.DIVIDES:
         axes = [at % rank for at in c.args.get("dims", [axis])]
         is_one = c.base == "select" and value.shape[axes[0]] == 1
-        if any(dims[at] is not None for at in axes) and not is_one:
-            c.unknown("divides rows", value)
+        c.need(is_one or not any(dims[at] for at in axes), "divides rows", value)
         if c.base in ("select", "unbind"):
             del dims[axes[0]]
     elif c.base == "expand":
         dims = [None] * (len(c.shapes[0]) - rank) + dims
+        is_alike = value.shape[:1] == (1,) and value.kind == Kind.CONST and len(dims) == rank
+        facts |= {"alike"} if is_alike else set()
     else:
         found = _spots(c, value) or regroup(dims, value.shape, c.shapes[0], c.num_reqs)
         if found is None:
             c.unknown("mixes rows with other dimensions", value)
         if fewer_rows(dims, found):
-            facts, keeps_tag = facts | {"together"}, False
+            facts, named = facts | {"together"}, None
         elif fewer_rows(found, dims):
             facts -= {"together"}
         dims = found
-    tag = value.tag if keeps_tag else ()
-    if c.base == "expand" and value.shape[:1] == (1,) and value.kind == Kind.CONST:
-        facts |= {"alike"} if len(c.shapes[0]) == rank else set()
-    if value.kind == Kind.ANY or (value.kind == Kind.PLACE and not tag):
-        c.unknown("moves numbers of places", value)
+    is_known = value.kind != Kind.ANY and (value.kind != Kind.PLACE or named is not None)
+    c.need(is_known, "moves numbers of places", value)
     if len(c.shapes) > 1:
-        return [Value(shape, tuple(dims), value.kind, (), facts) for shape in c.shapes]
-    return c.make(dims, value.kind, tag, facts)
+        return [Value(shape, tuple(dims), value.kind, None, facts) for shape in c.shapes]
+    return c.make(dims, value.kind, named, facts)
 
 
 def _spots(c: Checker, value: Value) -> list[Layout] | None:
@@ -250,29 +231,27 @@ def _spots(c: Checker, value: Value) -> list[Layout] | None:
     is_pages = str(value.dims[0]).startswith(("pages", "slots")) and pages == str(value.shape[0])
     if not is_pages or not count.isdigit() or value.shape[1] % int(count):
         return None
-    return [pool_of(spots(int(count), pages)), *[None] * (len(c.shapes[0]) - 1)]
+    return [f"{value.dims[0]}/{count}", *[None] * (len(c.shapes[0]) - 1)]
 
 
 def constant(c: Checker) -> Value:
     if c.base != "arange":
         facts = {"uniform", "zeros"} if "zeros" in c.base else {"uniform"}
         like = c.at("self") if c.base.endswith("_like") else None
-        return c.make(like.dims if like else [None] * len(c.shapes[0]), Kind.CONST, (), facts)
-    start, end, step = c.args.get("start") or 0, c.args["end"], c.args.get("step") or 1
-    tag = {(0, 1): ("iota", 1), (1, 1): ("numbers",)}.get((start, step), ())
-    if (end, step) == (-1, -1):
-        tag = ("desc", start + 1)
-    elif (step, -start) == (1, end):
-        tag = ("under", end)
-    return c.make([None], Kind.CONST, tag)
+        return c.make(like.dims if like else [None] * len(c.shapes[0]), Kind.CONST, None, facts)
+    first, step, size = c.args.get("start") or 0, c.args.get("step") or 1, c.shapes[0][0]
+    if not all(isinstance(n, int) for n in (first, step, size)):
+        return c.make([None], Kind.CONST)
+    iota = c.bounds.add(f"~iota.{c.name}", [NONE], [ONE * (size - 1)])
+    return c.make([None], Kind.CONST, iota * step + first)
 
 
 def gather(c: Checker) -> Value:
     """gather, scatter_: along a dimension that is no row."""
     given = [v for v in map(c.at, ("self", "index", "src")) if isinstance(v, Value)]
     axis = c.args["dim"]
-    if any(v.dims[axis] is not None and v.shape[axis] != 1 for v in given):
-        c.unknown("moves rows by number", *given)
+    is_apart = all(v.dims[axis] is None or v.shape[axis] == 1 for v in given)
+    c.need(is_apart, "moves rows by number", *given)
     return c.meet(*(replace(v, shape=given[0].shape) for v in given))
 
 
@@ -286,24 +265,18 @@ def get(c: Checker) -> Any:
     """State that the step holds, or a weight."""
     name, shape = str(c.args["name"]), c.shapes[0]
     room, _, own = name.partition(".")
-    rest = (None,) * (len(shape) - 1)
-    if room in ("state", "kv", "batch", "cross"):
-        c.buffers[c.name] = name
+    dims: list[Layout] = [None] * len(shape)
+    if room not in ("state", "kv", "batch", "cross"):
+        return c.make(dims, Kind.CONST)
+    c.buffers[c.name] = name
     if room in ("state", "kv"):
-        first = "slots" if str(shape[0]) == "S" else f"pages {shape[0]}"
-        tag = ("page", "N") if own == "block_table" else ()
-        return Value(shape, (first, *rest), Kind.PLACE if tag else Kind.OWN, tag)
-    if room not in ("batch", "cross"):
-        return Value(shape, (None,) * len(shape))
-    if own == "state_indices":
-        return c.make((REQUESTS,), Kind.PLACE, ("slot",))
-    if own in ("num_input", "is_decoding", "next_prompt_id"):
-        return c.make((REQUESTS,), Kind.OWN)
-    if own == "prompt_ids":
-        return c.make(("prompt",), Kind.OWN)
-    if own in ("token_mask", "draft_mask"):
-        return c.make(((("1", shape[0] // c.num_reqs),), *rest), Kind.OWN)
-    return c.nothing("is what another step left")
+        dims[0] = "slots" if str(shape[0]) == "S" else f"pages {shape[0]}"
+        pages = Sum.of({"page N": 1}) if own == "block_table" else None
+        return c.make(dims, Kind.OWN, pages, {"natural"} if own in tables.NATURAL else ())
+    if own not in tables.GIVEN:
+        return c.nothing("is what another step left")
+    dims[0] = "prompt" if own == "prompt_ids" else ONE * (shape[0] // c.num_reqs)
+    return c.make(dims, Kind.OWN, SLOT if own == "state_indices" else None)
 
 
 def copy(c: Checker) -> Value:
@@ -325,18 +298,14 @@ def put(c: Checker) -> Value:
     target, numbers, source = c.at("self"), c.at("index"), c.at("source")
     buffer = c.buffers.get(c.args["self"][1:])
     if buffer is None:
-        if numbers.kind != Kind.CONST or target.dims[c.args["dim"]] is not None:
-            c.unknown("puts rows by numbers")
+        is_apart = numbers.kind == Kind.CONST and target.dims[c.args["dim"]] is None
+        c.need(is_apart, "puts rows by numbers")
         return c.meet(target, replace(source, shape=c.shapes[0]))
-    if target.dims[0] != "slots" or c.args["dim"] != 0 or numbers.tag != ("slot",):
+    if (target.dims[0], c.args["dim"], numbers.number) != ("slots", 0, SLOT):
         raise RefusedError(f"{c.op} ({c.name}) writes places of {buffer} by number")
-    if buffer == "state.token_ids" and "token" in source.facts:
-        return Value(target.shape, target.dims, Kind.OWN)  # Its first column is: drafts may be any.
-    if (
-        source.kind not in (Kind.OWN, Kind.CONST)
-        or source.dims[0] != REQUESTS
-        or any(source.dims[1:])
-    ):
+    is_ids = buffer == "state.token_ids" and "token" in source.facts
+    is_own = source.kind <= Kind.OWN and source.dims[0] == REQUESTS and not any(source.dims[1:])
+    if not is_ids and not is_own:  # The first column of ids is the request's: drafts may be any.
         raise RefusedError(source.why or f"{c.op} ({c.name}) writes {source} to {buffer}")
     return Value(target.shape, target.dims, Kind.OWN)
 
@@ -355,16 +324,15 @@ def regroup(
     axis, layout = marked[0], dims[marked[0]]
     places = [at for at in range(len(new)) if _size(new[:at]) == _size(old[:axis])]
     same = [at for at in places if new[at] == old[axis]]
+    end = len(new) - len(old) + axis
     if same:
-        end = len(new) - len(old) + axis
         is_end = end in same and new[end + 1 :] == old[axis + 1 :]
         made[end if is_end else axis if axis in same else same[0]] = layout
         return made
-    if not isinstance(layout, tuple) or layout[0][0] != "1" or len(layout) > 1:
-        return None
-    for at in places:
+    is_fixed = isinstance(layout, Sum) and dict(layout.parts).keys() == {"1"}
+    for at in places if is_fixed else ():
         if new[at] % requests == 0:
-            made[at] = (("1", new[at] // requests),)
+            made[at] = ONE * (new[at] // requests)
             return made
     return None
 
@@ -372,7 +340,7 @@ def regroup(
 def fewer_rows(old: Sequence[Layout], new: Sequence[Layout]) -> bool:
     """Whether rows of a request have become columns of one."""
     one, other = (next((dim for dim in dims if dim is not None), None) for dims in (old, new))
-    return one != other and isinstance(one, tuple) and other is not None and other < one
+    return isinstance(one, Sum) and isinstance(other, Sum) and other.parts < one.parts
 
 
 def _size(sizes: Sequence[Any]) -> Any:

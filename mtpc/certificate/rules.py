@@ -18,29 +18,20 @@ _ATEN: dict[str, Callable[[Checker], Any]] = {
     **dict.fromkeys(("index", "index_select", "embedding"), moves.index),
     **dict.fromkeys(("gather", "scatter"), moves.gather),
     **dict.fromkeys(("cat", "stack"), moves.cat),
-    "where": arithmetic.where,
-    "slice": moves.slice_,
-    "copy": moves.copy,
-    "index_copy": moves.put,
+    **{"where": arithmetic.where, "slice": moves.slice_},
+    **{"copy": moves.copy, "index_copy": moves.put},
 }
 OPERATORS: dict[str, Callable[[Checker], Any]] = {
     **{f"aten::{name}": rule for name, rule in _ATEN.items()},
     **dict.fromkeys(tables.KERNELS, kernels.kernel),
-    "get": moves.get,
-    "getitem": moves.part,
+    **{"get": moves.get, "getitem": moves.part},
 }
 
 
 def types_of(
     lines: Sequence[Line], dispatched: Collection[str] = (), on_gpu: bool = False
 ) -> list[str]:
-    """The type of each line: kind, what places of its dimensions are, and what a number names.
-
-    Args:
-        lines: [name, operator, {argument: value}, shapes, dtypes] each; an argument that is a
-            line's result begins with "%".
-        dispatched: ATen's operators that run through PyTorch's dispatcher on a CPU.
-        on_gpu: whether elementwise operators have a thread for each element.
+    """The type of each line; arguments are `Checker`'s.
 
     Raises:
         RefusedError: what the step emits or keeps for a request may depend on another one, on their

@@ -1,7 +1,5 @@
 """What the checker believes of operators. Nothing here is read from mtpc or from a listing."""
 
-from __future__ import annotations
-
 import re
 
 
@@ -29,10 +27,9 @@ KEPT = ROW_BY_ROW | {"cumsum", "topk", "sort"}
 """Folds whose results have the dimension that they fold."""
 DIVIDES = _words("select flip unbind split split_with_sizes chunk repeat_interleave")
 """Views of parts of a dimension, or of another order, which must not be rows."""
-VIEWS = DIVIDES | _words(
-    "view reshape flatten unflatten unsqueeze squeeze transpose t slice expand alias "
-    "detach _unsafe_view"
-)
+FOLLOWED = _words("transpose unsqueeze view reshape expand")
+"""Views of which integers are followed."""
+VIEWS = DIVIDES | FOLLOWED | _words("flatten unflatten squeeze t slice alias detach _unsafe_view")
 CARRIERS = VIEWS | {"where"}
 """What may take a value that is known under a condition, which `where` has; or a request's rows as
 columns, which a view may make rows again."""
@@ -78,12 +75,19 @@ WRITES = {
     "copy_drafts": ("text_ids",),
     "write_logprobs": ("logprobs", "top_ids", "top_logprobs"),
 }
+OUTPUTS = frozenset({*WRITES["accept"], *WRITES["write_logprobs"]})
 WHOLE = _words("accept count_tokens write_logprobs gated_delta_rule mamba2_scan")
 """Kernels in which a row may read later rows of its request."""
 ANCHORED = frozenset({"copy_drafts"})
 """Kernels in which a request reads its rows up to the one that `anchors` names."""
-PLACES = _words(
-    "bounds start end tail tail+ row some into fresh anchor start+ last back request next nth "
-    "slot slot- ring- ring page page* place used pos+ past+ past shift wins+ spill numbered"
+NATURAL = frozenset({"committed_lens"})
+"""State that is a number of tokens, and so not negative."""
+GIVEN = _words(
+    "state_indices num_input is_decoding next_prompt_id prompt_ids token_mask draft_mask"
 )
-"""Tags of integers that depend on company, and may only be used as the rules say."""
+"""What the host gives, by request or row."""
+PACKED = (
+    r"where\(__and__\((.+), bitwise_not\(__and__\(\1, ne\(batch\.is_decoding, 0\)\)\)\), "
+    r"clamp\(batch\.num_input, \w+, \w+\), 0\)"
+)
+"""How many rows of `prompt_ids` a request has: none where it is off, or decodes."""

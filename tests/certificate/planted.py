@@ -352,7 +352,47 @@ def earlier_rows_are_never_kept_apart(edit: Edit) -> None:
 def rows_before_a_request(edit: Edit) -> None:
     """What is kept for the next step begins in the rows of the request before."""
     line = edit.find("aten::maximum.default")
-    edit.redirect(f"%{line[0]}", line[2]["self"], line)
+    args = {"self": line[2]["self"], "other": 1, "alpha": 1}
+    before = edit.add(line, "aten::sub.Tensor", args, *_form(line))
+    edit.redirect(f"%{line[0]}", before, line)
+
+
+@planted("mimo_v2")
+def earlier_rows_where_a_flag_is_set(edit: Edit) -> None:
+    """Where it is not, a row before the request's first one is taken."""
+    kept = edit.find("aten::index.Tensor", has=lambda line: line[2]["self"] == "%state_chain_ids")
+    line = edit.find("aten::where.self", has=lambda one: one[2]["self"] == f"%{kept[0]}")
+    shape, dtype = _form(edit.line(line[2]["condition"]))
+    flag = edit.add(line, "aten::gt.Scalar", {"self": line[2]["self"], "other": 5}, shape, "bool")
+    args = {"self": line[2]["condition"], "other": flag}
+    line[2]["condition"] = edit.add(line, "aten::__and__.Tensor", args, shape, dtype)
+
+
+@planted()
+def starts_that_are_clamped(edit: Edit) -> None:
+    """Rows of requests far behind are counted from a row of another one."""
+    column = _column(edit)
+    args = {"self": column[2]["other"], "min": 0, "max": 1}
+    start = edit.add(column, "aten::clamp.default", args, *_form(column))
+    column[2]["other"] = start
+
+
+@planted(phase="decode")
+def rows_by_a_token(edit: Edit) -> None:
+    """A token says which of its request's rows is read: text depends on drafts."""
+    embedded = edit.find("aten::embedding.default")
+    shape, dtype = _form(embedded)
+    at = edit.lines[edit.lines.index(embedded) + 1]
+    rows = shape[1:2]
+    start = edit.line(edit.line(edit.find("aten::copy_.default")[2]["src"])[2]["self"])[2]["other"]
+    ids = edit.line(embedded[2]["indices"])[2]["self"]
+    given: dict[str, Any] = {"self": ids, "other": 3}
+    place = edit.add(at, "aten::remainder.Scalar", given, rows, "int64")
+    args = {"self": start, "other": place, "alpha": 1}
+    place = edit.add(at, "aten::add.Tensor", args, rows, "int64")
+    args = {"self": f"%{embedded[0]}", "dim": 1, "index": place}
+    new = edit.add(at, "aten::index_select.default", args, shape, dtype)
+    edit.redirect(f"%{embedded[0]}", new, at)
 
 
 @planted()

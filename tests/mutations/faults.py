@@ -50,6 +50,7 @@ _GLM = "test_theorem.py::test_speculative_output_equals_plain_decoding[glm4_moe-
 _DRAFTS = "models/test_drafts.py::test_drafts_equal_the_wiring"
 _CHAINS = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[step3p7@3-4]"
 _PLANTED = "models/test_drafts.py::test_drafts_after_rejections_at_every_position[gemma4-3]"
+_REFUSED = "certificate/test_checker.py::test_planted_dependences_are_refused"
 _WIRING = "models/test_wiring.py::test_rows_equal_the_released_wiring"
 _IMAGE_DRAFTS = "models/test_images.py::test_drafts_after_images[qwen3_5]"
 _STEP_IMAGES = "models/test_images.py::test_rows_at_the_edges_of_chunks[step3p7]"
@@ -1284,6 +1285,34 @@ FAULTS = (
         'return found[c.args["index"]] if isinstance(found, list) else found',
         'return found[c.args["index"]]',
         "engine/test_copies.py::test_one_draft_in_bfloat16",
+    ),
+    Fault(
+        "the checker takes -1 for 0 or more",
+        "certificate/sums.py",
+        "return bool(constant > -1)",
+        "return bool(constant > -2)",
+        "certificate/test_sums.py::test_what_holds_is_true[2]",
+    ),
+    Fault(
+        "the checker forgets that places were clamped",
+        "certificate/arithmetic.py",
+        'one.those("most") | other.those("most")',
+        "set[Any]()",
+        f"{_REFUSED}[starts_that_are_clamped]",
+    ),
+    Fault(
+        "the checker knows what both of two conditions say where not both hold",
+        "certificate/arithmetic.py",
+        'isinstance(fact, str) or fact[0] == "if"',
+        "True",
+        f"{_REFUSED}[earlier_rows_where_a_flag_is_set]",
+    ),
+    Fault(
+        "the checker lets tokens say which rows of a request are read",
+        "certificate/moves.py",
+        "and not rest.places and not loose(rest)",
+        "and not rest.places",
+        f"{_REFUSED}[rows_by_a_token]",
     ),
     Fault(
         "a sampled draft may be a token that is not listed",
