@@ -245,7 +245,7 @@ LINES = {
     ".": 2430,
     "backends": 15270,
     "capture": 1290,
-    "certificate": 1550,
+    "certificate": 1510,
     "cli": 4500,
     "engine": 5910,
     "evaluation": 610,
