@@ -64,6 +64,7 @@ class LoadedModel:
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
+        shifts_keys: whether codes of keys leave out what `KeyShifts` has.
         stored: makes a rank's parts of weights, in whose places the modules have placeholders;
             None: the modules have all values, or none.
     """
@@ -77,6 +78,7 @@ class LoadedModel:
     owned: bool = False
     headers: HeaderWeights | None = None
     kv_cache_dtype: torch.dtype | None = None
+    shifts_keys: bool = True
     stored: StoredWeights | None = field(default=None, repr=False)
 
     @property
@@ -151,16 +153,16 @@ class LoadedModel:
         """Earlier rows of a request that the MTP layers compute again; see `mtpc.step.chaining`."""
         return max(len(self.mtp_layers) - 1, 0)
 
-    def with_kv_cache(self, name: str) -> LoadedModel:
+    def with_kv_cache(self, name: str, shifts_keys: bool = True) -> LoadedModel:
         """This model with page pools of K and V of a `CompileOptions.kv_cache_dtype`.
 
         Raises:
             UnsupportedModelError: no layer has such pools.
         """
         dtype = CODE_DTYPES[name]
-        if dtype == self.kv_cache_dtype:
+        if (dtype, shifts_keys) == (self.kv_cache_dtype, self.shifts_keys):
             return self
-        found = replace(self, kv_cache_dtype=dtype)
+        found = replace(self, kv_cache_dtype=dtype, shifts_keys=shifts_keys)
         if dtype is not None and found.state_specs == self.state_specs:
             raise UnsupportedModelError(
                 f"kv_cache_dtype is {name!r}, but {self.family.name} has no pages of K and V; "
@@ -213,7 +215,7 @@ class SteppedModel:
         layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
         images = image_inputs(pools, loaded.vocab_size)
         parts, decoder = loaded.parts, target.get_decoder()
-        shifts = KeyShifts(decoder) if loaded.kv_cache_dtype else None
+        shifts = KeyShifts(decoder) if loaded.kv_cache_dtype and loaded.shifts_keys else None
         pool = CachePool(layers, num_slots, family.cache_kinds, images, shifts)
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)

@@ -87,14 +87,9 @@ def _fuse(graph: fx.Graph, attention: fx.Node, seen: _Seen) -> bool:
 
 
 def _taken_off(rows: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Rotated keys, and what the write takes off them; () if nothing, or on GPUs.
-
-    Kernels of GPUs take nothing off: there the difference stays an operation of its own.
-    """
+    """Rotated keys, and what is taken off them before they are written; () if nothing is."""
     whole, shift = operands(rows, aten.sub.Tensor, 2)
-    if whole is None or not isinstance(shift, fx.Node) or not rows.meta["val"].is_cpu:
-        return rows, ()
-    return whole, (shift,)
+    return (whole, (shift,)) if isinstance(shift, fx.Node) else (rows, ())
 
 
 def _belong_together(q: Rotary, k: Rotary, k_write: fx.Node, v_write: fx.Node) -> bool:

@@ -171,7 +171,8 @@ class StepCompiler:
     ):
         self.plan = plan = plan.of_model(loaded.max_positions)
         loaded = loaded.for_length(plan.max_len)
-        self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(plan.kv_cache_dtype)
+        caches = (plan.kv_cache_dtype, backend.name != "cuda")  # Kernels of GPUs shift no keys.
+        self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(*caches)
         self.backend = backend
         self.cache = OwnSteps(plan) if cache is None else cache
         self._check_draft_vocab()
