@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.batches import bf16
 from helpers.plans import plan_of
+from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -25,7 +26,8 @@ WIDTHS = (8, 104, 1024, 1376)
 
 @pytest.fixture(scope="module")
 def ours() -> Any:
-    pytest.importorskip("triton")
+    if not INTERPRETS:
+        pytest.skip(NO_INTERPRETER)
     from mtpc.backends.triton_kernels import load_kernels
 
     load_kernels()
