@@ -22,12 +22,11 @@ from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
 
 WIDTHS = (8, 104, 1024, 1376)
+interpreted = pytest.mark.skipif(not INTERPRETS, reason=NO_INTERPRETER)
 
 
 @pytest.fixture(scope="module")
 def ours() -> Any:
-    if not INTERPRETS:
-        pytest.skip(NO_INTERPRETER)
     from mtpc.backends.triton_kernels import load_kernels
 
     load_kernels()
@@ -44,6 +43,7 @@ def error(rows: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -57,6 +57,7 @@ def test_a_linear(ours: Any, rows: int, width: int, has_bias: bool) -> None:
 
 
 @pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("form", ["plain", "bias", "plus one", "gated"])
@@ -79,6 +80,7 @@ def test_a_norm_and_the_linear_behind_it(ours: Any, rows: int, width: int, form:
 
 
 @pytest.mark.triton
+@interpreted
 def test_other_rows_change_nothing(ours: Any) -> None:
     """A row's bits do not depend on the other rows of its call, nor does NaN of one reach them."""
     x, weight = bf16(4, 1376, seed=1), bf16(37, 1376, seed=2)
