@@ -36,7 +36,7 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import add_result_files, positive
+from benchmarks.harness.command import positive
 from benchmarks.harness.results import (
     Record,
     Table,
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("copies", __doc__)
+    parser = command.new_parser("copies", __doc__, "--threads", *command.RESULTS)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="a model with a chat template")
     text = "as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR"
@@ -290,8 +290,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     types = ["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"]
     add("--llama-types", nargs="+", default=types, metavar="TYPE", help="of --spec-type")
     add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
-    command.add_threads(parser)
-    add_result_files(parser)
     args = parser.parse_args(argv)
     if args.llama and args.batch > 1:
         parser.error(f"--batch is {args.batch}; expected 1 with --llama, whose program takes one")

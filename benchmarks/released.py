@@ -160,7 +160,8 @@ def _steps(args: argparse.Namespace, cache: Path, tell: Tell) -> list[dict[str, 
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("released", __doc__)
+    flags = ("--threads", "--llama-bench", "--gguf-python", *command.FILES)
+    parser = command.new_parser("released", __doc__, *flags)
     add = parser.add_argument
     add("file", type=Path, help="a GGUF file")
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
@@ -168,8 +169,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=positive, default=64, metavar="N", help="tokens that are decoded")
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the timed prompt")
     add("--repeats", type=positive, default=5, metavar="N", help="samples of each")
-    command.add_shared(parser, "--threads", "--llama-bench", "--gguf-python")
-    command.add_files(parser)
     return parser.parse_args(argv)
 
 

@@ -162,21 +162,6 @@ def add_shared(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) ->
         parser.add_argument(flag, **form | several | {"default": default})
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """The option that `begin` sets torch's threads by."""
-    add_shared(parser, "--threads")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """The options `FILES`."""
-    add_shared(parser, *FILES)
-
-
-def add_result_files(parser: argparse.ArgumentParser) -> None:
-    """The options `RESULTS`."""
-    add_shared(parser, *RESULTS)
-
-
 def max_len(args: argparse.Namespace) -> int:
     """`max_len` for samples of `--prompt-tokens` and `--new-tokens`."""
     return int(args.prompt_tokens + args.new_tokens + HEADROOM)

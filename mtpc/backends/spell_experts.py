@@ -10,7 +10,7 @@ import torch
 from mtpc.backends.expand import Traced, expand
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.experts import spelled_experts
-from mtpc.passes.base import Policy, sweep
+from mtpc.passes.base import Policy, exchange
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,6 @@ class SpellExperts:
         nodes = graph.graph.find_nodes(
             op="call_function", target=torch.ops.mtpc.biased_experts.default
         )
-        for node in nodes:
-            with graph.graph.inserting_before(node):
-                node.replace_all_uses_with(expand(node, graph, spelled_experts, traced))
-            graph.graph.erase_node(node)
-        return sweep(graph, len(nodes))
+        return exchange(
+            graph, nodes, lambda graph, node: expand(node, graph, spelled_experts, traced)
+        )

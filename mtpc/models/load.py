@@ -64,7 +64,7 @@ class LoadedModel:
         owned: whether mtpc read the target from a directory. Nothing else then holds its tensors.
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
-        shifts_keys: whether codes of keys leave out what `KeyShifts` has.
+        shifts_keys: whether codes of keys leave out what `KeyShifts` has; on GPUs they do not.
         stored: makes a rank's parts of weights, in whose places the modules have placeholders;
             None: the modules have all values, or none.
     """

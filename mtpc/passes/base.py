@@ -198,6 +198,17 @@ def sweep(graph: StepGraph, rewrites: int = 1) -> int:
     return rewrites
 
 
+def exchange(
+    graph: StepGraph, nodes: Sequence[fx.Node], call: Callable[[StepGraph, fx.Node], fx.Node]
+) -> int:
+    """Put what `call` emits in place of each of some calls, and sweep; returns their number."""
+    for node in nodes:
+        with graph.graph.inserting_before(node):
+            node.replace_all_uses_with(call(graph, node))
+        graph.graph.erase_node(node)
+    return sweep(graph, len(nodes))
+
+
 def tidy(graph: StepGraph, rewrites: int) -> int:
     """Sweep and refresh values after rewrites, if there are any; returns their number."""
     if sweep(graph, rewrites):

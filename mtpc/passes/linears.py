@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor
 from mtpc.layout.specs import is_buffer_name
-from mtpc.passes.base import emit, emit_weight, is_call, sweep, tidy
+from mtpc.passes.base import emit, emit_weight, exchange, is_call, tidy
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
 from mtpc.weights.recipes import Grouped, Join, Packed, Recipe
@@ -176,11 +176,7 @@ def exchange_experts(
         for node in graph.graph.nodes
         if is_call(node, torch.ops.mtpc.experts.default) and _fits_tiles(graph, node, wanted)
     ]
-    for node in found:
-        with graph.graph.inserting_before(node):
-            node.replace_all_uses_with(call(graph, node))
-        graph.graph.erase_node(node)
-    return sweep(graph, len(found))
+    return exchange(graph, found, call)
 
 
 def _fits_tiles(graph: StepGraph, node: fx.Node, wanted: Wanted) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import OptionError
-from mtpc.passes.base import Policy, emit, emit_named, is_call, is_narrow, sweep, tidy
+from mtpc.passes.base import Policy, emit, emit_named, exchange, is_call, is_narrow, tidy
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -167,7 +167,7 @@ def _place_embeddings(graph: StepGraph) -> int:
 
 def _place_biased_experts(graph: StepGraph) -> int:
     """Replace experts with biases whose checkpoint stores codes; returns how many."""
-    found = []
+    found = dict[fx.Node, Sequence[GroupSpec]]()
     for node in graph.graph.nodes:
         if not is_call(node, torch.ops.mtpc.biased_experts.default):
             continue
@@ -176,12 +176,13 @@ def _place_biased_experts(graph: StepGraph) -> int:
             all_specs = (graph.weights.spec(str(operand.target)) for operand in operands)
             specs = [s for s in all_specs if s and s.turned and "zeros" not in s.pieces]
             if len(specs) == len(operands):
-                found.append((node, specs))
-    for node, specs in found:
-        with graph.graph.inserting_before(node):
-            target = torch.ops.mtpc.grouped_biased_experts.default
-            node.replace_all_uses_with(_grouped_experts(graph, node, specs, "grouped", target))
-    return sweep(graph, len(found))
+                found[node] = specs
+    target = torch.ops.mtpc.grouped_biased_experts.default
+    return exchange(
+        graph,
+        [*found],
+        lambda graph, node: _grouped_experts(graph, node, found[node], "grouped", target),
+    )
 
 
 def _grouped_linear(group: LinearGroup, spec: GroupSpec, stem: str) -> fx.Node:

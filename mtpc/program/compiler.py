@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from mtpc.backends import backend_facts
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
 from mtpc.backends.pipeline import PACKING, select_passes
@@ -29,15 +30,7 @@ from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.certificate import Certificate, prove
 from mtpc.errors import CapacityError, OptionError
-from mtpc.layout import (
-    IMAGE_STATE,
-    MAX_STOP_IDS,
-    Layout,
-    Part,
-    StepKey,
-    largest_first,
-    step_keys,
-)
+from mtpc.layout import IMAGE_STATE, MAX_STOP_IDS, Layout, Part, StepKey, largest_first, step_keys
 from mtpc.layout.buffers import (
     K_MAX,
     OPEN_SIZES,
@@ -171,7 +164,7 @@ class StepCompiler:
     ):
         self.plan = plan = plan.of_model(loaded.max_positions)
         loaded = loaded.for_length(plan.max_len)
-        caches = (plan.kv_cache_dtype, backend.name != "cuda")  # Kernels of GPUs shift no keys.
+        caches = (plan.kv_cache_dtype, not backend_facts(backend.name).is_gpu)
         self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(*caches)
         self.backend = backend
         self.cache = OwnSteps(plan) if cache is None else cache

@@ -369,9 +369,10 @@ def _untrimmed(records: Iterable[StepRecord]) -> list[str]:
     """A line for `Stats.fallbacks` if all drafts are from the whole vocabulary."""
     from mtpc.passes.trim_draft_head import TrimDraftHead  # Not above: few starts import a pass.
 
-    drafting = [record for record in records if record.step.spec_tokens]
-    passed = [each for record in drafting for each in record.history]
-    if not drafting or any(each.rewrites for each in passed if each.name == TrimDraftHead.name):
+    drafting = (record for record in records if record.step.spec_tokens)
+    passed = (each for record in drafting for each in record.history)
+    trimmed = [each.rewrites for each in passed if each.name == TrimDraftHead.name]
+    if not trimmed or any(trimmed):
         return []
     return ["draft_vocab has no effect: the head of this drafter is more than one product"]
 

@@ -98,10 +98,8 @@ class GroupSpec:
 
     def to_list(self) -> list[Any]:
         """What `from_list` reads, as JSON has it; flags after the last that is set are left out."""
-        form, flags = (
-            self.form,
-            [self.by_largest, True] if self.turned else [True] * self.by_largest,
-        )
+        form = self.form
+        flags = [self.by_largest, True] if self.turned else [True] * self.by_largest
         return [form.kind, form.group, form.has_zeros, form.has_mins, self.scales, *flags]
 
     @classmethod
