@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mtpc.backends import backend_facts
 from mtpc.backends.base import Artifact, Backend
 from mtpc.backends.package import TAPE
 from mtpc.backends.pipeline import PACKING, select_passes
@@ -164,7 +163,7 @@ class StepCompiler:
     ):
         self.plan = plan = plan.of_model(loaded.max_positions)
         loaded = loaded.for_length(plan.max_len)
-        caches = (plan.kv_cache_dtype, not backend_facts(backend.name).is_gpu)
+        caches = (plan.kv_cache_dtype, not plan.facts.is_gpu)
         self.loaded = loaded.with_layers(plan.layer_drafts).with_kv_cache(*caches)
         self.backend = backend
         self.cache = OwnSteps(plan) if cache is None else cache
