@@ -225,8 +225,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         build_kernels(store)
         return {"steps": 0, "stages": {}, "processes": 1}
     with without_collections():  # As `mtpc build` does.
-        from mtpc.program.build import build, default_jobs
+        from mtpc.program.build import build
         from mtpc.program.open_cache import plan_model
+        from mtpc.program.processes import default_jobs
 
         asked = CompileOptions.parse({**job["options"], "cache_dir": job["cache"]})
         source, plan = plan_model(job["directory"], asked)

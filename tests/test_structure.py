@@ -255,7 +255,7 @@ LINES = {
     "models": 9590,
     "ops": 2810,
     "passes": 2600,
-    "program": 5020,
+    "program": 5030,
     "server": 4390,
     "step": 2010,
     "store": 1010,

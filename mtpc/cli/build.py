@@ -43,16 +43,19 @@ def command(args: argparse.Namespace) -> int:
         from mtpc.program.build import build, build_for_targets
         from mtpc.program.open_cache import plan_model
         from mtpc.program.ranks import all_parts
+        from mtpc.program.workers import keeping_tokenizer
 
         set_threads(args.threads, checkpoint)
-        plans = [plan_model(checkpoint, asked)[1] for asked in programs]
+        opened = [plan_model(checkpoint, asked) for asked in programs]
+        plans, (source, _) = [plan for _, plan in opened], opened[0]
         listener = stage_listener(tell, args.verbose)
         if targets:
             compiled = build_for_targets(checkpoint, plans, targets, listener)
         else:
             form: Form = "both" if args.split else "fused"
             parts = all_parts(plans[0].tensor_parallel_size)
-            built = build(checkpoint, plans, form, args.jobs, listener, parts=parts)
+            with keeping_tokenizer(plans[0].cache_dir, source.directory, args.jobs):
+                built = build(checkpoint, plans, form, args.jobs, listener, parts=parts)
     if args.as_json:
         args.result = _kernels_as_json(compiled) if targets else _as_json(built)
     elif targets:

@@ -15,12 +15,9 @@ own machine, because it asks the device for its properties.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,21 +26,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.base import Backend
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.errors import BackendError, CacheWriteError, CheckpointError, OptionError
+from mtpc.errors import BackendError, CacheWriteError, OptionError
 from mtpc.layout import Form, Graphs, Layout, Part, StepKey, graph_keys, largest_first
 from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import Begins, StepCompiler
 from mtpc.program.open_cache import open_cache, pin_of
-from mtpc.program.processes import WORKER, free_bytes
+from mtpc.program.processes import default_jobs
 from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps
 from mtpc.program.step_record import Forecast
-from mtpc.program.workers import Tell, beside, build_beside_workers
+from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.paired_checkpoint import open_checkpoint
-from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from mtpc.backends.targets import Target
@@ -185,23 +180,12 @@ def build(
     make = FromHeaders(backend, check or (lambda compiler: None))
     teller = Teller(listener, expected_seconds(programs, todo), count)
     builder = Builder(programs, make, teller)
-    with beside(partial(keep_tokenizer, store, sources[0].directory), count > 1):
-        if count > 1:
-            builder.prepare(todo[0])
-            build_beside_workers(builder, todo, count - 1, teller)
-        else:
-            builder.run(iter(todo))
+    if count > 1:
+        builder.prepare(todo[0])
+        build_beside_workers(builder, todo, count - 1, teller)
+    else:
+        builder.run(iter(todo))
     return _report(caches, tasks, there, kernels, time.perf_counter() - start)
-
-
-def keep_tokenizer(store: EntryStore, directory: Path) -> None:
-    """Make a checkpoint's tokenizer and keep it, unless the cache has it.
-
-    transformers makes it, which a build has imported, and what starts from the cache has not.
-    """
-    with suppress(CheckpointError):  # What reads text reports it.
-        served = ServedModel(str(directory), 0, (), directory, KeptTokenizers(store))
-        _ = served.has_tokenizer
 
 
 def expected_seconds(jobs: Iterable[Job], todo: Iterable[Task]) -> dict[Task, Mapping[str, float]]:
@@ -245,18 +229,6 @@ def _report(
     }
     built = tuple(Built(step, task in there, task.ranks) for task, step in steps.items())
     return BuildReport(root, kernels, built, pins, elapsed_s)
-
-
-def default_jobs() -> int:
-    """One process for each core, or fewer if the free memory does not hold so many.
-
-    Only on Linux can a process be copied safely.
-    """
-    if sys.platform != "linux":
-        return 1
-    free = free_bytes()
-    fit = free // WORKER if free is not None else 1
-    return max(1, min(os.cpu_count() or 1, fit))
 
 
 class Teller:

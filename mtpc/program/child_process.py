@@ -48,6 +48,7 @@ from mtpc.program.processes import (
 )
 from mtpc.program.program import BuiltSteps, Program, StepBinder
 from mtpc.program.step_cache import StepCache
+from mtpc.program.workers import keeping_tokenizer
 from mtpc.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -170,18 +171,20 @@ def serve(handle: int) -> None:
 
 
 def _do_job(pipe: Connection) -> None:
-    from mtpc.program.build import build
-    from mtpc.program.memory_plan import check_model
-
     threads, directory, plan, graphs, owns_buffers, in_background, ranks = pipe.recv()
     torch.set_num_threads(threads)
     if in_background:
         os.nice(BACKGROUND_NICE)
     jobs = 1 if in_background else None
-    check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
     caller = _Caller(pipe)
     try:
-        build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
+        with keeping_tokenizer(plan.cache_dir, directory, jobs):
+            # Imported here: it takes two seconds of one core, and the tokenizer those of another.
+            from mtpc.program.build import build
+            from mtpc.program.memory_plan import check_model
+
+            check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
+            build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)

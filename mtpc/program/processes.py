@@ -172,6 +172,18 @@ def free_bytes() -> int | None:
     return min(found, default=None)
 
 
+def default_jobs() -> int:
+    """One process for each core, or fewer if the free memory does not hold so many.
+
+    Only on Linux can a process be copied safely.
+    """
+    if sys.platform != "linux":
+        return 1
+    free = free_bytes()
+    fit = free // WORKER if free is not None else 1
+    return max(1, min(os.cpu_count() or 1, fit))
+
+
 def _numbers(path: Path) -> dict[str, int]:
     """Lines of a name and a number; {} where there is no such file."""
     try:

@@ -17,13 +17,22 @@ import queue
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mtpc import errors
-from mtpc.errors import BackendError, MtpcError
-from mtpc.program.processes import end_with_parent, ended_by_sigterm, how_it_ended
+from mtpc.errors import BackendError, CheckpointError, MtpcError
+from mtpc.program.processes import (
+    default_jobs,
+    end_with_parent,
+    ended_by_sigterm,
+    how_it_ended,
+)
+from mtpc.store.entries import EntryStore
+from mtpc.store.tokenizers import KeptTokenizers
+from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -146,6 +155,27 @@ def beside(work: Callable[[], None], in_copy: bool) -> Iterator[None]:
         process.join()
     finally:
         _end_all([process])
+
+
+def keeping_tokenizer(
+    cache_dir: Path, directory: Path, jobs: int | None
+) -> contextlib.AbstractContextManager[None]:
+    """Make a checkpoint's tokenizer beside a build, and keep it, unless the cache has it.
+
+    transformers makes it, which a build imports anyway, and what starts from the cache does not.
+
+    Args:
+        cache_dir: the cache.
+        directory: the checkpoint.
+        jobs: processes of the build; None is one a core, as far as memory holds them.
+    """
+    kept = KeptTokenizers(EntryStore(cache_dir))
+
+    def make() -> None:
+        with contextlib.suppress(CheckpointError):  # What reads text reports it.
+            _ = ServedModel(str(directory), 0, (), directory, kept).has_tokenizer
+
+    return beside(make, (jobs or default_jobs()) > 1)
 
 
 def _start(processes: Sequence[BaseProcess]) -> None:

@@ -33,6 +33,7 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.open_cache import open_cache
 from mtpc.program.program import Program, StepBinder
 from mtpc.program.step_cache import graph_file
+from mtpc.program.workers import keeping_tokenizer
 from mtpc.store.entries import EntryStore
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
@@ -98,15 +99,17 @@ print(compiler.rewrite(compiler.trace(StepKey.decode(2, 3))).text())
     assert done.stdout.rstrip("\n") == gzip.decompress(cached).decode()
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_a_build_keeps_the_tokenizer(
-    copied: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt]
+    copied: Callable[..., Path], cpu_cache: Path, cpu_built: Callable[..., CpuBuilt], jobs: int
 ) -> None:
     """So a start from it reads texts without transformers, also a frozen one. No step is built."""
     cpu_built("mimo")
     directory, store = copied("mimo"), EntryStore(cpu_cache)
     shutil.copy(mtpc.demo() / "tokenizer.json", directory)
     served = ServedModel("a model", 64, (), directory, KeptTokenizers(store, is_frozen=True))
-    report = build(directory, [plan_of(**CPU_OPTIONS, cache_dir=cpu_cache)])
+    with keeping_tokenizer(cpu_cache, directory, jobs):
+        report = build(directory, [plan_of(**CPU_OPTIONS, cache_dir=cpu_cache)])
     assert all(step.was_there for step in report.steps)
     served.__dict__["_tokenizer"] = None  # It would import transformers.
     text = "def quicksort(array):"

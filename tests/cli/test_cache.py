@@ -20,6 +20,7 @@ from mtpc.cli.main import main
 from mtpc.layout import StepKey
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import KERNELS, KEY
+from mtpc.store.tokenizers import KeptTokenizers
 
 DECODE = StepKey.decode(2, 3)
 
@@ -84,19 +85,20 @@ def test_run_uses_the_cache(
 
 
 def test_commands_share_what_is_built(
-    checkpoint: Callable[..., Path], cpu_cache: Path, capsys: pytest.CaptureFixture[str]
+    word_model: Path, cpu_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Greedy or not: no command builds what another one has."""
+    """Greedy or not: no command builds what another one has, nor makes its tokenizer."""
     where = ["--cache-dir", cpu_cache]
     options = [word for word in option_words() if word != "--no-sampling"]
-    assert run("build", checkpoint("mimo"), *options, "--out", cpu_cache) == 0
+    assert run("build", word_model, *options, "--out", cpu_cache) == 0
+    assert KeptTokenizers(EntryStore(cpu_cache)).read(word_model / "tokenizer.json")
     texts = []
     for more in ([], ["--temperature", 0.7, "--top-k", 1]):
         words = ["--ids", "5 6 7", "-n", 4, "--frozen", "--quiet", *where]
-        assert run("run", checkpoint("mimo"), *options, *words, *more) == 0
+        assert run("run", word_model, *options, *words, *more) == 0
         texts.append(capsys.readouterr().out.splitlines()[-1])
     assert texts[0] == texts[1]
-    assert run("cache", "why", checkpoint("mimo"), *options, *where) == 0
+    assert run("cache", "why", word_model, *options, *where) == 0
 
 
 @pytest.mark.parametrize(

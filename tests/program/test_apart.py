@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from mtpc.layout.progress import Progress
 from mtpc.program import child_process as apart
 from mtpc.program.child_process import build_in_child
 from mtpc.program.open_cache import open_cache
+from mtpc.store.entries import EntryStore
+from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -95,9 +98,11 @@ def _call(directory: Path, cache: Path, large: int) -> list[Any]:
 def test_a_caller_that_had_it_built_is_as_light_as_a_warm_start(
     checkpoint: Callable[..., Path], cache: Path, tmp_path: Path
 ) -> None:
-    """It traced nothing, and says the text that who compiles by itself says."""
-    directory = checkpoint("mimo", "random")
+    """It traced nothing, says the text of one that compiles by itself, and has the tokenizer."""
+    directory = Path(shutil.copytree(checkpoint("mimo", "random"), tmp_path / "model"))
+    shutil.copy(mtpc.demo() / "tokenizer.json", directory)
     text, stages, heavy, fallbacks = _call(directory, cache, 0)
+    assert KeptTokenizers(EntryStore(cache)).read(directory / "tokenizer.json")
     assert {"load the model", "trace", "lower", "load"} <= set(stages)
     assert (heavy, fallbacks) == ([], {})
     give_kernels(tmp_path / "other")
