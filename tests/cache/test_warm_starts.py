@@ -274,15 +274,13 @@ def test_derived_weights_are_made_again(
 
 @pytest.mark.slow
 def test_a_host_starts_warm(
-    checkpoint: Callable[..., Path],
-    cpu_built: Callable[..., CpuBuilt],
-    cpu_cache: Path,
-    oracle: Callable[..., Oracle],
+    checkpoint: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
 ) -> None:
     """Halves out of the cache over slices of a host's own pools, in a process without compiler."""
-    cpu_built("glm4_moe").compiler.obtain_all(
-        (key, part) for key in (DECODE, PREFILL) for part in parts_of(key, "split")
-    )
+    tmp_path.chmod(0o755)
+    cache = tmp_path / "cache"
+    give_kernels(cache)
+    build(checkpoint("glm4_moe"), [plan_of(**CPU_OPTIONS, cache_dir=cache)], "split", 1)
     code = f"""
 import sys, json, torch
 torch.set_num_threads(1)
@@ -300,7 +298,7 @@ print(json.dumps([request.output for request in requests]))
 print(json.dumps([name for name in heavy if name in sys.modules]))
 print(json.dumps([dict(model.fallbacks), len(served.accepted)]))
 """
-    arguments = [str(checkpoint("glm4_moe")), str(cpu_cache), json.dumps(CPU_OPTIONS)]
+    arguments = [str(checkpoint("glm4_moe")), str(cache), json.dumps(CPU_OPTIONS)]
     clean = {"PATH": "/nonexistent", "CXX": "no-compiler", "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=clean, capture_output=True, text=True
