@@ -77,10 +77,13 @@ class OpSet:
         if not self.has_kernels:
             return [""]
         from mtpc.backends.triton_kernels.configs import configs_of
+        from mtpc.backends.triton_kernels.launch import vendor_here
         from mtpc.backends.triton_kernels.plans import plan
 
         launches, _ = plan(name, *arguments)
-        return [""] + [f"{x.name}:{config}" for x in launches for config in configs_of(x)[1:]]
+        return [""] + [
+            f"{x.name}:{config}" for x in launches for config in configs_of(x, vendor_here())[1:]
+        ]
 
 
 def _table() -> dict[Any, Any]:

@@ -48,6 +48,7 @@ TARGETS = {
     for target in (
         Target("hip", "gfx942", "MI300X, MI325X", 64, 64 * _KIB, "hsaco"),
         Target("hip", "gfx950", "MI350X, MI355X", 64, 160 * _KIB, "hsaco"),
+        Target("hip", "gfx1201", "RX 9070, R9700", 32, 64 * _KIB, "hsaco"),
         Target("cuda", "80", "A100", 32, 163 * _KIB, "cubin"),
         Target("cuda", "90", "H100, H200", 32, 227 * _KIB, "cubin"),
         Target("cuda", "100", "B200", 32, 227 * _KIB, "cubin"),

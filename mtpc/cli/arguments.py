@@ -238,9 +238,9 @@ def _add_build(parser: SuggestingParser) -> None:
         "--target",
         action="append",
         metavar="NAME",
-        help="instead, compile the steps' Triton kernels for this GPU (hip:gfx942, hip:gfx950, "
-        "cuda:80, cuda:90, cuda:100), which this machine need not have; repeatable. The GPU's "
-        "machine can use the kernels only with the same wheel of Triton and the same Python",
+        help="instead, compile the steps' Triton kernels for this GPU (as hip:gfx942 or cuda:90: "
+        "docs/gpu.md), which this machine need not have; repeatable. The GPU's machine can use the "
+        "kernels only with the same wheel of Triton and the same Python",
     )
     add_compile_options(parser, several_k=True, ranks=True, backend="cpu")
 

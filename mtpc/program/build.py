@@ -418,7 +418,7 @@ def _for_target(
     from mtpc.backends.triton_kernels.configs import all_configured
     from mtpc.backends.triton_kernels.crosscompile import cross_compile
 
-    for launch, is_default in all_configured(launches):
+    for launch, is_default in all_configured(launches, target.vendor):
         try:
             yield from cross_compile([launch], target, store)
         except BackendError as error:

@@ -38,6 +38,7 @@ from mtpc.backends.triton_kernels import crosscompile
 from mtpc.backends.triton_kernels.configs import all_configured
 from mtpc.backends.triton_kernels.crosscompile import (
     RESOURCES,
+    Compiled,
     Specialisation,
     compile_for,
     cross_compile,
@@ -48,9 +49,10 @@ from mtpc.store.entries import EntryStore
 
 pytestmark = pytest.mark.gpu_compile
 
-SPILLS = {"hip": 0, "cuda": 96}
-"""What is tolerated: vector registers on AMD, bytes of stack a thread on NVIDIA (on sm_80, where
-prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6; none elsewhere)."""
+SPILLS = {"hip:gfx1201": 372, "cuda:80": 96}
+"""What is tolerated, elsewhere nothing: vector registers on AMD, bytes of stack a thread on NVIDIA
+(where prompts and drafts of GLM-4.5 fill a tile: 40, and 88 by Triton 3.6). RDNA has 256 registers
+a thread, half of what others have: attention of wide heads spills."""
 IN_TURN = ("hip:gfx942", "cuda:90")
 """Targets of the fast part, one of either vendor: each has every other launch. All launches take
 about a minute for a target."""
@@ -87,7 +89,7 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
 ) -> None:
     with FakeTensorMode():
         launches = shipped()
-    wanted = [x for x, default in all_configured(launches) if _must_fit(x, default)]
+    wanted = [x for x, default in all_configured(launches, target.vendor) if _must_fit(x, default)]
     made = cross_compile(wanted, target, kernel_store)
     assert {m.kernel for m in made} == {launch.name for launch in launches}
     assert len(made) >= len(wanted)
@@ -95,17 +97,36 @@ def test_every_kernel_compiles_fits_and_does_not_spill(
         assert kernel.resources.nbytes > 0
         assert 0 < kernel.resources.registers <= 512
         assert kernel.resources.shared_bytes <= target.shared_bytes
-        assert kernel.resources.spills <= SPILLS[target.vendor], kernel
+        assert kernel.resources.spills <= SPILLS.get(target.name, 0), kernel
 
 
 def test_what_latent_attention_has_for_hopper_fits_there(kernel_store: EntryStore) -> None:
     """DeepSeek-V3's heads, 64 requests: wide tiles, and fewer threads."""
     with FakeTensorMode():
         launches = mla(64, 1)
-    others = [x for x, default in all_configured(launches) if not _must_fit(x, default)]
+    others = [x for x, default in all_configured(launches, "cuda") if not _must_fit(x, default)]
     assert len(others) == 4
     for kernel in cross_compile(others, TARGETS["cuda:90"], kernel_store):
         assert kernel.resources.shared_bytes <= TARGETS["cuda:90"].shared_bytes
+
+
+def test_amd_has_configurations_of_its_own(kernel_store: EntryStore) -> None:
+    """Products of 16 rows leave room for a second wave beside one of 256 registers; and a kernel
+    that is told to share its unit with one other takes more registers than by default."""
+    target, found = TARGETS["hip:gfx942"], dict[str, list[Compiled]]()
+    for name in ("GLM-4.5 (96/8 heads of 128), 1 x 5 rows", "int8 projection, 64 rows"):
+        with FakeTensorMode():
+            launch = next(each for each in SHIPPED[name]() if each.choice.changes)
+        assert not any(other.amd for other, _ in all_configured([launch], "cuda"))
+        (own,) = [other for other, _ in all_configured([launch], "hip") if other.amd]
+        found[launch.name] = [*cross_compile([launch, own], target, kernel_store)]
+        options = Specialisation.of(own, target).triton_options()
+        assert own.amd.items() <= options.items()
+    registers = {name: [made.resources.registers for made in both] for name, both in found.items()}
+    default, own_way = registers["paged_attention_kernel"]
+    assert own_way <= 256 < default
+    default, own_way = registers["grouped_linear_kernel"]
+    assert default < own_way <= 256
 
 
 def test_float32_attention_does_not_spill_by_default(kernel_store: EntryStore) -> None:

@@ -62,7 +62,7 @@ def test_a_configuration_that_the_device_refuses_is_left_out(
 ) -> None:
     """Triton's compiler and its launcher raise plain errors, too."""
     call = paged_call()
-    configs = configs_of(node_launches(call.node)[0])
+    configs = configs_of(node_launches(call.node)[0], "cuda")
     refused = next(c for c in configs if c.threads != configs[0].threads)
 
     def refuse(launches: Sequence[Launch]) -> None:
@@ -97,7 +97,10 @@ def test_what_cannot_be_timed_is_no_crash(
             raise error
 
     monkeypatch.setattr(trial, "run", refuse)
-    timer, configs = DeviceTimer(torch.device("cpu")), configs_of(node_launches(call.node)[0])
+    timer, configs = (
+        DeviceTimer(torch.device("cpu")),
+        configs_of(node_launches(call.node)[0], "cuda"),
+    )
     if good and not isinstance(error, torch.OutOfMemoryError):
         assert timer(call, 0, configs) == [math.inf] * len(configs)
         return

@@ -57,7 +57,7 @@ def paged_call(
 
 def names_of(call: Call) -> list[str]:
     """The names of the configurations of the only kernel with several."""
-    return [str(config) for config in configs_of(node_launches(call.node)[0])]
+    return [str(config) for config in configs_of(node_launches(call.node)[0], "cuda")]
 
 
 def main(root: str, preferred: str) -> None:

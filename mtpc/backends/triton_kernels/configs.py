@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mtpc.backends.triton_kernels.launch import EARLY, Change, Launch
+from mtpc.backends.triton_kernels.launch import EARLY, Change, Launch, vendor_here
 from mtpc.errors import BackendError
 
 
@@ -24,14 +24,17 @@ class Config:
         threads: in a program.
         num_stages: depth of software pipelining.
         sizes: values of `constexpr` parameters.
+        amd: options of Triton's compiler for AMD.
     """
 
     threads: int
     num_stages: int
     sizes: tuple[tuple[str, int], ...] = ()
+    amd: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        words = (("threads", self.threads), ("num_stages", self.num_stages), *self.sizes)
+        own = (("threads", self.threads), ("num_stages", self.num_stages))
+        words = (*own, *self.sizes, *self.amd)
         return ",".join(f"{name}={value}" for name, value in words)
 
 
@@ -43,17 +46,19 @@ _LEAST = 16
 _PART = re.compile(r"(\w+):((?:\w+=\d+,?)+)")
 
 
-def configs_of(launch: Launch) -> tuple[Config, ...]:
-    """The default of a launch, then its other configurations."""
+def configs_of(launch: Launch, vendor: str) -> tuple[Config, ...]:
+    """The default of a launch, then its other configurations on a vendor's devices."""
     choice = launch.choice
     names = sorted({name for change in choice.changes for name in change.factors})
     found: dict[Config, None] = {}
     for change in (Change(), *choice.changes):
+        if change.amd and vendor != "hip":
+            continue
         sizes = {name: int(launch.constants[name] * change.factors.get(name, 1)) for name in names}
         if all(sizes[name] >= _LEAST for name in change.factors):
             threads = change.threads or launch.threads
             stages = change.num_stages or launch.num_stages
-            found[Config(threads, stages, tuple(sizes.items()))] = None
+            found[Config(threads, stages, tuple(sizes.items()), tuple(change.amd.items()))] = None
     return tuple(found)
 
 
@@ -68,15 +73,17 @@ def configured(launch: Launch, config: Config) -> Launch:
         constants=constants,
         threads=config.threads,
         num_stages=config.num_stages,
+        amd=dict(config.amd),
     )
 
 
-def all_configured(launches: Iterable[Launch]) -> list[tuple[Launch, bool]]:
-    """Every launch in every configuration, and whether that is its default."""
+def all_configured(launches: Iterable[Launch], vendor: str) -> list[tuple[Launch, bool]]:
+    """Every launch in every configuration that a vendor's devices have, and whether it is the
+    default."""
     return [
         (configured(launch, config), index == 0)
         for launch in launches
-        for index, config in enumerate(configs_of(launch))
+        for index, config in enumerate(configs_of(launch, vendor))
     ]
 
 
@@ -108,7 +115,7 @@ def apply_configs(launches: list[Launch], configs: str) -> list[Launch]:
 def _by_name(launch: Launch, name: str | None) -> Launch:
     if name is None:
         return launch
-    known = {str(config): config for config in configs_of(launch)}
+    known = {str(config): config for config in configs_of(launch, vendor_here())}
     if name not in known:
         raise BackendError(
             f"{launch.name} has no configuration {name!r} at these sizes; it has "

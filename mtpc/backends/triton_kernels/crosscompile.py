@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Specialisation:
             "S" on AMD for tensors of up to `_NEAR` bytes.
         threads: in a program.
         num_stages: of software pipelining.
+        amd: further options for AMD.
     """
 
     kernel: Any
@@ -102,6 +103,7 @@ class Specialisation:
     marks: dict[str, str]
     threads: int
     num_stages: int
+    amd: Mapping[str, int]
 
     @classmethod
     def of(cls, launch: Launch, target: Target) -> Specialisation:
@@ -122,7 +124,7 @@ class Specialisation:
                 signature[name] = "i32" if abs(value) <= _NEAR else "i64"
                 if not is_plain:  # Triton specialises plain ones for their type alone.
                     marks[name] = "D" if value % ALIGNMENT == 0 else ""
-        tail = (marks, launch.threads, launch.num_stages)
+        tail = (marks, launch.threads, launch.num_stages, launch.amd)
         return cls(launch.kernel, target, signature, constants, *tail)
 
     @property
@@ -162,6 +164,7 @@ class Specialisation:
         return {
             "num_warps": max(1, self.threads // self.target.warp_size),
             "num_stages": self.num_stages,
+            **self.amd,
             **FUSION,
             **early_options(self.constants),
         }

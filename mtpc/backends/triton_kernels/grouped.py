@@ -25,7 +25,8 @@ from mtpc.weights.packing import TILE
 
 TILE_ROWS = 64
 """The most rows in a tile."""
-CHOICE = Choice((Change(num_stages=3), Change(threads=64)))
+# AMD: of two waves each may have more registers, for more loads under way.
+CHOICE = Choice((Change(num_stages=3), Change(threads=64), Change(amd={"waves_per_eu": 2})))
 _MOST_INPUTS, _FEWEST_INPUTS = 128, 32
 """The most and the fewest inputs of one product."""
 _MOST_SUM = 2**31 - 1

@@ -57,11 +57,14 @@ class Change:
         threads: another number of threads, or None.
         num_stages: another number of stages, or None.
         factors: factors of tile sizes, by name.
+        amd: options of Triton's compiler for AMD, which alone has such a change: `waves_per_eu`,
+            the waves that share a unit, and `matrix_instr_nonkdim`, the sides of a product.
     """
 
     threads: int | None = None
     num_stages: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
+    amd: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Launch:
         constants: `tl.constexpr` parameters.
         threads: in a program: whole warps (`warp_size`), at least one.
         num_stages: depth of software pipelining.
+        amd: further options of Triton's compiler for AMD; {} for another vendor.
         choice: how else it may be run.
         early: whether it may begin before the launch before it has ended, if its kernel and the
             device can do that (`await_launches`).
@@ -104,6 +108,7 @@ class Launch:
     constants: Mapping[str, Any]
     threads: int = 256
     num_stages: int = 2
+    amd: Mapping[str, int] = field(default_factory=dict)
     choice: Choice = NO_CHOICE
     early: bool = False
 
@@ -119,11 +124,18 @@ def warp_size() -> int:
     return torch.cuda.get_device_properties().warp_size if torch.cuda.is_available() else 32
 
 
+def vendor_here() -> str:
+    """Triton's name of the backend of this process's torch: "hip" or "cuda"."""
+    return "hip" if torch.version.hip else "cuda"
+
+
 def run(launches: Iterable[Launch]) -> None:
     """Launch in order on the current stream; under tracing, leave the kernels in the graph."""
     for launch in launches:
         options: dict[str, Any] = dict(
-            num_warps=max(1, launch.threads // warp_size()), num_stages=launch.num_stages
+            num_warps=max(1, launch.threads // warp_size()),
+            num_stages=launch.num_stages,
+            **launch.amd,
         )
         kernel, device = launch.kernel, None
         if not any(isinstance(a, _TRACED) for a in launch.arguments.values()):

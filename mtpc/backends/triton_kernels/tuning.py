@@ -23,7 +23,7 @@ from mtpc.backends.expand import Function
 from mtpc.backends.measured import Candidates, Table
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.crosscompile import triton_fields
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import Launch, vendor_here
 from mtpc.backends.triton_kernels.plans import node_launches, op_name
 from mtpc.capture.graph import StepGraph, get_tensor
 from mtpc.capture.inline import fake_mode_of
@@ -89,7 +89,7 @@ class Tuner:
         words: list[str] = []
         notes: list[str] = []
         for index, launch in enumerate(launches):
-            configs = configs_of(launch)
+            configs = configs_of(launch, vendor_here())
             if len(configs) > 1:
                 measure = partial(self.timer, Call(node, graph), index, configs)
                 candidates = Candidates(

@@ -56,7 +56,15 @@ _WAVES = 4
 
 _FEW = 4096
 """The most sums of a program of 128 threads. On an H100 they are faster than 256 threads."""
-_CHOICE = Choice((Change(threads=256), Change(factors={"BLOCK_N": 0.5}), Change(num_stages=3)))
+# AMD: products of 16 rows take under 256 registers, so two waves share a unit; of 32 rows one fits.
+_CHOICE = Choice(
+    (
+        Change(threads=256),
+        Change(factors={"BLOCK_N": 0.5}),
+        Change(num_stages=3),
+        Change(amd={"matrix_instr_nonkdim": 16}),
+    )
+)
 
 
 @triton.jit
