@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 15270,
+    "backends": 15300,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
