@@ -5,6 +5,7 @@
     python -m benchmarks.copies FILE.gguf --drafts DRAFTER copy+DRAFTER --llama PROGRAMS
     python -m benchmarks.copies DIRECTORY --llama PROGRAMS --llama-file FILE.gguf
     python -m benchmarks.copies CHECKPOINT --batch 4 --drafts DRAFTER copy+DRAFTER
+    python -m benchmarks.copies CHECKPOINT --batch 4 --drafts DRAFTER --settings 0 1 2 3 budget
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
 settings take turns at every prompt, each in another order, one request at a time, or with `--batch`
@@ -199,17 +200,20 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
-    """A model of one setting: a number of drafts, or "auto" among several."""
+    """A model of one setting: a number of drafts, "auto" among several, or a budget of rows."""
     options: dict[str, Any] = dict(
         batch_buckets=(args.batch,), max_len=args.max_len, dtype=args.dtype
     )
-    if setting == "0":
-        return mtpc.compile(checkpoint, spec_tokens=0, **options)
-    if setting != "auto":
-        return mtpc.compile(checkpoint, spec_tokens=int(setting), draft=draft, **options)
-    return mtpc.compile(
-        checkpoint, spec_tokens="auto", spec_tiers=args.tiers, draft=draft, **options
-    )
+    if setting != PLAIN:
+        options["draft"] = draft
+    if setting == "auto":
+        options |= dict(spec_tokens=setting, spec_tiers=args.tiers)
+    elif setting == "budget":
+        most = max(args.tiers)
+        options |= dict(spec_tokens=most, row_budgets=tuple(range(1, most + 2)))
+    else:
+        options["spec_tokens"] = int(setting)
+    return mtpc.compile(checkpoint, **options)
 
 
 def median_of(samples: Sequence[Sample]) -> Sample:
@@ -277,8 +281,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="a model with a chat template")
     text = "as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR"
     add("--drafts", nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT", help=text)
-    add("--settings", nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto")
-    add("--tiers", nargs="+", type=int, default=[0, 1, 3, 7], metavar="K", help="of auto")
+    add("--settings", nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto|budget")
+    add(
+        "--tiers",
+        nargs="+",
+        type=int,
+        default=[0, 1, 3, 7],
+        metavar="K",
+        help="of auto; the largest is a budget's",
+    )
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
     add("--new-tokens", type=positive, default=200, metavar="N")
     add("--max-len", type=positive, default=2048, metavar="N")
