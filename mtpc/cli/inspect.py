@@ -97,7 +97,10 @@ def _build(
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
     layouts = [Layout(specs, compiler.layout(k).sizes) for k in keys]
-    return graph, layouts, backend.name + of_rank, compiler.trace_model(key).drafting.declared
+    drafter = compiler.trace_model(key).drafting.declared
+    if plan.draft_vocab:
+        drafter["head"] = f"{len(plan.draft_vocab)} tokens of the vocabulary"
+    return graph, layouts, backend.name + of_rank, drafter
 
 
 def _print_certificate(graph: StepGraph, backend: str) -> None:

@@ -94,7 +94,7 @@ def test_faults_as_json(word_model: Path, capsys: Captured, tmp_path: Path) -> N
     assert (found["wirings"], found["better"]) == ([], None)
 
 
-def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured) -> None:
+def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured, tmp_path: Path) -> None:
     """`check` and `inspect` show what copies read and keep; no wiring is measured."""
     small = [*SMALL[:4], "--spec-tokens", "1", "--draft", "copy"]
     command = ["check", str(word_model), *small, "--ids", "3 4 5", "-n", "6"]
@@ -103,6 +103,10 @@ def test_a_drafter_says_what_it_is(word_model: Path, capsys: Captured) -> None:
     assert [row["wiring"] for row in found["wirings"]] == [""]
     assert main(["inspect", str(word_model), *small, "--after", "fuse-draft-chain"]) == 0
     assert "the tokens of the text" in capsys.readouterr().out
+    (tmp_path / "vocab.txt").write_text("3\n4\n5\n")
+    chosen = ["--draft-vocab", str(tmp_path / "vocab.txt"), "--after", "fuse-draft-chain"]
+    assert main(["inspect", str(word_model), *SMALL[:4], "--spec-tokens", "1", *chosen]) == 0
+    assert "3 tokens of the vocabulary" in capsys.readouterr().out
 
 
 @pytest.mark.slow
