@@ -246,7 +246,7 @@ LINES = {
     "backends": 15300,
     "capture": 1290,
     "certificate": 1510,
-    "cli": 4500,
+    "cli": 4510,
     "engine": 5910,
     "evaluation": 610,
     "host": 520,
