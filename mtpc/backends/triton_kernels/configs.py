@@ -49,7 +49,7 @@ def configs_of(launch: Launch) -> tuple[Config, ...]:
     names = sorted({name for change in choice.changes for name in change.factors})
     found: dict[Config, None] = {}
     for change in (Change(), *choice.changes):
-        sizes = {name: int(launch.constants[name] * change.factors.get(name, 1)) for name in names}
+        sizes = {name: int(launch.values[name] * change.factors.get(name, 1)) for name in names}
         if all(sizes[name] >= _LEAST for name in change.factors):
             threads = change.threads or launch.threads
             stages = change.num_stages or launch.num_stages
@@ -59,13 +59,13 @@ def configs_of(launch: Launch) -> tuple[Config, ...]:
 
 def configured(launch: Launch, config: Config) -> Launch:
     """A launch in another of its configurations."""
-    grid, constants = list(launch.grid), {**launch.constants, **dict(config.sizes)}
+    grid, values = list(launch.grid), {**launch.values, **dict(config.sizes)}
     for size, (axis, extent) in launch.choice.axes.items() if config.sizes else ():
-        grid[axis] = -(-constants[extent] // constants[size])
+        grid[axis] = -(-values[extent] // values[size])
     return replace(
         launch,
         grid=(grid[0], grid[1], grid[2]),
-        constants=constants,
+        values=values,
         threads=config.threads,
         num_stages=config.num_stages,
     )

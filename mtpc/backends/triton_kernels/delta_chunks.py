@@ -183,32 +183,25 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
         state = state_after(state, keys, delta, decay, position, first + CHUNK - 1, WIDEN)
 
 
-def chunk_launches(
-    arguments: Mapping[str, Any], constants: Mapping[str, Any], chunks: int, num_reqs: int
-) -> list[Launch]:
+def chunk_launches(values: Mapping[str, Any], chunks: int, num_reqs: int) -> list[Launch]:
     """The launches that replace `delta_state_kernel`.
 
     Args:
-        arguments: the arguments of that kernel.
-        constants: its constants.
+        values: of that kernel's parameters.
         chunks: the result of `count_chunks`, above 0.
         num_reqs: R.
     """
-    heads, terms = constants["HEADS"], arguments["terms_ptr"]
-    made = {name: squares(terms, chunks, heads) for name in ("inverse_ptr", "scores_ptr")}
-    widths = {"BLOCK_D": power_of_two(constants["D"], 16), "BLOCK_V": _COLUMNS}
-    sizes = {name: value for name, value in constants.items() if name not in widths}
-    keys = heads // constants["GROUP"] * constants["D"]
-    size = made["scores_ptr"].shape[-1]
-    sizes |= dict(CHUNK=size, KEYS=keys, CHANNELS=2 * keys + heads * constants["DV"])
-    before = {"R_PAD": power_of_two(num_reqs), "BLOCK_K": min(widths["BLOCK_D"], FEATURES)}
-    unused = ("state_ptr", "certain_ptr", "out_ptr")
-    first = {name: value for name, value in arguments.items() if name not in unused}
-    columns = -(-constants["DV"] // _COLUMNS)
+    heads, dim, width, terms = (values[name] for name in ("HEADS", "D", "DV", "terms_ptr"))
+    keys, block = heads // values["GROUP"] * dim, power_of_two(dim, 16)
+    inverse, scores = squares(terms, chunks, heads), squares(terms, chunks, heads)
+    shared = {**values, "inverse_ptr": inverse, "scores_ptr": scores, "CHUNK": scores.shape[-1],
+              "KEYS": keys, "CHANNELS": 2 * keys + heads * width}  # fmt: skip
+    after = dict(BLOCK_D=block, BLOCK_V=_COLUMNS, WIDEN=is_interpreted(delta_chunk_state_kernel))
+    unused = ("state_ptr", "certain_ptr", "out_ptr", "BLOCK_D", "BLOCK_V")
+    before = {name: value for name, value in shared.items() if name not in unused}
+    before |= dict(num_reqs=num_reqs, R_PAD=power_of_two(num_reqs), BLOCK_K=min(block, FEATURES))
     return [
-        Launch(delta_chunks_kernel, (chunks, heads, 1), first | made | {"num_reqs": num_reqs},
-               sizes | before, threads=128),
-        Launch(delta_chunk_state_kernel, (num_reqs, heads, columns), {**arguments, **made},
-               sizes | widths | {"WIDEN": is_interpreted(delta_chunk_state_kernel)}, num_stages=1,
-               choice=_CHOICE),
+        Launch(delta_chunks_kernel, (chunks, heads, 1), before, threads=128),
+        Launch(delta_chunk_state_kernel, (num_reqs, heads, -(-width // _COLUMNS)), shared | after,
+               num_stages=1, choice=_CHOICE),
     ]  # fmt: skip

@@ -114,11 +114,10 @@ def sort_choices(ids: Tensor, num_experts: int, most: int, is_fixed: bool = Fals
     num_tiles = chosen + (num_picks - chosen) // tile
     experts = ids.new_empty((num_tiles,), dtype=torch.int32)
     picks = ids.new_empty((num_tiles, tile), dtype=torch.int32)
-    arguments = dict(ids_ptr=ids, experts_ptr=experts, picks_ptr=picks, num_picks=num_picks,
-                     num_tiles=num_tiles)  # fmt: skip
-    constants = dict(EXPERTS=num_experts, E_PAD=power_of_two(num_experts, 64), TILE=tile,
-                     BLOCK=min(power_of_two(num_picks, 128), _BLOCK))  # fmt: skip
-    grid = (num_experts + 1, 1, 1)
-    return SortedChoices(
-        Launch(sort_choices_kernel, grid, arguments, constants, threads=128), experts, picks
-    )
+    values = dict(
+        ids_ptr=ids, experts_ptr=experts, picks_ptr=picks, num_picks=num_picks,
+        num_tiles=num_tiles, EXPERTS=num_experts, E_PAD=power_of_two(num_experts, 64), TILE=tile,
+        BLOCK=min(power_of_two(num_picks, 128), _BLOCK),
+    )  # fmt: skip
+    launch = Launch(sort_choices_kernel, (num_experts + 1, 1, 1), values, threads=128)
+    return SortedChoices(launch, experts, picks)

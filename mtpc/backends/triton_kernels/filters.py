@@ -381,12 +381,12 @@ def filter_launches(
     placed = dict(places_ptr=places)
     each, whole = (count, parts, 1), (count, 1, 1)
     return [
-        Launch(count_bins_kernel, each, shared | counted,
-               dict(known, PART=_PART, BINS=_BINS), 128),
-        Launch(find_bins_kernel, whole, unscored | counted | found | placed,
-               dict(parted, BINS=_BINS, TOGETHER=_TOGETHER)),
-        Launch(gather_bins_kernel, each, peakless | gathered | placed,
-               dict(ROWS=sizes["ROWS"], PART=_PART, BINS=_BINS, MOST=_MOST)),
-        Launch(cut_kernel, whole, shared | gathered | dict(cuts_ptr=cuts),
-               dict(parted, MOST=_MOST, CHUNK=_CHUNK), 512),
+        Launch(count_bins_kernel, each, shared | counted | known | dict(PART=_PART, BINS=_BINS),
+               128),
+        Launch(find_bins_kernel, whole, unscored | counted | found | placed | parted
+               | dict(BINS=_BINS, TOGETHER=_TOGETHER)),
+        Launch(gather_bins_kernel, each, peakless | gathered | placed
+               | dict(ROWS=sizes["ROWS"], PART=_PART, BINS=_BINS, MOST=_MOST)),
+        Launch(cut_kernel, whole, shared | gathered | parted
+               | dict(cuts_ptr=cuts, MOST=_MOST, CHUNK=_CHUNK), 512),
     ]  # fmt: skip

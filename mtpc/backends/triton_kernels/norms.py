@@ -56,25 +56,19 @@ def norm_limit(call: Mapping[str, Any]) -> str | None:
     return f"rows of {width}; it takes up to {_MAX_WIDTH}" if width > _MAX_WIDTH else None
 
 
-def row_launch(
-    kernel: Any, x: Tensor, arguments: dict[str, Any], constants: Mapping[str, Any] = {},
-    halves: int = 1,
-) -> Launch:  # fmt: skip
+def row_launch(kernel: Any, x: Tensor, values: dict[str, Any], halves: int = 1) -> Launch:
     """A launch whose programs have whole rows of x [rows, N]. Rows of a program depend on N only,
     so a row's sum has the same bits whatever other rows there are.
 
     Args:
-        kernel: takes `arguments`, `count`, `constants`, and the constants N, N_PAD and BLOCK.
+        kernel: takes `values`, `count`, N, N_PAD and BLOCK.
         x: the rows.
-        arguments: its arguments but `count`.
-        constants: its constants but those three.
+        values: of its parameters but those four.
         halves: programs along the grid's second axis.
     """
     count, width = x.shape
     padded = power_of_two(width)
     block = max(1, _ELEMENTS // padded)
-    sizes = dict(N=width, N_PAD=padded, BLOCK=block, **constants)
+    sizes = dict(count=count, N=width, N_PAD=padded, BLOCK=block)
     threads = min(block * padded // _A_THREAD, _MOST_THREADS)
-    grid = (-(-count // block), halves, 1)
-    given = {**arguments, "count": count}
-    return Launch(kernel, grid, given, sizes, threads=threads)
+    return Launch(kernel, (-(-count // block), halves, 1), values | sizes, threads=threads)

@@ -226,32 +226,29 @@ class Recurrence:
         _, heads, _, value_dim = self.recurrent.shape
         return self.num_reqs, heads, -(-value_dim // COLUMNS)
 
-    def terms_launch(
-        self, kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
-    ) -> Launch:
+    def terms_launch(self, kernel: Any, programs: int, values: dict[str, Any]) -> Launch:
         """The first launch.
 
         Args:
             kernel: of one position, or of a part of it.
             programs: of one position.
-            arguments: those that not every such kernel has.
-            constants: as above.
+            values: those that not every such kernel has.
         """
         width = self.conv.shape[1]
-        shared = dict(conv_ptr=self.conv, num_reqs=self.num_reqs)
-        sizes = dict(self.sizes, REPLAYED=max(1, self.replayed), WIDTH=width,
-                     W_PAD=power_of_two(width), R_PAD=power_of_two(self.num_reqs))  # fmt: skip
-        return Launch(kernel, (self.entries, programs, 1), self.inputs | shared | arguments,
-                      sizes | constants, threads=64)  # fmt: skip
+        shared = self.inputs | self.sizes | dict(
+            conv_ptr=self.conv, num_reqs=self.num_reqs, REPLAYED=max(1, self.replayed),
+            WIDTH=width, W_PAD=power_of_two(width), R_PAD=power_of_two(self.num_reqs),
+        )  # fmt: skip
+        return Launch(kernel, (self.entries, programs, 1), shared | values, threads=64)
 
     def remember_launch(self) -> Launch:
         """The last launch."""
         (num_tokens, fields), (_, heads, value_dim) = self.rows.shape, self.out.shape
         block = min(power_of_two(fields), _REMEMBERED)
-        arguments = dict(
-            self.inputs, certain_ptr=self.certain, out_ptr=self.out, num_reqs=self.num_reqs
-        )
-        constants = dict(KEPT=self.history.shape[1], FIELDS=fields, OUT=heads * value_dim,
-                         BLOCK=block, R_PAD=power_of_two(self.num_reqs))  # fmt: skip
+        values = dict(
+            self.inputs, certain_ptr=self.certain, out_ptr=self.out, num_reqs=self.num_reqs,
+            KEPT=self.history.shape[1], FIELDS=fields, OUT=heads * value_dim, BLOCK=block,
+            R_PAD=power_of_two(self.num_reqs),
+        )  # fmt: skip
         grid = (num_tokens + self.num_reqs, -(-fields // block), 1)
-        return Launch(remember_rows_kernel, grid, arguments, constants, threads=128)
+        return Launch(remember_rows_kernel, grid, values, threads=128)

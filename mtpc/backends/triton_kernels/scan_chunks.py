@@ -126,31 +126,28 @@ def scan_chunk_state_kernel(  # type: ignore[no-untyped-def]
         state = state_after(state, b, added, decay, position, first + CHUNK - 1, WIDEN)
 
 
-def chunk_launches(
-    arguments: Mapping[str, Any], constants: Mapping[str, Any], chunks: int, num_reqs: int
-) -> list[Launch]:
+def chunk_launches(values: Mapping[str, Any], chunks: int, num_reqs: int) -> list[Launch]:
     """The launches that replace `scan_state_kernel`.
 
     Args:
-        arguments: the arguments of that kernel.
-        constants: its constants.
+        values: of that kernel's parameters.
         chunks: the result of `count_chunks`, above 0.
         num_reqs: R.
     """
-    groups, heads, dim, width = (constants[name] for name in ("GROUPS", "HEADS", "D", "DV"))
-    terms = arguments["terms_ptr"]
+    groups, heads, dim, width = (values[name] for name in ("GROUPS", "HEADS", "D", "DV"))
+    terms, block = values["terms_ptr"], power_of_two(dim, 16)
     scores = squares(terms, chunks, groups)
-    shared = dict(GROUPS=groups, D=dim, VALUES=heads * width, FIELDS=terms.shape[1],
-                  REPLAYED=constants["REPLAYED"], CHUNK=scores.shape[-1])  # fmt: skip
-    block = power_of_two(dim, 16)
-    before = dict(shared, R_PAD=power_of_two(num_reqs), BLOCK_K=min(block, FEATURES))
-    names = ("terms_ptr", "standing_ptr", "slots_ptr", "lens_ptr", "starts_ptr", "num_tokens")
-    first = {name: arguments[name] for name in names}
-    after = dict(shared, HEADS=heads, DV=width, BLOCK_D=block, BLOCK_V=_COLUMNS,
+    shared = dict(scores_ptr=scores, VALUES=heads * width, FIELDS=terms.shape[1],
+                  CHUNK=scores.shape[-1])  # fmt: skip
+    names = ("terms_ptr", "standing_ptr", "slots_ptr", "lens_ptr", "starts_ptr", "num_tokens",
+             "GROUPS", "D", "REPLAYED")  # fmt: skip
+    before = dict(shared, num_reqs=num_reqs, R_PAD=power_of_two(num_reqs),
+                  BLOCK_K=min(block, FEATURES))  # fmt: skip
+    after = dict(shared, BLOCK_D=block, BLOCK_V=_COLUMNS,
                  WIDEN=is_interpreted(scan_chunk_state_kernel))  # fmt: skip
     return [
         Launch(scan_chunks_kernel, (chunks, groups, 1),
-               dict(first, scores_ptr=scores, num_reqs=num_reqs), before, threads=128),
+               {name: values[name] for name in names} | before, threads=128),
         Launch(scan_chunk_state_kernel, (num_reqs, heads, -(-width // _COLUMNS)),
-               dict(arguments, scores_ptr=scores), after, num_stages=1, choice=_CHOICE),
+               {**values, **after}, num_stages=1, choice=_CHOICE),
     ]  # fmt: skip

@@ -143,15 +143,12 @@ def skinny_launch(
     inputs, stages = _TILES[padded]
     block_k = min(inputs, power_of_two(width))
     block_n = max(1, _WEIGHTS // (block_k * (2 if gated else 1)))
-    constants = dict(
+    values = dict(
+        x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
+        bias_ptr=weight if bias is None else bias, total_ptr=total, out_ptr=out,
+        x_row=x.stride(0), added_row=added.stride(0),
         ROWS=rows, ROWS_PAD=padded, N=features, K=width, BLOCK_N=block_n, BLOCK_K=block_k,
         HAS_NORM=norm is not None, PLUS_ONE=plus_one, EPSILON=float(epsilon),
         HAS_BIAS=bias is not None, GATED=gated, STAGES=stages,
     )  # fmt: skip
-    arguments = dict(
-        x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
-        bias_ptr=weight if bias is None else bias, total_ptr=total, out_ptr=out,
-        x_row=x.stride(0), added_row=added.stride(0),
-    )  # fmt: skip
-    grid = (-(-features // block_n), 1, 1)
-    return Launch(skinny_kernel, grid, arguments, constants, threads=_THREADS)
+    return Launch(skinny_kernel, (-(-features // block_n), 1, 1), values, threads=_THREADS)

@@ -33,12 +33,10 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Plan:
     """One launch."""
     total, normed = out = (x.new_empty(x.shape), x.new_empty(x.shape))
-    if x.numel() == 0:
-        return [], out
     left, right = flat_rows(x), flat_rows(added)
-    arguments = dict(
+    values = dict(
         x_ptr=left, added_ptr=right, weight_ptr=weight.contiguous(), total_ptr=total,
         out_ptr=normed, x_row=left.stride(0), added_row=right.stride(0),
+        EPSILON=float(epsilon), PLUS_ONE=plus_one,
     )  # fmt: skip
-    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
-    return [row_launch(add_rms_norm_kernel, left, arguments, norm)], out
+    return [row_launch(add_rms_norm_kernel, left, values)], out

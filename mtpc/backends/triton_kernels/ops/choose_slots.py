@@ -193,25 +193,24 @@ def choose_slots(
     shared = dict(
         table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts, scores_ptr=scores,
         num_reqs=num_reqs, table_width=blocks, num_pages=num_pages, context=context,
+        PAGE=page_size, COUNT=most, R_PAD=power_of_two(num_reqs + 1, 16),
     )  # fmt: skip
-    scored = dict(
+    scored = shared | dict(
         q_ptr=query, weights_ptr=weights, cache_ptr=cache, q_token=query.stride(0),
         q_head=query.stride(1), weights_token=weights.stride(0), cache_page=cache.stride(0),
         cache_row=cache.stride(1),
-    )  # fmt: skip
-    sizes = dict(PAGE=page_size, COUNT=out.shape[1], R_PAD=power_of_two(num_reqs + 1, 16))
-    products = dict(
         HEADS=heads, D=dim, BLOCK_H=_HEADS, BLOCK_D=power_of_two(dim, 16),
         BLOCK_N=_POSITIONS, WIDEN=widen(score_positions_kernel, query, cache),
     )  # fmt: skip
     each = min(-(-context // _POSITIONS), -(-_PROGRAMS // num_tokens))
-    choice = dict(out_ptr=out, num_tokens=num_tokens, **shared)
     block = min(max(power_of_two(context) // 8, _BLOCK), _MOST)
-    radix = dict(BLOCK=block, BITS=_BITS, DIGITS=1 << _BITS)
+    chosen = shared | dict(
+        out_ptr=out, num_tokens=num_tokens, BLOCK=block, BITS=_BITS, DIGITS=1 << _BITS
+    )
     launches = [
-        Launch(score_positions_kernel, (tiles, each, 1), shared | scored, sizes | products,
+        Launch(score_positions_kernel, (tiles, each, 1), scored,
                choice=_SCORE_CHOICE if heads >= 4 * _HEADS else NO_CHOICE),
-        Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix,
-               threads=max(256, block // _EACH), choice=_EDGE_CHOICE),
+        Launch(choose_slots_kernel, (tiles, 1, 1), chosen, threads=max(256, block // _EACH),
+               choice=_EDGE_CHOICE),
     ]  # fmt: skip
     return launches, out

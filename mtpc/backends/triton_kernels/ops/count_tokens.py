@@ -39,9 +39,9 @@ def count_tokens(
 ) -> Plan:
     """One launch; output_counts is contiguous."""
     requests, width = ids.shape
-    arguments = dict(
+    values = dict(
         counts_ptr=output_counts, ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
-        slots_ptr=state_slots.contiguous(), vocab=output_counts.shape[1],
+        slots_ptr=state_slots.contiguous(), vocab=output_counts.shape[1], W=width,
+        W_PAD=power_of_two(width),
     )  # fmt: skip
-    constants = dict(W=width, W_PAD=power_of_two(width))
-    return [Launch(count_tokens_kernel, (requests, 1, 1), arguments, constants, threads=64)], None
+    return [Launch(count_tokens_kernel, (requests, 1, 1), values, threads=64)], None

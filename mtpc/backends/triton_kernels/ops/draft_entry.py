@@ -38,13 +38,10 @@ def draft_entry(
 ) -> Plan:  # fmt: skip
     """One launch."""
     out = left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))
-    if left.numel() == 0:
-        return [], out
     first, second = flat_rows(left), flat_rows(right)
-    arguments = dict(
+    values = dict(
         left_ptr=first, left_weight_ptr=left_weight.contiguous(), right_ptr=second,
         right_weight_ptr=right_weight.contiguous(), out_ptr=out, left_row=first.stride(0),
-        right_row=second.stride(0),
+        right_row=second.stride(0), EPSILON=float(epsilon), PLUS_ONE=plus_one,
     )  # fmt: skip
-    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
-    return [row_launch(draft_entry_kernel, first, arguments, norm, halves=2)], out
+    return [row_launch(draft_entry_kernel, first, values, halves=2)], out

@@ -202,21 +202,21 @@ def expert_plan(
     part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
     choices = sort_choices(ids, count, _MAX_TILE, batch_invariant)
     features, depth, threads = next(s for rows, s in _SHAPES.items() if choices.tile <= rows)
-    sizes = dict(H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile, BLOCK_F=features,
-                 BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
-                 WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    first = dict(x_ptr=x, weight_ptr=weight, hidden_ptr=hidden, x_stride=x.stride(0))
+    shared = dict(
+        **choices.arguments(), H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile,
+        BLOCK_F=features, BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
+        WIDEN=widen(expert_down_kernel, x),
+    )  # fmt: skip
+    first = dict(x_ptr=x, weight_ptr=weight, hidden_ptr=hidden, x_stride=x.stride(0), **form)
     second = dict(hidden_ptr=hidden, weight_ptr=down, scale_ptr=scales, part_ptr=part)
     grid_up, grid_down = ((choices.num_tiles, -(-n // features), 1) for n in (inner, width))
     by_inner, by_width = (Choice(_CHANGES, {"BLOCK_F": (1, cut)}) for cut in ("INNER", "H"))
     launches = [
         choices.launch,
-        Launch(expert_gate_up_kernel, grid_up, choices.arguments() | first, sizes | form,
-               threads=threads, choice=by_inner),
-        Launch(expert_down_kernel, grid_down, choices.arguments() | second, sizes,
-               threads=threads, choice=by_width),
+        Launch(expert_gate_up_kernel, grid_up, shared | first, threads, choice=by_inner),
+        Launch(expert_down_kernel, grid_down, shared | second, threads, choice=by_width),
         expert_sum_launch(part, ids, out, count),
-    ]  # fmt: skip
+    ]
     return launches, out
 
 
@@ -231,7 +231,8 @@ def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) 
     """
     num_tokens, picks, width = part.shape
     block = min(power_of_two(width), _SUM_BLOCK)
-    arguments = dict(part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=num_experts)
-    constants = dict(H=width, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK=block)
-    grid = (num_tokens, -(-width // block), 1)
-    return Launch(expert_sum_kernel, grid, arguments, constants, threads=128)
+    values = dict(
+        part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=num_experts, H=width, CHOICES=picks,
+        C_PAD=power_of_two(picks), BLOCK=block,
+    )  # fmt: skip
+    return Launch(expert_sum_kernel, (num_tokens, -(-width // block), 1), values, threads=128)

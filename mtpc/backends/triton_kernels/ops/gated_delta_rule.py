@@ -143,19 +143,15 @@ def gated_delta_rule(
     (_, heads, dim, value_dim), channels = recurrent.shape, conv_weight.shape[0]
     key_heads = (channels - heads * value_dim) // (2 * dim)
     terms = rows.new_empty((step.entries, channels), dtype=torch.float32)
-    first = dict(KEY_HEADS=key_heads, ROOT=dim**-0.5, BLOCK=power_of_two(max(dim, value_dim)))
-    second = dict(step.sizes, GROUP=heads // key_heads, BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS)
-    stepped = dict(step.inputs, **step.results, terms_ptr=terms, a_log_ptr=a_log.contiguous(),
-                   bias_ptr=dt_bias.contiguous())  # fmt: skip
+    first = dict(terms_ptr=terms, KEY_HEADS=key_heads, ROOT=dim**-0.5,
+                 BLOCK=power_of_two(max(dim, value_dim)))  # fmt: skip
+    second = step.inputs | step.results | step.sizes | dict(
+        terms_ptr=terms, a_log_ptr=a_log.contiguous(), bias_ptr=dt_bias.contiguous(),
+        GROUP=heads // key_heads, BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS,
+    )  # fmt: skip
     chunks = 0 if batch_invariant else count_chunks(rows.shape[0], step.num_reqs, step.replayed)
-    states = [Launch(delta_state_kernel, step.grid, stepped, second, threads=128,
-                     choice=BY_COLUMNS)]  # fmt: skip
+    states = [Launch(delta_state_kernel, step.grid, second, threads=128, choice=BY_COLUMNS)]
     if chunks:
-        states = chunk_launches(stepped, second, chunks, step.num_reqs)
-    programs = 2 * key_heads + heads
-    launches = [
-        step.terms_launch(delta_terms_kernel, programs, dict(terms_ptr=terms), first),
-        *states,
-        step.remember_launch(),
-    ]
-    return launches, step.out
+        states = chunk_launches(second, chunks, step.num_reqs)
+    terms_launch = step.terms_launch(delta_terms_kernel, 2 * key_heads + heads, first)
+    return [terms_launch, *states, step.remember_launch()], step.out

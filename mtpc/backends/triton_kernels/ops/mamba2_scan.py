@@ -142,18 +142,15 @@ def mamba2_scan(
     block = min(power_of_two(fields), _FIELDS)
     conv_bias = None if conv_bias is None else conv_bias.contiguous()
     first = dict(conv_bias_ptr=step.conv if conv_bias is None else conv_bias, bias_ptr=bias,
-                 terms_ptr=terms)  # fmt: skip
-    sizes = dict(GROUPS=groups, HAS_BIAS=conv_bias is not None, BLOCK=block)
-    second = dict(step.requests, **step.results, terms_ptr=terms, a_log_ptr=a_log, skip_ptr=skip)
-    widths = dict(HEADS=heads, D=dim, DV=value_dim, REPLAYED=step.replayed, GROUPS=groups,
-                  BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS)  # fmt: skip
+                 terms_ptr=terms, GROUPS=groups, HAS_BIAS=conv_bias is not None,
+                 BLOCK=block)  # fmt: skip
+    second = {**step.requests, **step.results} | dict(
+        terms_ptr=terms, a_log_ptr=a_log, skip_ptr=skip, HEADS=heads, D=dim, DV=value_dim,
+        REPLAYED=step.replayed, GROUPS=groups, BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS,
+    )  # fmt: skip
     chunks = 0 if batch_invariant else count_chunks(rows.shape[0], step.num_reqs, step.replayed)
-    states = [Launch(scan_state_kernel, step.grid, second, widths, threads=128, choice=BY_COLUMNS)]
+    states = [Launch(scan_state_kernel, step.grid, second, threads=128, choice=BY_COLUMNS)]
     if chunks:
-        states = chunk_launches(second, widths, chunks, step.num_reqs)
-    launches = [
-        step.terms_launch(scan_terms_kernel, -(-fields // block), first, sizes),
-        *states,
-        step.remember_launch(),
-    ]
-    return launches, step.out
+        states = chunk_launches(second, chunks, step.num_reqs)
+    terms_launch = step.terms_launch(scan_terms_kernel, -(-fields // block), first)
+    return [terms_launch, *states, step.remember_launch()], step.out

@@ -28,12 +28,9 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 @operator(limit=norm_limit)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Plan:
     """One launch."""
-    out = x.new_empty(x.shape)
-    if x.numel() == 0:
-        return [], out
-    rows = flat_rows(x)
-    arguments = dict(
-        x_ptr=rows, weight_ptr=weight.contiguous(), out_ptr=out, x_row=rows.stride(0)
+    out, rows = x.new_empty(x.shape), flat_rows(x)
+    values = dict(
+        x_ptr=rows, weight_ptr=weight.contiguous(), out_ptr=out, x_row=rows.stride(0),
+        EPSILON=float(epsilon), PLUS_ONE=plus_one,
     )  # fmt: skip
-    norm = dict(EPSILON=float(epsilon), PLUS_ONE=plus_one)
-    return [row_launch(rms_norm_kernel, rows, arguments, norm)], out
+    return [row_launch(rms_norm_kernel, rows, values)], out

@@ -63,15 +63,12 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Plan:
     """One launch."""
     out = x.new_empty(x.shape)
-    if len(x) == 0:
-        return [], out
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
     tokens, heads, width = x.shape
     block = min(power_of_two(heads), HEADS)
-    arguments = dict(
+    values = dict(
         x_ptr=x, cos_ptr=cos, sin_ptr=sin, out_ptr=out, x_token=x.stride(0), x_head=x.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0),
+        N=heads, D=width, C=cos.shape[1], BLOCK=block, **pads(width, cos.shape[1]),
     )  # fmt: skip
-    constants = dict(N=heads, D=width, C=cos.shape[1], BLOCK=block, **pads(width, cos.shape[1]))
-    grid = (tokens, -(-heads // block), 1)
-    return [Launch(rotate_kernel, grid, arguments, constants, threads=128)], out
+    return [Launch(rotate_kernel, (tokens, -(-heads // block), 1), values, threads=128)], out

@@ -119,8 +119,6 @@ def rotate_and_write(
     Raises:
         BackendError: a cache is not contiguous, or scales are not as `as_codes` takes them.
     """
-    if len(q) == 0:
-        return [], q.new_empty(q.shape)
     if k_cache.dtype == torch.int8:
         (first, queries), (second, keys) = rotate.plan(q, cos, sin), rotate.plan(k, cos, sin)
         writes = (
@@ -137,7 +135,7 @@ def rotate_and_write(
     cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     heads, kv_heads, width, turned = q.shape[1], k.shape[1], q.shape[2], cos.shape[1]
     block, out = min(power_of_two(kv_heads), HEADS), q.new_empty(q.shape)
-    arguments = dict(
+    values = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin, slots_ptr=slot_mapping.contiguous(),
         out_ptr=out, k_cache_ptr=k_codes, v_cache_ptr=v_codes,
         k_scale_ptr=k_cache if k_scale is None else k_scale,
@@ -145,10 +143,8 @@ def rotate_and_write(
         q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1),
         v_token=v.stride(0), v_head=v.stride(1), cos_token=cos.stride(0), sin_token=sin.stride(0),
         num_slots=k_cache.shape[0] * k_cache.shape[1],
-    )  # fmt: skip
-    constants = dict(
         N=heads, H=kv_heads, D=width, DV=v.shape[2], C=turned, BLOCK=block,
         DV_PAD=power_of_two(v.shape[2]), CODED=k_scale is not None, **pads(width, turned),
     )  # fmt: skip
     grid = (q.shape[0], -(-heads // block) + 2 * -(-kv_heads // block), 1)
-    return [Launch(rotate_and_write_kernel, grid, arguments, constants, threads=128)], out
+    return [Launch(rotate_and_write_kernel, grid, values, threads=128)], out

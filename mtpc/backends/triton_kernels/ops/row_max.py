@@ -53,18 +53,14 @@ def row_max(x: Tensor) -> Plan:
     """Blocks, then rows."""
     shape, width = x.shape[:-1], x.shape[-1]
     values, places = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-    if values.numel() == 0:
-        return [], (values, places)
     rows, blocks = flat_rows(x), -(-width // _BLOCK)
     peaks = x.new_empty((rows.shape[0], blocks))
     firsts = x.new_empty((rows.shape[0], blocks), dtype=torch.int32)
-    parts = dict(peaks_ptr=peaks, firsts_ptr=firsts)
-    block_arguments = dict(x_ptr=rows, **parts, x_row=rows.stride(0))
-    row_arguments = dict(**parts, values_ptr=values, places_ptr=places)
-    sizes = dict(N=width, BLOCKS=blocks, BLOCK=_BLOCK)
-    padded = dict(N=width, BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks, 64))
+    parts = dict(peaks_ptr=peaks, firsts_ptr=firsts, N=width, BLOCKS=blocks)
+    of_blocks = dict(parts, x_ptr=rows, x_row=rows.stride(0), BLOCK=_BLOCK)
+    of_rows = dict(parts, values_ptr=values, places_ptr=places, BLOCKS_PAD=power_of_two(blocks, 64))
     launches = [
-        Launch(block_max_kernel, (len(rows), blocks, 1), block_arguments, sizes, threads=128),
-        Launch(row_max_kernel, (len(rows), 1, 1), row_arguments, padded, threads=64),
+        Launch(block_max_kernel, (len(rows), blocks, 1), of_blocks, threads=128),
+        Launch(row_max_kernel, (len(rows), 1, 1), of_rows, threads=64),
     ]
     return launches, (values, places)

@@ -25,9 +25,6 @@ def row_sum_kernel(  # type: ignore[no-untyped-def]
 @operator(limit=norm_limit)
 def row_sum(x: Tensor) -> Plan:
     """One launch."""
-    out = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    if x.numel() == 0:
-        return [], out
-    rows = flat_rows(x)
-    arguments = dict(x_ptr=rows, out_ptr=out, x_row=rows.stride(0))
-    return [row_launch(row_sum_kernel, rows, arguments)], out
+    out, rows = x.new_empty(x.shape[:-1], dtype=torch.float32), flat_rows(x)
+    values = dict(x_ptr=rows, out_ptr=out, x_row=rows.stride(0))
+    return [row_launch(row_sum_kernel, rows, values)], out

@@ -227,27 +227,26 @@ def sample(
         scores_ptr=scores, raw_peaks_ptr=raw_peaks, peaks_ptr=peaks, positions_ptr=positions,
         slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab,
     )  # fmt: skip
-    adjusted = dict(
+    adjusted = shared | dict(
         logits_ptr=logits, ids_ptr=ids, bias_ids_ptr=bias_ids, bias_values_ptr=bias_values,
         allowed_ptr=allowed, prompt_ptr=prompt, counts_ptr=counts, stops_ptr=stops, mask_ptr=mask,
         words=allowed.shape[1], logits_row=logits.stride(0),
-        places_ptr=positions if places is None else places.contiguous(),
+        places_ptr=positions if places is None else places.contiguous(), ROWS=rows,
+        BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]), STOPS=stops.shape[1],
+        BLOCK=_BLOCK, HAS_MASK=token_mask is not None, HAS_PLACES=places is not None,
     )  # fmt: skip
-    sizes = dict(ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
-                 STOPS=stops.shape[1], BLOCK=_BLOCK)  # fmt: skip
-    sizes |= dict(HAS_MASK=token_mask is not None, HAS_PLACES=places is not None)
-    known = dict(ROWS=rows, BLOCKS=blocks, BLOCK=_BLOCK)
-    padded = known | dict(BLOCKS_PAD=power_of_two(blocks))
-    cuts = scores.new_empty(count)
-    drawn = dict(bests_ptr=scores.new_empty((count, blocks)),
-                 tokens_ptr=slots.new_empty((count, blocks), dtype=torch.int32))  # fmt: skip
-    chosen = {name: value for name, value in shared.items() if name != "ints_ptr"}
+    known, cuts = dict(ROWS=rows, BLOCKS=blocks), scores.new_empty(count)
+    drawn = shared | known | dict(
+        bests_ptr=scores.new_empty((count, blocks)), BLOCKS_PAD=power_of_two(blocks), BLOCK=_BLOCK,
+        tokens_ptr=slots.new_empty((count, blocks), dtype=torch.int32),
+    )  # fmt: skip
+    chosen = {name: value for name, value in drawn.items() if name != "ints_ptr"}
     each, whole = (count, blocks, 1), (count, 1, 1)
     launches = [
-        Launch(adjust_logits_kernel, each, shared | adjusted, sizes),
+        Launch(adjust_logits_kernel, each, adjusted),
         *filter_launches(shared, count, known, cuts),
-        Launch(draw_token_kernel, each, shared | drawn | dict(cuts_ptr=cuts), padded),
-        Launch(choose_token_kernel, whole, chosen | drawn | dict(out_ptr=out), padded),
+        Launch(draw_token_kernel, each, drawn | dict(cuts_ptr=cuts)),
+        Launch(choose_token_kernel, whole, chosen | dict(out_ptr=out)),
     ]
     return launches, out
 

@@ -64,13 +64,10 @@ def choice_plan(kernel: Any, x: Tensor, count: int, constants: dict[str, int]) -
     """
     shape, width = (*x.shape[:-1], count), x.shape[-1]
     values, places = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-    if values.numel() == 0:
-        return [], (values, places)
     rows = flat_rows(x)
-    arguments = dict(x_ptr=rows, values_ptr=values, places_ptr=places, x_row=rows.stride(0))
-    constants = dict(N=width, COUNT=count) | constants
-    grid = (rows.shape[0], 1, 1)
-    return [Launch(kernel, grid, arguments, constants, threads=WARP)], (values, places)
+    given = dict(x_ptr=rows, values_ptr=values, places_ptr=places, x_row=rows.stride(0))
+    given |= dict(N=width, COUNT=count) | constants
+    return [Launch(kernel, (rows.shape[0], 1, 1), given, threads=WARP)], (values, places)
 
 
 @operator(limit=topk_limit)

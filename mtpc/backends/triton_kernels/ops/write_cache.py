@@ -62,14 +62,13 @@ def _write_codes(cache: Tensor, rows: Tensor, slots: Tensor, scales: Tensor) -> 
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     tokens, heads, width = rows.shape
     block = min(power_of_two(heads), HEADS)
-    arguments = dict(
+    values = dict(
         cache_ptr=as_codes(cache, scales, "cache"), scale_ptr=scales, rows_ptr=rows,
         slots_ptr=slots.contiguous(), row_token=rows.stride(0), row_head=rows.stride(1),
-        num_slots=cache.shape[0] * cache.shape[1],
+        num_slots=cache.shape[0] * cache.shape[1], H=heads, D=width, BLOCK=block,
+        D_PAD=power_of_two(width),
     )  # fmt: skip
-    constants = dict(H=heads, D=width, BLOCK=block, D_PAD=power_of_two(width))
-    grid = (tokens, -(-heads // block), 1)
-    return [Launch(write_codes_kernel, grid, arguments, constants, threads=128)]
+    return [Launch(write_codes_kernel, (tokens, -(-heads // block), 1), values, threads=128)]
 
 
 def _limit(call: Mapping[str, Any]) -> str | None:
@@ -92,10 +91,10 @@ def write_cache(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scales: Tenso
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     width = rows.shape[1]
     block = min(power_of_two(width), _BLOCK)
-    arguments = dict(
+    values = dict(
         cache_ptr=cache, rows_ptr=rows, slots_ptr=slot_mapping.contiguous(),
         row_stride=rows.stride(0), num_slots=cache.shape[0] * cache.shape[1],
+        WIDTH=width, BLOCK=block,
     )  # fmt: skip
     grid = (rows.shape[0], -(-width // block), 1)
-    constants = dict(WIDTH=width, BLOCK=block)
-    return [Launch(write_cache_kernel, grid, arguments, constants, threads=64)], None
+    return [Launch(write_cache_kernel, grid, values, threads=64)], None

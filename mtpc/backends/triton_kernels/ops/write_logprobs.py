@@ -75,14 +75,12 @@ def write_logprobs(
 ) -> Plan:  # fmt: skip
     """One launch; what is written is contiguous."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    arguments = dict(
+    values = dict(
         logprobs_ptr=logprobs, top_ids_ptr=top_ids, top_ptr=top_logprobs, logits_ptr=logits,
         ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
         slots_ptr=state_slots.contiguous(), ints_ptr=ints.contiguous(),
         places_ptr=ids if places is None else places.contiguous(),  # Without, none is read.
         vocab=logits.shape[1], logits_row=logits.stride(0), width=logprobs.shape[1],
+        HAS_PLACES=places is not None, W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK,
     )  # fmt: skip
-    constants = dict(
-        HAS_PLACES=places is not None, W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK
-    )
-    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), arguments, constants, 512)], None
+    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), values, threads=512)], None
