@@ -1,8 +1,8 @@
-"""How an operator's file says what it launches, and which calls it cannot take.
+"""How an operator says what it launches, and which calls it cannot take.
 
-A file in `ops` holds one operator's kernels and its plan: a function with the decorator `@operator`
-and with the operator's name and arguments. Wrappers, fakes, limits and lists of names follow from
-the plan and from the reference's schema.
+A file in `ops` holds the kernels of one operator, or of several that share them, and their plans:
+functions with the decorator `@operator` and with the operator's name and arguments. Wrappers,
+fakes, limits and lists of names follow from the plan and from the reference's schema.
 """
 
 from __future__ import annotations

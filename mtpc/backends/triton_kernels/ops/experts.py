@@ -236,3 +236,17 @@ def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) 
         C_PAD=power_of_two(picks), BLOCK=block,
     )  # fmt: skip
     return Launch(expert_sum_kernel, (num_tokens, -(-width // block), 1), values, threads=128)
+
+
+@operator()
+def relu2_experts(
+    x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """Sort the choices; relu(up)^2; the down projection; the sum over experts.
+
+    Raises:
+        BackendError: elements of a weight's row are not adjacent in memory.
+    """
+    form = dict(LIMIT=0.0, LIMIT_INPUT=False, GELU=False, GATED=False)
+    return expert_plan(x, up, down, expert_ids, expert_weights, form, batch_invariant)

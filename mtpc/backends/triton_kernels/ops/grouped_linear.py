@@ -21,6 +21,7 @@ from mtpc.backends.triton_kernels.grouped import (
 )
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
+from mtpc.backends.triton_kernels.ops.silu_and_mul import silu_and_mul
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
@@ -91,3 +92,16 @@ def grouped_linear(
     grid = (-(-features // TILE), -(-num_tokens // tile), 1)
     products = Launch(grouped_linear_kernel, grid, values, 128, num_stages=4, choice=CHOICE)
     return [*ready.launches, products], out
+
+
+@operator(limit=limit_linear, codes=True)
+def grouped_gated_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """SwiGLU's two linear layers, and its activation after them: the launches of both."""
+    given = (x, codes, scales, zeros, features, None)
+    products, both = grouped_linear.function(*given, batch_invariant=batch_invariant)
+    assert isinstance(both, Tensor)
+    activation, out = silu_and_mul.function(both)
+    return [*products, *activation], out

@@ -130,3 +130,14 @@ def sum_ranks(part: Tensor, group: str, after: Tensor | None) -> Plan:
     """One launch."""
     out = torch.empty_like(part, memory_format=torch.contiguous_format)
     return exchange(part, out, group, is_sum=True), out
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element: numbers are moved as they are, whatever their dtype."""
+
+
+@operator(peers_limit, any_element=True)
+def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None) -> Plan:
+    """The launch of `sum_ranks`, which does not add."""
+    out, bits = part.new_empty([ranks, *part.shape]), _BITS[part.itemsize]
+    return exchange(part.contiguous().view(bits), out.view(bits), group, is_sum=False), out

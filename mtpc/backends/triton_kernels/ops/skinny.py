@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.gpu.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
-from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
+from mtpc.backends.triton_kernels.launch import (
+    Launch,
+    adjacent,
+    await_launches,
+    flat_rows,
+    power_of_two,
+)
+from mtpc.backends.triton_kernels.operator import Plan, operator
 
 _THREADS = 128
 _WEIGHTS = 2048
@@ -152,3 +159,27 @@ def skinny_launch(
         HAS_BIAS=bias is not None, GATED=gated, STAGES=stages,
     )  # fmt: skip
     return Launch(skinny_kernel, (-(-features // block_n), 1, 1), values, threads=_THREADS)
+
+
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Plan:
+    """One launch."""
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if x.numel() == 0:
+        return [], out
+    return [skinny_launch(flat_rows(x), adjacent(weight, "a weight"), bias, out)], out
+
+
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
+def norm_linear(
+    x: Tensor, added: Tensor, norm_weight: Tensor, epsilon: float, plus_one: bool, weight: Tensor,
+    bias: Tensor | None, gated: bool,
+) -> Plan:  # fmt: skip
+    """One launch."""
+    features = weight.shape[0] // (2 if gated else 1)
+    total, out = results = x.new_empty(x.shape), x.new_empty((*x.shape[:-1], features))
+    if x.numel() == 0:
+        return [], results
+    norm = (flat_rows(added), norm_weight.contiguous(), total, epsilon, plus_one)
+    weight = adjacent(weight, "a weight")
+    return [skinny_launch(flat_rows(x), weight, bias, out, gated, norm)], results
