@@ -168,12 +168,6 @@ class CudaBackend(GpuBackend):
         return self._graphs.free_bytes()
 
 
-_REFUSAL = (
-    "this backend only rewrites steps for the GPU of another machine; use backend='cuda' there to "
-    "run them"
-)
-
-
 class CrossBackend(GpuBackend):
     """Rewrites steps as `CudaBackend` does, for `cross_compile.build_kernels`, and runs none.
 
@@ -199,11 +193,10 @@ class CrossBackend(GpuBackend):
 
     def lower(self, graph: StepGraph) -> Run:
         """Not possible here: always raises BackendError."""
-        raise BackendError(_REFUSAL)
-
-    def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Not possible here: always raises BackendError."""
-        raise BackendError(_REFUSAL)
+        raise BackendError(
+            "this backend only rewrites steps for the GPU of another machine; use backend='cuda' "
+            "there to run them"
+        )
 
 
 def open_cuda(
