@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.grouped import (
     CHOICE,
     TILE_ROWS,
@@ -28,7 +27,7 @@ from mtpc.backends.triton_kernels.grouped import (
 )
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu
+from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu, sort_choices
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
