@@ -90,8 +90,8 @@ class Launch:
     Attributes:
         kernel: the `triton.jit` function.
         grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
-        values: of the kernel's parameters: tensors and integers and, in capitals, those that are
-            `tl.constexpr`.
+        values: tensors and integers by name and, in capitals, constants. They may be those of
+            all launches of an operator: the kernel gets what its parameters name.
         threads: in a program: whole warps (`warp_size`), at least one.
         num_stages: depth of software pipelining.
         choice: how else it may be run.
@@ -115,12 +115,16 @@ class Launch:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Tensors and integers by parameter name."""
-        return {name: value for name, value in self.values.items() if not name.isupper()}
+        return {name: value for name, value in self._given.items() if not name.isupper()}
 
     @cached_property
     def constants(self) -> dict[str, Any]:
         """`tl.constexpr` parameters."""
-        return {name: value for name, value in self.values.items() if name.isupper()}
+        return {name: value for name, value in self._given.items() if name.isupper()}
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.kernel.arg_names if name in self.values}
 
 
 def warp_size() -> int:
@@ -144,7 +148,7 @@ def run(launches: Iterable[Launch]) -> None:
         else:
             # Without FUSION and early launches: Inductor compiles kernels with its own options.
             kernel = wrap_triton(kernel)
-        values = {**launch.values, **early_constants(launch, device)}
+        values = {**launch.arguments, **launch.constants, **early_constants(launch, device)}
         kernel[launch.grid](**values, **options, **early_options(values))
 
 

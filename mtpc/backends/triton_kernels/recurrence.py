@@ -154,8 +154,8 @@ class Recurrence:
         recurrent: [S, HV, D, DV].
         history: [S, B, F].
         out: [T, HV, DV], the result.
-        requests: arguments of every kernel: standing, slots, lengths, first rows and T.
         certain: int32 [R], contiguous.
+        requests: standing, slots, lengths and first rows, by the kernels' names.
     """
 
     rows: Tensor
@@ -163,8 +163,8 @@ class Recurrence:
     recurrent: Tensor
     history: Tensor
     out: Tensor
-    requests: Mapping[str, Any]
     certain: Tensor
+    requests: Mapping[str, Tensor]
 
     @classmethod
     def of(
@@ -193,9 +193,8 @@ class Recurrence:
         recurrent, history, standing = state
         slots, lens, starts, certain = (t.contiguous() for t in indices)
         out = rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
-        requests = dict(standing_ptr=standing, slots_ptr=slots, lens_ptr=lens, starts_ptr=starts,
-                        num_tokens=rows.shape[0])  # fmt: skip
-        return cls(rows.contiguous(), conv.contiguous(), recurrent, history, out, requests, certain)
+        requests = dict(standing_ptr=standing, slots_ptr=slots, lens_ptr=lens, starts_ptr=starts)
+        return cls(rows.contiguous(), conv.contiguous(), recurrent, history, out, certain, requests)
 
     @property
     def num_reqs(self) -> int:
@@ -213,21 +212,15 @@ class Recurrence:
         return self.rows.shape[0] + self.num_reqs * self.replayed
 
     @property
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of kernels that read rows and history."""
-        return dict(self.requests, rows_ptr=self.rows, history_ptr=self.history)
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """Arguments of kernels that go through positions, with `requests`."""
-        return dict(state_ptr=self.recurrent, certain_ptr=self.certain, out_ptr=self.out)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Constants of kernels that go through positions."""
+    def values(self) -> dict[str, Any]:
+        """What the kernels take, whatever the recurrence."""
         _, heads, dim, value_dim = self.recurrent.shape
-        kept = self.history.shape[1]
-        return dict(HEADS=heads, D=dim, DV=value_dim, KEPT=kept, REPLAYED=self.replayed)
+        return dict(
+            self.requests, rows_ptr=self.rows, state_ptr=self.recurrent, history_ptr=self.history,
+            certain_ptr=self.certain, out_ptr=self.out, num_tokens=self.rows.shape[0],
+            num_reqs=self.num_reqs, R_PAD=power_of_two(self.num_reqs), HEADS=heads, D=dim,
+            DV=value_dim, KEPT=self.history.shape[1], REPLAYED=self.replayed,
+        )  # fmt: skip
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -244,21 +237,17 @@ class Recurrence:
             values: those that not every such kernel has.
         """
         width = self.conv.shape[1]
-        shared = self.inputs | self.sizes | dict(
-            conv_ptr=self.conv, num_reqs=self.num_reqs, REPLAYED=max(1, self.replayed),
-            WIDTH=width, W_PAD=power_of_two(width), R_PAD=power_of_two(self.num_reqs),
+        values = self.values | values | dict(
+            conv_ptr=self.conv, REPLAYED=max(1, self.replayed), WIDTH=width,
+            W_PAD=power_of_two(width),
         )  # fmt: skip
-        return Launch(kernel, (self.entries, programs, 1), shared | values, threads=64)
+        return Launch(kernel, (self.entries, programs, 1), values, threads=64)
 
     def remember_launch(self) -> Launch:
         """The last launch."""
         (num_tokens, fields), (_, heads, value_dim) = self.rows.shape, self.out.shape
         block = min(power_of_two(fields), _REMEMBERED)
-        values = dict(
-            self.inputs, certain_ptr=self.certain, out_ptr=self.out, num_reqs=self.num_reqs,
-            KEPT=self.history.shape[1], FIELDS=fields, OUT=heads * value_dim, BLOCK=block,
-            R_PAD=power_of_two(self.num_reqs),
-        )  # fmt: skip
+        values = self.values | dict(FIELDS=fields, OUT=heads * value_dim, BLOCK=block)
         grid = (num_tokens + self.num_reqs, -(-fields // block), 1)
         return Launch(remember_rows_kernel, grid, values, threads=128)
 

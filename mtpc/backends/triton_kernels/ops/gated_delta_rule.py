@@ -18,7 +18,6 @@ Sums are float32, as in the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -295,28 +294,26 @@ def delta_chunk_state_kernel(  # type: ignore[no-untyped-def]
         state = state_after(state, keys, delta, decay, position, first + CHUNK - 1, WIDEN)
 
 
-def chunk_launches(values: Mapping[str, Any], chunks: int, num_reqs: int) -> list[Launch]:
+def chunk_launches(values: dict[str, Any], chunks: int) -> list[Launch]:
     """The launches that replace `delta_state_kernel`.
 
     Args:
         values: of that kernel's parameters.
         chunks: the result of `count_chunks`, above 0.
-        num_reqs: R.
     """
     heads, dim, width, terms = (values[name] for name in ("HEADS", "D", "DV", "terms_ptr"))
     keys, block = heads // values["GROUP"] * dim, power_of_two(dim, 16)
     inverse, scores = squares(terms, chunks, heads), squares(terms, chunks, heads)
-    shared = {**values, "inverse_ptr": inverse, "scores_ptr": scores, "CHUNK": scores.shape[-1],
-              "KEYS": keys, "CHANNELS": 2 * keys + heads * width}  # fmt: skip
-    after = dict(BLOCK_D=block, BLOCK_V=_COLUMNS, WIDEN=is_interpreted(delta_chunk_state_kernel))
-    unused = ("state_ptr", "certain_ptr", "out_ptr", "BLOCK_D", "BLOCK_V")
-    before = {name: value for name, value in shared.items() if name not in unused}
-    before |= dict(num_reqs=num_reqs, R_PAD=power_of_two(num_reqs), BLOCK_K=min(block, FEATURES))
+    values = values | dict(
+        inverse_ptr=inverse, scores_ptr=scores, CHUNK=scores.shape[-1], KEYS=keys,
+        CHANNELS=2 * keys + heads * width, BLOCK_D=block, BLOCK_K=min(block, FEATURES),
+        BLOCK_V=_COLUMNS, WIDEN=is_interpreted(delta_chunk_state_kernel),
+    )  # fmt: skip
+    state_grid = (values["num_reqs"], heads, -(-width // _COLUMNS))
     return [
-        Launch(delta_chunks_kernel, (chunks, heads, 1), before, threads=128),
-        Launch(delta_chunk_state_kernel, (num_reqs, heads, -(-width // _COLUMNS)), shared | after,
-               num_stages=1, choice=_CHOICE),
-    ]  # fmt: skip
+        Launch(delta_chunks_kernel, (chunks, heads, 1), values, threads=128),
+        Launch(delta_chunk_state_kernel, state_grid, values, num_stages=1, choice=_CHOICE),
+    ]
 
 
 @operator(limit=dim_limit("key head dim"))
@@ -338,13 +335,13 @@ def gated_delta_rule(
     terms = rows.new_empty((step.entries, channels), dtype=torch.float32)
     first = dict(terms_ptr=terms, KEY_HEADS=key_heads, ROOT=dim**-0.5,
                  BLOCK=power_of_two(max(dim, value_dim)))  # fmt: skip
-    second = step.inputs | step.results | step.sizes | dict(
+    second = step.values | dict(
         terms_ptr=terms, a_log_ptr=a_log.contiguous(), bias_ptr=dt_bias.contiguous(),
         GROUP=heads // key_heads, BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS,
     )  # fmt: skip
     chunks = 0 if batch_invariant else count_chunks(rows.shape[0], step.num_reqs, step.replayed)
     states = [Launch(delta_state_kernel, step.grid, second, threads=128, choice=BY_COLUMNS)]
     if chunks:
-        states = chunk_launches(second, chunks, step.num_reqs)
+        states = chunk_launches(second, chunks)
     terms_launch = step.terms_launch(delta_terms_kernel, 2 * key_heads + heads, first)
     return [terms_launch, *states, step.remember_launch()], step.out

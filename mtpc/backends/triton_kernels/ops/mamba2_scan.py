@@ -16,7 +16,6 @@ that it is at most 1. Sums are float32, as in the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -233,31 +232,26 @@ def scan_chunk_state_kernel(  # type: ignore[no-untyped-def]
         state = state_after(state, b, added, decay, position, first + CHUNK - 1, WIDEN)
 
 
-def chunk_launches(values: Mapping[str, Any], chunks: int, num_reqs: int) -> list[Launch]:
+def chunk_launches(values: dict[str, Any], chunks: int) -> list[Launch]:
     """The launches that replace `scan_state_kernel`.
 
     Args:
         values: of that kernel's parameters.
         chunks: the result of `count_chunks`, above 0.
-        num_reqs: R.
     """
     groups, heads, dim, width = (values[name] for name in ("GROUPS", "HEADS", "D", "DV"))
     terms, block = values["terms_ptr"], power_of_two(dim, 16)
     scores = squares(terms, chunks, groups)
-    shared = dict(scores_ptr=scores, VALUES=heads * width, FIELDS=terms.shape[1],
-                  CHUNK=scores.shape[-1])  # fmt: skip
-    names = ("terms_ptr", "standing_ptr", "slots_ptr", "lens_ptr", "starts_ptr", "num_tokens",
-             "GROUPS", "D", "REPLAYED")  # fmt: skip
-    before = dict(shared, num_reqs=num_reqs, R_PAD=power_of_two(num_reqs),
-                  BLOCK_K=min(block, FEATURES))  # fmt: skip
-    after = dict(shared, BLOCK_D=block, BLOCK_V=_COLUMNS,
-                 WIDEN=is_interpreted(scan_chunk_state_kernel))  # fmt: skip
+    values = values | dict(
+        scores_ptr=scores, VALUES=heads * width, FIELDS=terms.shape[1], CHUNK=scores.shape[-1],
+        BLOCK_D=block, BLOCK_K=min(block, FEATURES), BLOCK_V=_COLUMNS,
+        WIDEN=is_interpreted(scan_chunk_state_kernel),
+    )  # fmt: skip
+    state_grid = (values["num_reqs"], heads, -(-width // _COLUMNS))
     return [
-        Launch(scan_chunks_kernel, (chunks, groups, 1),
-               {name: values[name] for name in names} | before, threads=128),
-        Launch(scan_chunk_state_kernel, (num_reqs, heads, -(-width // _COLUMNS)),
-               {**values, **after}, num_stages=1, choice=_CHOICE),
-    ]  # fmt: skip
+        Launch(scan_chunks_kernel, (chunks, groups, 1), values, threads=128),
+        Launch(scan_chunk_state_kernel, state_grid, values, num_stages=1, choice=_CHOICE),
+    ]
 
 
 @operator(limit=dim_limit("state dim"))
@@ -275,7 +269,7 @@ def mamba2_scan(
     """
     indices = (state_slots, seq_lens, query_start_loc, certain_lens)
     step = Recurrence.of(rows, conv_weight, (recurrent, history, standing), indices)
-    (_, heads, dim, value_dim), fields = recurrent.shape, rows.shape[1]
+    dim, fields = recurrent.shape[2], rows.shape[1]
     a_log, skip, bias = (t.contiguous() for t in (a_log, skip, dt_bias))
     terms = rows.new_empty((step.entries, fields), dtype=torch.float32)
     block = min(power_of_two(fields), _FIELDS)
@@ -283,13 +277,13 @@ def mamba2_scan(
     first = dict(conv_bias_ptr=step.conv if conv_bias is None else conv_bias, bias_ptr=bias,
                  terms_ptr=terms, GROUPS=groups, HAS_BIAS=conv_bias is not None,
                  BLOCK=block)  # fmt: skip
-    second = {**step.requests, **step.results} | dict(
-        terms_ptr=terms, a_log_ptr=a_log, skip_ptr=skip, HEADS=heads, D=dim, DV=value_dim,
-        REPLAYED=step.replayed, GROUPS=groups, BLOCK_D=power_of_two(dim), BLOCK_V=COLUMNS,
+    second = step.values | dict(
+        terms_ptr=terms, a_log_ptr=a_log, skip_ptr=skip, GROUPS=groups, BLOCK_D=power_of_two(dim),
+        BLOCK_V=COLUMNS,
     )  # fmt: skip
     chunks = 0 if batch_invariant else count_chunks(rows.shape[0], step.num_reqs, step.replayed)
     states = [Launch(scan_state_kernel, step.grid, second, threads=128, choice=BY_COLUMNS)]
     if chunks:
-        states = chunk_launches(second, chunks, step.num_reqs)
+        states = chunk_launches(second, chunks)
     terms_launch = step.terms_launch(scan_terms_kernel, -(-fields // block), first)
     return [terms_launch, *states, step.remember_launch()], step.out
