@@ -65,7 +65,7 @@ infinite where the device refuses the latter. Raises as `Timer` does."""
 
 @dataclass
 class Tuner:
-    """Chooses for every launch of a call.
+    """Chooses for every launch of a call, and between our kernels and a library.
 
     Attributes:
         table: the rows.
@@ -100,6 +100,22 @@ class Tuner:
                     words.append(f"{launch.name}:{choice}")
         return ";".join(words), tuple(notes)
 
+    def prefers(
+        self, timer: WholeTimer, function: Function, node: fx.Node, graph: StepGraph
+    ) -> tuple[bool, tuple[str, ...]]:
+        """Whether a library's function computes a call faster than our kernels in their fastest
+        configurations; and notes. Those on our launches are said again where these are bound."""
+        configs, notes = self(node, graph)
+        names, measure = (OURS, THEIRS), partial(timer, Call(node, graph), configs, function)
+        source = Path(inspect.getfile(function)).read_bytes()
+        key = {
+            **_call_fields(node),
+            "ours": configs,
+            "source": hash_of([self.sources.encode(), source]),
+        }
+        choice, more = self.table.choose(f"mtpc::{op_name(node)}", names, key, measure)
+        return choice == THEIRS, (*notes, *more) if choice == THEIRS else more
+
 
 def launch_fields(launch: Launch) -> dict[str, str]:
     """A launch in the key of a row: everything that the time depends on, except lengths and the
@@ -115,35 +131,6 @@ def launch_fields(launch: Launch) -> dict[str, str]:
         "grid": json.dumps(launch.grid),
         **triton_fields(),
     }
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Whether a library computes a call faster than our kernels in their fastest configurations.
-
-    Attributes:
-        tuner: chooses these.
-        timer: measures.
-    """
-
-    tuner: Tuner
-    timer: WholeTimer
-
-    def __call__(
-        self, function: Function, node: fx.Node, graph: StepGraph
-    ) -> tuple[bool, tuple[str, ...]]:
-        """Whether the library wins, and notes. Those on our launches are the tuner's, which says
-        them again where our kernels are bound."""
-        configs, notes = self.tuner(node, graph)
-        names, measure = (OURS, THEIRS), partial(self.timer, Call(node, graph), configs, function)
-        source = Path(inspect.getfile(function)).read_bytes()
-        key = {
-            **_call_fields(node),
-            "ours": configs,
-            "source": hash_of([self.tuner.sources.encode(), source]),
-        }
-        choice, more = self.tuner.table.choose(f"mtpc::{op_name(node)}", names, key, measure)
-        return choice == THEIRS, (*notes, *more) if choice == THEIRS else more
 
 
 def _call_fields(node: fx.Node) -> Mapping[str, str]:
