@@ -143,6 +143,15 @@ def _refuse_all_but_float8_writes(node: fx.Node, graph: StepGraph) -> str | None
     return refuses(node, graph) if is_float8 else "it writes no float8"
 
 
+def call_launches(node: fx.Node) -> list[Any]:
+    """The launches of a call of ours, in a fake mode; of any other node none."""
+    if str(node.target).partition(".")[0] not in NAMESPACES:
+        return []
+    from mtpc.backends.triton_kernels.plans import node_launches
+
+    return node_launches(node)
+
+
 def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:
     """`Configure` for steps whose rows must not depend on how many there are."""
     from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
