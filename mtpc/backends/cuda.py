@@ -168,12 +168,6 @@ class CudaBackend(GpuBackend):
         return self._graphs.free_bytes()
 
 
-_REFUSAL = (
-    "this backend only rewrites steps for the GPU of another machine; use backend='cuda' there to "
-    "run them"
-)
-
-
 class CrossBackend(GpuBackend):
     """Rewrites steps as `CudaBackend` does, for `cross_compile.build_kernels`, and runs none.
 
@@ -199,11 +193,10 @@ class CrossBackend(GpuBackend):
 
     def lower(self, graph: StepGraph) -> Run:
         """Not possible here: always raises BackendError."""
-        raise BackendError(_REFUSAL)
-
-    def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Not possible here: always raises BackendError."""
-        raise BackendError(_REFUSAL)
+        raise BackendError(
+            "this backend only rewrites steps for the GPU of another machine; use backend='cuda' "
+            "there to run them"
+        )
 
 
 def open_cuda(
@@ -234,17 +227,18 @@ def open_cuda(
     from mtpc.backends.triton_kernels.launch import device_target
     from mtpc.backends.triton_kernels.loading import CodeObjects, loaded_bindings
     from mtpc.backends.triton_kernels.plans import early_in_few_rows
-    from mtpc.backends.triton_kernels.trial import DeviceTimer, WholeDeviceTimer
-    from mtpc.backends.triton_kernels.tuning import Contest, Tuner
+    from mtpc.backends.triton_kernels.trial import DeviceTimer
+    from mtpc.backends.triton_kernels.tuning import Tuner
 
     device, target = torch.device("cuda", torch.cuda.current_device()), device_target()
     objects = CodeObjects(store, target) if store and target else None
     configure: Configure = invariantly
     if not batch_invariant:
         table = Table(store, device_name(device), report)
-        tuner = Tuner(table, DeviceTimer(device, objects))
-        whole = WholeDeviceTimer(device, TorchGraphs(device), objects)
-        bindings += torch_bindings(capability_of(device), Contest(tuner, whole))
+        timer = DeviceTimer(device, TorchGraphs(device), objects)
+        tuner = Tuner(table, timer)
+        prefers = partial(tuner.prefers, timer.whole)
+        bindings += torch_bindings(capability_of(device), prefers)
         configure = early_in_few_rows(tuner)
     bindings += loaded_bindings(objects, configure)
     if not batch_invariant and target and target.begins_early:

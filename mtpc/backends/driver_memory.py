@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from mtpc.backends.triton_kernels import NAMESPACES
+from mtpc.backends.triton_kernels import call_launches
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import fake_mode_of
@@ -33,14 +33,8 @@ def kernel_count(graph: StepGraph) -> int:
     with fake_mode_of(graph.graph):
         for node in graph.graph.nodes:
             acts = node in effects.roots[node] or effects.writes[node]
-            if node.op != "call_function" or not acts:
-                continue
-            if str(node.target).partition(".")[0] in NAMESPACES:
-                from mtpc.backends.triton_kernels.plans import node_launches
-
-                count += len(node_launches(node))
-            else:
-                count += 1
+            if node.op == "call_function" and acts:
+                count += len(call_launches(node)) or 1
     return count
 
 

@@ -13,48 +13,20 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from mtpc.errors import BackendError, CacheError, DamagedEntryError
 from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest
-from mtpc.store.lookup import keep, key_of
+from mtpc.store.lookup import find, keep
 
 KIND = "gpu-tuning"
 ROW = "tuning.json"
 _MARGIN = 0.02
 """The share of the default's time by which another must be faster; less may be noise."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Ways to do one thing, of which the fastest is wanted.
-
-    Attributes:
-        what: the thing, for messages.
-        names: of the ways, the default first.
-        key: what their times depend on, but for the device.
-        measure: the seconds of each, in order; infinite where the device refuses it. Raises
-            BackendError where nothing can be measured.
-    """
-
-    what: str
-    names: tuple[str, ...]
-    key: Mapping[str, str]
-    measure: Callable[[], list[float]]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A row, and what was wrong with the one before.
-
-    Attributes:
-        choice: the name of a candidate.
-        notes: why it was measured again, or cannot be kept.
-    """
-
-    choice: str
-    notes: tuple[str, ...] = ()
+Times = Callable[[], Mapping[str, float]]
+"""Seconds by the name of a way, the default first; measured when they are asked for, once."""
 
 
 @dataclass
@@ -65,31 +37,67 @@ class Table:
         store: the graph cache; None: measurements last as long as this object.
         device: name of the kind; devices of one kind share rows.
         report: receives a line for each measurement.
-        known: digest of a row's key -> the row.
+        known: digest of a row's key -> what `choose` returns for it.
     """
 
     store: EntryStore | None
     device: str
     report: Report = silent
-    known: dict[str, Tuned] = field(default_factory=dict)
+    known: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
-    def choose(self, candidates: Candidates) -> Tuned:
-        """The fastest; the default where nothing can be measured, with a note."""
-        fields = row_fields(candidates, self.device)
+    def choose(
+        self,
+        what: str,
+        names: tuple[str, ...],
+        key: Mapping[str, str],
+        measure: Callable[[], list[float]],
+    ) -> tuple[str, tuple[str, ...]]:
+        """The fastest of some ways to do one thing; the default where nothing can be measured.
+
+        Args:
+            what: the thing, for messages.
+            names: of the ways, the default first.
+            key: what their times depend on, but for the device.
+            measure: the seconds of each, in order; infinite where the device refuses it. Raises
+                BackendError where nothing can be measured.
+
+        Returns:
+            The name of a way; and notes: why it was measured again, could not be, or is not kept.
+        """
+        kind = {"kind": KIND, "device": self.device, "configurations": "; ".join(names)}
+        fields, notes = {**kind, **key}, list[str]()
+
+        @cache
+        def times() -> Mapping[str, float]:
+            self.report(f"measure {what} on {self.device}")
+            return dict(zip(names, measure(), strict=True))
+
         name = digest(fields)
         if name not in self.known:
             try:
-                self.known[name] = _Trial(self, candidates, fields).obtain()
+                self.known[name] = self._choice(what, names, fields, times, notes), tuple(notes)
             except BackendError as error:
-                note = f"{candidates.what} could not be measured, and runs by default: {error}"
-                self.known[name] = Tuned(candidates.names[0], (note,))
+                note = f"{what} could not be measured, and runs by default: {error}"
+                self.known[name] = names[0], (note,)
         return self.known[name]
 
-
-def row_fields(candidates: Candidates, device: str) -> Fields:
-    """The key of a row."""
-    names = "; ".join(candidates.names)
-    return {"kind": KIND, "device": device, "configurations": names, **candidates.key}
+    def _choice(
+        self, what: str, names: tuple[str, ...], fields: Fields, times: Times, notes: list[str]
+    ) -> str:
+        """That of the cache's row, or of a new measurement, which is kept where it can be."""
+        if self.store is None:
+            return fastest(times())
+        try:
+            found = _read(self.store, what, names, fields, notes)
+            if found is None:
+                with self.store.lock(digest(fields), self.report):
+                    # The process that held it may have written the row; damage was noted before.
+                    found = _read(self.store, what, names, fields, [])
+                    found = found or _keep(self.store, fields, times())
+            return found
+        except CacheError as error:
+            notes.append(f"the autotune row of {what} is not kept: {error}")
+            return fastest(times())
 
 
 def fastest(times: Mapping[str, float]) -> str:
@@ -99,61 +107,27 @@ def fastest(times: Mapping[str, float]) -> str:
     return best if times[best] < times[default] * (1 - _MARGIN) else default
 
 
-@dataclass
-class _Trial:
-    """Candidates, and their times once they are measured."""
-
-    table: Table
-    candidates: Candidates
-    fields: Fields
-    times: dict[str, float] = field(default_factory=dict)
-
-    def obtain(self) -> Tuned:
-        """The cache's row, or a new measurement, which is kept where that is possible."""
-        store, notes, what = self.table.store, list[str](), self.candidates.what
-        try:
-            if store is None:
-                return Tuned(fastest(self._measured()))
-            found = self._read(store, notes)
-            if found is None:
-                with store.lock(digest(self.fields), self.table.report):
-                    # The process that held it may have written the row; damage was noted before.
-                    found = self._read(store, []) or self._kept(store)
-            return Tuned(found, tuple(notes))
-        except CacheError as error:
-            notes.append(f"the autotune row of {what} is not kept: {error}")
-            return Tuned(fastest(self._measured()), tuple(notes))
-
-    def _kept(self, store: EntryStore) -> str:
-        """A new measurement's choice; the row of it is written."""
-        times = self._measured()
-        seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
-        row = json.dumps({"choice": fastest(times), "seconds": seconds}, indent=1) + "\n"
-        keep(store, self.fields, {ROW: row.encode()})
-        return fastest(times)
-
-    def _measured(self) -> dict[str, float]:
-        if not self.times:
-            self.table.report(f"measure {self.candidates.what} on {self.table.device}")
-            seconds = self.candidates.measure()
-            self.times = dict(zip(self.candidates.names, seconds, strict=True))
-        return self.times
-
-    def _read(self, store: EntryStore, notes: list[str]) -> str | None:
-        """A row's choice; None where there is no row, and, with a note, where it is damaged."""
-        try:
-            entry = store.read(digest(self.fields))
-            if entry is None:
-                return None
-            key_of(entry)
-            return _choice(entry, self.candidates.names)
-        except DamagedEntryError as error:
-            what = self.candidates.what
-            notes.append(f"the autotune row of {what} is refused, and measured again: {error}")
-            return None
+def _keep(store: EntryStore, fields: Fields, times: Mapping[str, float]) -> str:
+    """A measurement's choice; the row of it is written."""
+    seconds = {name: None if math.isinf(value) else value for name, value in times.items()}
+    row = json.dumps({"choice": fastest(times), "seconds": seconds}, indent=1) + "\n"
+    keep(store, fields, {ROW: row.encode()})
+    return fastest(times)
 
 
-def _choice(entry: Entry, known: tuple[str, ...]) -> str:
+def _read(
+    store: EntryStore, what: str, names: tuple[str, ...], fields: Fields, notes: list[str]
+) -> str | None:
+    """A row's choice; None where there is no row, and, with a note, where it is damaged."""
+    try:
+        entry = find(store, fields)
+        return None if entry is None else _choice_of(entry, names)
+    except DamagedEntryError as error:
+        notes.append(f"the autotune row of {what} is refused, and measured again: {error}")
+        return None
+
+
+def _choice_of(entry: Entry, known: tuple[str, ...]) -> str:
     try:
         row = json.loads(entry.read(ROW)) if ROW in entry.files else {}
         choice = row["choice"]

@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import Tensor, fx
 
 from mtpc.backends.placing import Live
-from mtpc.backends.triton_kernels import NAMESPACES
+from mtpc.backends.triton_kernels import call_launches
 from mtpc.capture.effects import Root, analyse, storages
 from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import StepGraph
@@ -78,14 +78,13 @@ def _scratch(node: fx.Node) -> int:
     theirs = scratch_of(node)
     if theirs:
         return sum(map(_rounded, theirs))
-    if str(node.target).partition(".")[0] not in NAMESPACES:
+    launches = call_launches(node)
+    if not launches:
         return 0
-    from mtpc.backends.triton_kernels.plans import node_launches
-
     given = {storage for n in node.all_input_nodes for storage in storages(n.meta.get("val"))}
     used = [
         value
-        for launch in node_launches(node)
+        for launch in launches
         for value in launch.arguments.values()
         if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given
     ]

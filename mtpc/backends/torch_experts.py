@@ -3,7 +3,7 @@
 Choices are sorted by expert on the device, each product has all rows of all experts at once, and
 the results go back to their rows. A binding puts these ATen calls into the step, where Inductor
 fuses the gathers, the activation and the sum. They are taken where a measurement on the device says
-that they are faster than mtpc's kernels (`triton_kernels.tuning.Contest`).
+that they are faster than mtpc's kernels (`triton_kernels.tuning.Tuner.prefers`).
 
 `F.grouped_mm` reads where groups end on the device alone: on NVIDIA's devices of compute
 capability 9 and 10, in bfloat16. In all else PyTorch goes through the groups one by one, and copies

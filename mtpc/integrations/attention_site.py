@@ -1,7 +1,7 @@
 """Attention sites: the places in a traced draft where the host's attention modules are called.
 
-While a draft is traced, its model calls `mtpc::host_attention` once at each site. Afterwards, the
-module that the host makes for the site replaces this call in the graph.
+While a draft is traced, its model calls `mtpc::host_site` once at each site. Afterwards, the module
+that the host makes for the site replaces this call in the graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.integrations.layer_sites import LinearMark
+from mtpc.integrations.layer_sites import LinearMark, host_site
 
 
 @dataclass(frozen=True)
@@ -83,33 +83,6 @@ def expand_latent(site: AttentionSite, latent: Tensor, rope_key: Tensor) -> tupl
     return torch.cat([unrotated, rotated], -1), value
 
 
-@torch.library.custom_op("mtpc::host_attention", mutates_args=())
-def host_attention(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, site: int) -> Tensor:
-    """Mark a site in the trace of a draft. This operator is never run.
-
-    Args:
-        q: [T, N, D].
-        first: keys [T, H_kv, D], or latents [T, rank], or keys that are values [T, D].
-        second: values [T, H_kv, D_v], or rope keys [T, D_rope], or `first`.
-        v_head_dim: D_v.
-        site: the site's index.
-
-    Returns:
-        [T, N, v_head_dim].
-
-    Raises:
-        UnsupportedModelError: always.
-    """
-    raise UnsupportedModelError(
-        f"attention site {site} was run; expected that the host's module replaces it in the graph"
-    )
-
-
-@host_attention.register_fake
-def _(q: Tensor, first: Tensor, second: Tensor, v_head_dim: int, site: int) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], v_head_dim))
-
-
 class SiteRecorder:
     """Replaces transformers' cache while a draft is traced, and records the attention sites.
 
@@ -173,7 +146,7 @@ class _SiteLayer:
     def attend(
         self, module: Any, query: Tensor, scale: float, context: SiteRecorder, **options: Any
     ) -> Tensor:
-        """Record a site, and call `host_attention` instead of attention.
+        """Record a site, and mark it instead of attention.
 
         `query` is [1, N, T, D], and the result [1, T, N, D_v]. `options` are transformers' further
         arguments: sliding_window, softcap, s_aux (the sinks).
@@ -219,11 +192,10 @@ class _SiteLayer:
         return self._mark(_Found(attention, numbers, "sinks"), query, fresh, fresh)
 
     def _mark(self, found: _Found, q: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Call `host_attention` for a new site: [T, N, D] -> [T, N, D_v]."""
-        index = len(self._found)
+        """Mark a new site: queries [T, N, D] and what `AttentionSite` says -> [T, N, D_v]."""
         self._found.append(found)
-        width = found.numbers["v_head_dim"]
-        out: Tensor = torch.ops.mtpc.host_attention(q, first, second, width, index)
+        features = [found.numbers["num_heads"], found.numbers["v_head_dim"]]
+        out: Tensor = host_site([q, first, second], "attention", len(self._found) - 1, features)
         return out
 
 

@@ -107,7 +107,7 @@ class TracedDraft(nn.Module):
         linears = [self.hosted[name].module for name in marks.linears]
         self.sites = rows.recorder.sites(linears)
         modules = [make_attention(site) for site in self.sites]
-        _call_host(self.graph, torch.ops.mtpc.host_attention.default, "sites", modules)
+        _call_host(self.graph, "attention", "sites", modules)
         self.embedding: Any = None
         self.own: dict[str, Tensor] = {}
 
@@ -291,32 +291,35 @@ def _trace(rows: _Rows, text: Any, options: DraftOptions) -> fx.GraphModule:
 
 def _host_layers(traced: fx.GraphModule, marks: Marks, host: HostLayers) -> dict[str, Hosted]:
     """Replace calls of marks with calls of the host's layers, which are returned by module name."""
-    mark = torch.ops.mtpc.host_experts.default
-    calls = {node.args[-1]: node for node in traced.graph.nodes if node.target is mark}
+    calls = {node.args[2]: node for node in _marks(traced, "experts")}
     hosted = {
         name: Hosted(found.site, host.linear(found.site)) for name, found in marks.linears.items()
     }
     linears = [layer.module for layer in hosted.values()]
     experts = []
     for name, marked in marks.experts.items():
-        ids: Any = calls[marked.site.index].args[1]
+        _, ids, _ = calls[marked.site.index].args[0]
         site = replace(marked.site, top_k=ids.meta["val"].shape[-1])
         experts.append(host.experts(site))
         hosted[name] = Hosted(site, experts[-1])
-    _call_host(traced, torch.ops.mtpc.host_linear.default, "linears", linears)
-    _call_host(traced, mark, "experts", experts)
+    _call_host(traced, "linear", "linears", linears)
+    _call_host(traced, "experts", "experts", experts)
     return hosted
 
 
-def _call_host(traced: fx.GraphModule, mark: Any, name: str, modules: Sequence[nn.Module]) -> None:
-    """Replace the calls of an operator that marks sites with calls of the host's modules."""
+def _marks(traced: fx.GraphModule, kind: str) -> list[Any]:
+    """The calls that mark sites of a kind; see `host_site`."""
+    mark = torch.ops.mtpc.host_site.default
+    nodes = traced.graph.find_nodes(op="call_function", target=mark)
+    return [node for node in nodes if node.args[1] == kind]
+
+
+def _call_host(traced: fx.GraphModule, kind: str, name: str, modules: Sequence[nn.Module]) -> None:
+    """Replace the marks of sites of a kind with calls of the host's modules."""
     traced.add_module(name, nn.ModuleList(modules))
-    for node in list(traced.graph.nodes):
-        if node.target is not mark:
-            continue
-        operands = tuple(argument for argument in node.args if isinstance(argument, fx.Node))
+    for node in _marks(traced, kind):
         with traced.graph.inserting_before(node):
-            call = traced.graph.call_module(f"{name}.{node.args[-1]}", operands)
+            call = traced.graph.call_module(f"{name}.{node.args[2]}", tuple(node.args[0]))
         call.meta = dict(node.meta)
         node.replace_all_uses_with(call)
         traced.graph.erase_node(node)

@@ -2,8 +2,8 @@
 
 A host's own layers implement tensor parallelism and quantisation. Before the draft is traced,
 `mark_layers` replaces each linear layer and each mixture's experts by a mark. A mark calls
-`mtpc::host_linear` or `mtpc::host_experts`, whose results have one rank's sizes. Afterwards, the
-modules that the host makes for these sites replace the calls.
+`mtpc::host_site`, whose results have one rank's sizes. Afterwards, the modules that the host makes
+for these sites replace the calls.
 """
 
 from __future__ import annotations
@@ -164,38 +164,27 @@ class HostLayers(Protocol):
         """The names of the parameters that must be loaded from the checkpoint."""
 
 
-@torch.library.custom_op("mtpc::host_linear", mutates_args=())
-def host_linear(rows: Tensor, width: int, site: int) -> Tensor:
-    """Mark a linear layer in the trace of a draft: [T, in] -> [T, width]. It is never run.
+@torch.library.custom_op("mtpc::host_site", mutates_args=())
+def host_site(operands: list[Tensor], kind: str, site: int, features: list[int]) -> Tensor:
+    """Mark, in the trace of a draft, where a module of the host is called. It is never run.
+
+    Args:
+        operands: the module's arguments, of T rows each.
+        kind: "attention", "linear" or "experts".
+        site: the site's index among those of its kind.
+        features: sizes of the result behind T.
 
     Raises:
         UnsupportedModelError: always.
     """
     raise UnsupportedModelError(
-        f"linear site {site} was run; expected that the host's layer replaces it in the graph"
+        f"{kind} site {site} was run; expected that the host's module replaces it in the graph"
     )
 
 
-@host_linear.register_fake
-def _(rows: Tensor, width: int, site: int) -> Tensor:
-    return rows.new_empty((rows.shape[0], width))
-
-
-@torch.library.custom_op("mtpc::host_experts", mutates_args=())
-def host_experts(rows: Tensor, ids: Tensor, weights: Tensor, site: int) -> Tensor:
-    """Mark experts in the trace of a draft: see `ExpertsSite`. It is never run.
-
-    Raises:
-        UnsupportedModelError: always.
-    """
-    raise UnsupportedModelError(
-        f"experts site {site} was run; expected that the host's experts replace it in the graph"
-    )
-
-
-@host_experts.register_fake
-def _(rows: Tensor, ids: Tensor, weights: Tensor, site: int) -> Tensor:
-    return torch.empty_like(rows)
+@host_site.register_fake
+def _(operands: list[Tensor], kind: str, site: int, features: list[int]) -> Tensor:
+    return operands[0].new_empty((operands[0].shape[0], *features))
 
 
 class LinearMark(nn.Module):
@@ -207,9 +196,9 @@ class LinearMark(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., width]."""
-        rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = torch.ops.mtpc.host_linear(rows, self.site.width, self.site.index)
-        return out.view(*x.shape[:-1], self.site.width)
+        rows, width = x.reshape(-1, x.shape[-1]), self.site.width
+        out: Tensor = host_site([rows], "linear", self.site.index, [width])
+        return out.view(*x.shape[:-1], width)
 
 
 class ExpertsMark(nn.Module):
@@ -221,7 +210,7 @@ class ExpertsMark(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See `ExpertsSite`."""
-        out: Tensor = torch.ops.mtpc.host_experts(x, ids, weights, self.site.index)
+        out: Tensor = host_site([x, ids, weights], "experts", self.site.index, [x.shape[-1]])
         return out
 
 

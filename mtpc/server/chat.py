@@ -1,4 +1,5 @@
-"""Turns messages into a prompt with the checkpoint's Jinja template, which runs in a sandbox.
+"""Turns messages into a prompt with the checkpoint's Jinja template, which runs in another process
+(`mtpc.server.sandbox`).
 
 The variables, filters and options are those of transformers' `apply_chat_template`, for which
 templates are written (huggingface.co/docs/transformers, "Chat templates"). This module reads the
@@ -7,14 +8,21 @@ template from the checkpoint's files and does not import transformers.
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import stat
+import subprocess
+import threading
+import weakref
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mtpc.errors import CheckpointError
-from mtpc.server.renderer import Renderer
+from mtpc.errors import CheckpointError, RequestError, ServingError
+from mtpc.program.processes import start_python
+from mtpc.server.sandbox import CPU_SECONDS
 from mtpc.weights.gguf import find_gguf
 from mtpc.weights.gguf.file import chat_template
 from mtpc.weights.json_file import CONFIG, read_json
@@ -23,10 +31,11 @@ _TRAINING_MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """transformers' tags around the assistant's text. Only training uses them."""
 _MOST_BYTES = 2**20
 """The largest template file. No released model has a tenth of this."""
+_REFUSED = "the chat template refuses these messages"
 
 
 class ChatTemplate:
-    """Renders conversations as prompts.
+    """Renders conversations as prompts. Any thread may call it; one text is made at a time.
 
     Args:
         source: the Jinja template.
@@ -36,21 +45,22 @@ class ChatTemplate:
         source: the Jinja template.
 
     Raises:
-        CheckpointError: `source` is not a valid Jinja template.
+        CheckpointError: `source` is not a template, or cannot be compiled within the limits.
         ServingError: the process that renders cannot be started.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         # Each mark becomes a condition that always holds.
-        plain = _TRAINING_MARKS.sub(
+        self._plain = _TRAINING_MARKS.sub(
             lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", source
         )
-        self._renderer = Renderer(plain)
-        self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.source, self._special_tokens = source, dict(special_tokens)
+        self._lock, self._child = threading.Lock(), self._start()
 
     def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         """The prompt of a conversation, up to the start of the assistant's next message.
+
+        A template that exceeds a limit ends its process. The next call starts another one.
 
         Args:
             messages: the messages, each with a role and a content.
@@ -61,16 +71,68 @@ class ChatTemplate:
                 beyond the limits of `mtpc.server.sandbox`.
             ServingError: the process that renders cannot be started again.
         """
-        return self._renderer.render(
-            {
-                "tools": None,
-                "documents": None,
-                **self._special_tokens,
-                **kwargs,
-                "messages": messages,
-                "add_generation_prompt": True,
-            }
-        )
+        free = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        variables = {**free, "messages": messages, "add_generation_prompt": True}
+        try:
+            data = json.dumps(variables).encode()
+        except RecursionError:
+            raise RequestError(f"{_REFUSED}: they are nested too deeply") from None
+        with self._lock:
+            if self._child.has_ended:
+                self._child = self._start()
+            text, reason = self._child.ask(data)
+        if text is None:
+            raise RequestError(f"{_REFUSED}: {reason}")
+        return text
+
+    def _start(self) -> _Child:
+        try:
+            child = _Child()
+        except OSError as error:
+            raise ServingError(
+                f"cannot start the process that renders the chat template: {error}; free "
+                "memory, processes or file descriptors of this machine"
+            ) from None
+        text, reason = child.ask(self._plain.encode(errors="surrogatepass"))
+        if text is None:
+            child.end()
+            raise CheckpointError(f"the chat template is broken: {reason}")
+        return child
+
+
+class _Child:
+    """A process that runs `mtpc.server.sandbox`, which imports little more than Jinja."""
+
+    def __init__(self) -> None:
+        self._process, self._pipe = start_python("mtpc.server.sandbox")
+        self.end = weakref.finalize(self, _end, self._process, self._pipe)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, data: bytes) -> tuple[str | None, str]:
+        """Send a message. Returns the answer's text, or None and the reason of the failure."""
+        try:
+            self._pipe.send_bytes(data)
+            answer = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            self.end()
+            return None, _how_it_ended(self._process.returncode)
+        text = answer[1:].decode()
+        return (text, "") if answer[:1] == b"+" else (None, text)
+
+
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
+    process.kill()  # Nothing happens if it has ended.
+    process.wait()
+
+
+def _how_it_ended(status: int) -> str:
+    if status == -signal.SIGPROF:
+        return f"it takes more than {CPU_SECONDS:g} s of the processor's time"
+    return f"its process ended with status {status}, as a rule because memory ran out"
 
 
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:

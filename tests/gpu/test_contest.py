@@ -33,8 +33,8 @@ from mtpc.backends.measured import KIND, ROW, Table
 from mtpc.backends.triton_kernels import load_kernels, trial, triton_bindings
 from mtpc.backends.triton_kernels.configs import Config
 from mtpc.backends.triton_kernels.plans import plan
-from mtpc.backends.triton_kernels.trial import WholeDeviceTimer, trial_arguments
-from mtpc.backends.triton_kernels.tuning import Call, Contest, Tuner
+from mtpc.backends.triton_kernels.trial import DeviceTimer, trial_arguments
+from mtpc.backends.triton_kernels.tuning import Call, Tuner
 from mtpc.errors import BackendError, CaptureError
 from mtpc.store.entries import EntryStore
 from mtpc.store.lookup import KEY, peek
@@ -76,7 +76,7 @@ class Times:
 def _bound(times: Times, store: EntryStore | None, **changes: Any) -> tuple[list[str], list[str]]:
     """The operators that a call becomes, and notes."""
     tuner = Tuner(Table(store, DEVICE), times.launches)
-    bindings = torch_experts.torch_bindings((9, 0), Contest(tuner, times))
+    bindings = torch_experts.torch_bindings((9, 0), partial(tuner.prefers, times))
     _, graph = experts_step(**changes)
     notes: list[str] = []
     BindKernels((*bindings, *triton_bindings(tuner)), notes.append).apply(graph)
@@ -132,8 +132,8 @@ def test_what_is_slow_with_other_configurations_is_measured_anew(store: EntrySto
         if "operator" not in fields:
             _write(store, name, {"choice": fields["configurations"].split("; ")[0]})
     node, graph = experts_step()
-    contest = Contest(Tuner(table, other.launches), other)
-    assert contest(torch_experts.experts, node, graph) == (False, ())
+    tuner = Tuner(table, other.launches)
+    assert tuner.prefers(other, torch_experts.experts, node, graph) == (False, ())
     assert other.asked == [""]
 
 
@@ -191,8 +191,8 @@ def benched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _timed(graphs: Any = None) -> list[float]:
-    timer = WholeDeviceTimer(torch.device("cpu"), graphs or DirectGraphs())
-    return timer(Call(*experts_step()), "", torch_experts.experts)
+    timer = DeviceTimer(torch.device("cpu"), graphs or DirectGraphs())
+    return timer.whole(Call(*experts_step()), "", torch_experts.experts)
 
 
 def test_both_are_timed_on_the_same_call(

@@ -37,9 +37,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtpc.backends.triton_kernels import ELEMENTS, chunks, load_kernels
-from mtpc.backends.triton_kernels.chunks import CHUNK, count_chunks
+from mtpc.backends.triton_kernels import ELEMENTS, load_kernels, recurrence
 from mtpc.backends.triton_kernels.ops import OPERATORS
+from mtpc.backends.triton_kernels.recurrence import CHUNK, count_chunks
 from mtpc.errors import BackendError
 from mtpc.layout import SCRATCH_SLOT
 
@@ -263,8 +263,8 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Positions in a chunk: the fewest that a product takes, unless a test gives a number. Steps of
     twice as many rows go in chunks."""
     size: int = getattr(request, "param", 16)
-    monkeypatch.setattr(chunks, "CHUNK", size)
-    monkeypatch.setattr(chunks, "_LEAST_ROWS", 2 * size)
+    monkeypatch.setattr(recurrence, "CHUNK", size)
+    monkeypatch.setattr(recurrence, "_LEAST_ROWS", 2 * size)
     return size
 
 

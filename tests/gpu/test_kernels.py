@@ -22,8 +22,8 @@ import itertools
 
 from mtpc.backends.triton_kernels import ELEMENTS, load_kernels
 from mtpc.backends.triton_kernels.combine import splits_for
-from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.launch import run
+from mtpc.backends.triton_kernels.ops.experts import sort_choices
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.backends.triton_kernels.tiles import num_tiles
 from mtpc.errors import BackendError

@@ -30,7 +30,7 @@ from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.peer_memory import BLOCK_BYTES, BLOCKS, MOST_BYTES, PEERS, PeerMemory
 from mtpc.backends.triton_kernels import launch as launches
 from mtpc.backends.triton_kernels import load_kernels, triton_bindings
-from mtpc.backends.triton_kernels.ops import gather_ranks, sum_ranks
+from mtpc.backends.triton_kernels.ops.exchanges import gather_ranks, sum_ranks
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.capture.graph import operators
 from mtpc.passes import Sharding
@@ -235,15 +235,15 @@ def test_limits(tmp_path: Path) -> None:
     """What is too large, or has no memory, or adds otherwise, stays with torch.distributed."""
     group, fits = "limits", torch.zeros(MOST_BYTES // 4)
     call = {"part": fits, "group": group}
-    assert sum_ranks.sum_ranks.limit(call) == "its ranks do not share memory"
+    assert sum_ranks.limit(call) == "its ranks do not share memory"
     share_mapped(0, 2, group, tmp_path / "memory")
     try:
-        for operator in (sum_ranks.sum_ranks, gather_ranks.gather_ranks):
+        for operator in (sum_ranks, gather_ranks):
             assert operator.limit(call) is None
             refusal = operator.limit({**call, "part": torch.zeros(MOST_BYTES // 4 + 1)})
             assert refusal == "524292 bytes; it takes up to 524288"
-        assert sum_ranks.sum_ranks.limit({**call, "part": fits.double()[:8]}) == "torch.float64"
-        (launch,) = sum_ranks.sum_ranks.plan(fits, group)[0]
+        assert sum_ranks.limit({**call, "part": fits.double()[:8]}) == "torch.float64"
+        (launch,) = sum_ranks.plan(fits, group)[0]
         assert launch.grid == (BLOCKS, 1, 1)
         assert launch.constants["BLOCK"] * fits.itemsize == BLOCK_BYTES
     finally:

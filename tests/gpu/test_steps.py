@@ -38,7 +38,7 @@ from mtpc.backends.cuda import CudaBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.gpu.passes import fuse_skinny_linears
 from mtpc.backends.null import NullGraphs
-from mtpc.backends.triton_kernels import NAMESPACES, chunks, refuses, triton_bindings
+from mtpc.backends.triton_kernels import NAMESPACES, recurrence, refuses, triton_bindings
 from mtpc.backends.triton_kernels.ops import OPERATORS
 from mtpc.backends.triton_kernels.plans import step_launches
 from mtpc.layout import StepKey
@@ -71,8 +71,8 @@ def test_prompts_in_chunks_emit_the_same_tokens(
     family: str, kernel: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of state that rows replace: a prompt in chunks of two steps, and one beside drafts."""
-    monkeypatch.setattr(chunks, "CHUNK", 16)
-    monkeypatch.setattr(chunks, "_LEAST_ROWS", 20)
+    monkeypatch.setattr(recurrence, "CHUNK", 16)
+    monkeypatch.setattr(recurrence, "_LEAST_ROWS", 20)
     prompts = [[41, 8], list(range(3, 40))]
     options = changed(OPTIONS, prefill_chunk=24, max_len=48, num_pages=40)
     ours, theirs = _compare(checkpoint(family), options, FAMILIES[family], prompts=prompts)

@@ -22,6 +22,7 @@ import triton
 from helpers.triton_steps import EACH_STEP, FAMILIES, OPTIONS, SLOW
 from helpers.tuned_calls import paged_call
 
+from benchmarks.gpu.machine import DirectGraphs
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.triton_kernels import load_kernels, trial
 from mtpc.backends.triton_kernels.configs import configs_of
@@ -71,7 +72,7 @@ def test_a_configuration_that_the_device_refuses_is_left_out(
         run(launches)
 
     monkeypatch.setattr(trial, "run", refuse)
-    times = DeviceTimer(torch.device("cpu"))(call, 0, configs)
+    times = DeviceTimer(torch.device("cpu"), DirectGraphs())(call, 0, configs)
     assert times == [math.inf if c.threads == refused.threads else 0.005 for c in configs]
     assert 0 < times.count(math.inf) < len(times)
 
@@ -97,10 +98,8 @@ def test_what_cannot_be_timed_is_no_crash(
             raise error
 
     monkeypatch.setattr(trial, "run", refuse)
-    timer, configs = (
-        DeviceTimer(torch.device("cpu")),
-        configs_of(node_launches(call.node)[0], "cuda"),
-    )
+    timer = DeviceTimer(torch.device("cpu"), DirectGraphs())
+    configs = configs_of(node_launches(call.node)[0], "cuda")
     if good and not isinstance(error, torch.OutOfMemoryError):
         assert timer(call, 0, configs) == [math.inf] * len(configs)
         return

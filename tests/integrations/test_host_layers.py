@@ -246,9 +246,7 @@ def test_a_quantised_checkpoint_is_the_hosts(
     TracedDraft(directory, Causal, DOUBLE, Host(0, Group(1)))
 
 
-@pytest.mark.parametrize("mark", ["host_linear", "host_experts"])
-def test_marks_are_never_run(mark: str) -> None:
-    rows = torch.zeros(2, 4)
-    arguments = (rows, 4, 0) if mark == "host_linear" else (rows, rows.long(), rows, 0)
-    with pytest.raises(UnsupportedModelError, match="site 0 was run"):
-        getattr(torch.ops.mtpc, mark)(*arguments)
+@pytest.mark.parametrize("kind", ["attention", "linear", "experts"])
+def test_marks_are_never_run(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{kind} site 0 was run"):
+        torch.ops.mtpc.host_site([torch.zeros(2, 4)], kind, 0, [4])

@@ -88,7 +88,7 @@ def test_only_the_host_attends(family: str, checkpoint: Callable[..., Path]) -> 
     assert len(draft.sites) == 1
     names = " ".join(str(n.target) for n in draft.graph.graph.nodes)
     assert "kv_b_proj" not in names  # What is not used is not computed either.
-    assert not [op for op in ("host_attention", "attention.", "paged", "latent") if op in names]
+    assert not [op for op in ("host_site", "attention.", "paged", "latent") if op in names]
     owned = [id(p) for p in draft.parameters()]
     assert len(owned) == len(set(owned)) == len(list(draft.layer.parameters()))
     assert all(not p.requires_grad for p in draft.parameters())

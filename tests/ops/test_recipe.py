@@ -99,9 +99,9 @@ def _limit(call):
 def halve(x: Tensor, counts: Tensor, times: int, plus_one: bool) -> Plan:
     """One launch; it takes no bias."""
     out = x.new_empty(x.shape), counts.new_empty(counts.shape)
-    arguments = dict(x_ptr=x, counts_ptr=counts, out_ptr=out[0], seen_ptr=out[1])
-    constants = dict(TIMES=times, ONE=int(plus_one))
-    return [Launch(halve_kernel, (len(x), 1, 1), arguments, constants)], out
+    values = dict(x_ptr=x, counts_ptr=counts, out_ptr=out[0], seen_ptr=out[1])
+    values |= dict(TIMES=times, ONE=int(plus_one))
+    return [Launch(halve_kernel, (len(x), 1, 1), values)], out
 '''
 
 SHARED = """\

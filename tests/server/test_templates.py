@@ -170,16 +170,16 @@ def test_a_template_that_goes_too_far_harms_no_other() -> None:
 def test_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed by the system: another takes its place; if that cannot start, one error says so."""
     template = ChatTemplate("{{ messages[0].content }}", {})
-    child = template._renderer._child._process
+    child = template._child._process
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert template.render([MESSAGE], {}) == MESSAGE["content"]
-    template._renderer._child.end()
+    template._child.end()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("mtpc.server.renderer.subprocess.Popen", refuse)
+    monkeypatch.setattr("mtpc.server.chat.subprocess.Popen", refuse)
     with pytest.raises(ServingError, match=r"cannot start the process.*Cannot allocate memory"):
         template.render([MESSAGE], {})
     monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_messages_that_are_nested_too_deeply() -> None:
 
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("a", {})
-    process = template._renderer._child._process
+    process = template._child._process
     del template
     assert process.returncode is not None
 

@@ -185,12 +185,11 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def aiter_bindings(architecture: str | None = None, load: Load = Published.load) -> Found:
+def aiter_bindings(architecture: str | None = None) -> Found:
     """Candidates for every kernel of the table whose signature is as expected.
 
     Args:
         architecture: of the GPU, such as gfx942; None asks the device of each call.
-        load: finds a function.
     """
     version, message = aiter_version()
     if version is None:
@@ -198,7 +197,7 @@ def aiter_bindings(architecture: str | None = None, load: Load = Published.load)
     bindings, faults = [], []
     for kernel in KERNELS:
         try:
-            bindings.append(bind(kernel, architecture, load))
+            bindings.append(bind(kernel, architecture))
         except Exception as error:
             # Importing it may ask for the architecture, or compile, and so raise anything.
             faults.append(f"{kernel.functions}: {type(error).__name__}: {error}")

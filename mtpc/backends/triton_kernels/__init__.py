@@ -1,7 +1,7 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's, in an op namespace of their own.
 
-`mtpc_triton::` has the operators of `mtpc.ops` and `mtpc.backends.gpu.ops` that have a file in
-`ops` here. `mtpc_loaded::` has the same operators, launched by Triton itself: for code that was
+`mtpc_triton::` has the operators of `mtpc.ops` and `mtpc.backends.gpu.ops` that have a plan
+in `ops` here. `mtpc_loaded::` has the same operators, launched by Triton itself: for code that was
 compiled elsewhere, and for launches that may begin before the one before them has ended (`launch`).
 Both take the arguments of the references and compute the same. This module does not import Triton,
 which only torch's builds for GPUs bring along; all other modules here do.
@@ -10,7 +10,7 @@ What the kernels guarantee:
 
 - Grids depend on the bucket's sizes only. Lengths, block tables and slots are read on the device,
   so one captured graph serves every length up to max_len.
-- There are no atomics but the flags of exchanges (`ops/sum_ranks.py`), so a result has the same
+- There are no atomics but the flags of exchanges (`ops/exchanges.py`), so a result has the same
   bits in every run. In one bucket, a row's bits of attention and of recurrent state do not depend
   on other requests, on the rows and the context of its own request, or on whether the row was
   replayed.
@@ -141,6 +141,15 @@ def _refuse_all_but_float8_writes(node: fx.Node, graph: StepGraph) -> str | None
     written = [call.get(name) for name in written_by(node.target)]
     is_float8 = any(t is not None and t.dtype == torch.float8_e4m3fn for t in written)
     return refuses(node, graph) if is_float8 else "it writes no float8"
+
+
+def call_launches(node: fx.Node) -> list[Any]:
+    """The launches of a call of ours, in a fake mode; of any other node none."""
+    if str(node.target).partition(".")[0] not in NAMESPACES:
+        return []
+    from mtpc.backends.triton_kernels.plans import node_launches
+
+    return node_launches(node)
 
 
 def invariantly(node: fx.Node, graph: StepGraph) -> tuple[str, tuple[str, ...]]:

@@ -190,16 +190,13 @@ def combine_launches(
     splits, num_tokens, heads, dim = acc.shape
     seq_lens, starts = lengths or (stats, stats)
     block = min(power_of_two(dim), _BLOCK)
-    arguments = dict(
+    values = dict(
         acc_ptr=acc, stats_ptr=stats, sinks_ptr=acc if sinks is None else sinks,
         lens_ptr=seq_lens, starts_ptr=starts, out_ptr=out,
         num_reqs=seq_lens.shape[0] if lengths else 0, num_tokens=num_tokens,
-    )  # fmt: skip
-    constants = dict(
         DV=dim, BLOCK_DV=block, SPLITS=splits, S_PAD=power_of_two(splits),
         R_PAD=power_of_two(seq_lens.shape[0], 16), HAS_SINKS=sinks is not None,
         ALL_ON=lengths is None, AT_ONCE=min(_AT_ONCE, power_of_two(splits)),
         IN_ORDER=cut is not None and cut.in_order,
     )  # fmt: skip
-    grid = (num_tokens, heads, -(-dim // block))
-    return [Launch(combine_kernel, grid, arguments, constants, threads=32)]
+    return [Launch(combine_kernel, (num_tokens, heads, -(-dim // block)), values, threads=32)]

@@ -54,7 +54,7 @@ def configs_of(launch: Launch, vendor: str) -> tuple[Config, ...]:
     for change in (Change(), *choice.changes):
         if change.amd and vendor != "hip":
             continue
-        sizes = {name: int(launch.constants[name] * change.factors.get(name, 1)) for name in names}
+        sizes = {name: int(launch.values[name] * change.factors.get(name, 1)) for name in names}
         if all(sizes[name] >= _LEAST for name in change.factors):
             threads = change.threads or launch.threads
             stages = change.num_stages or launch.num_stages
@@ -64,13 +64,13 @@ def configs_of(launch: Launch, vendor: str) -> tuple[Config, ...]:
 
 def configured(launch: Launch, config: Config) -> Launch:
     """A launch in another of its configurations."""
-    grid, constants = list(launch.grid), {**launch.constants, **dict(config.sizes)}
+    grid, values = list(launch.grid), {**launch.values, **dict(config.sizes)}
     for size, (axis, extent) in launch.choice.axes.items() if config.sizes else ():
-        grid[axis] = -(-constants[extent] // constants[size])
+        grid[axis] = -(-values[extent] // values[size])
     return replace(
         launch,
         grid=(grid[0], grid[1], grid[2]),
-        constants=constants,
+        values=values,
         threads=config.threads,
         num_stages=config.num_stages,
         amd=dict(config.amd),

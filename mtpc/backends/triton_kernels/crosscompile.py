@@ -36,7 +36,7 @@ from mtpc.backends.triton_kernels.launch import (
 from mtpc.errors import BackendError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import digest, hash_of
-from mtpc.store.lookup import KEY, key_bytes, key_of
+from mtpc.store.lookup import find, keep
 
 KIND = "gpu-kernel"
 FORMAT = "2"
@@ -237,8 +237,7 @@ def _obtain(wanted: Specialisation, store: EntryStore) -> Compiled:
         with store.lock(digest(fields), lambda line: None):
             entry = _find(store, fields)
             if entry is None:
-                was_there = False
-                entry = store.write(digest(fields), lambda into: _fill(into, wanted))
+                entry, was_there = keep(store, fields, _compiled_files(wanted)), False
     resources = Resources(**json.loads(entry.read(RESOURCES)))
     return Compiled(wanted.kernel.__name__, wanted.target, entry, resources, was_there)
 
@@ -246,16 +245,13 @@ def _obtain(wanted: Specialisation, store: EntryStore) -> Compiled:
 def _find(store: EntryStore, fields: dict[str, str]) -> Entry | None:
     """The entry; None where it is missing, or damaged and to be built again."""
     try:
-        entry = store.read(digest(fields))
-        if entry is not None:
-            key_of(entry)  # Raises if the entry is filed under another key.
-        return entry
+        return find(store, fields)
     except DamagedEntryError:
         return None
 
 
-def _fill(directory: Path, wanted: Specialisation) -> None:
-    """Compile into an entry's directory."""
+def _compiled_files(wanted: Specialisation) -> dict[str, bytes]:
+    """The files of an entry, without its key."""
     compiled, target = compile_for(wanted), wanted.target
     code = compiled.asm[target.binary]
     resources = _resources(compiled, code, target)
@@ -264,16 +260,13 @@ def _fill(directory: Path, wanted: Specialisation) -> None:
             f"{wanted.kernel.__name__} takes {resources.shared_bytes} bytes of shared memory; "
             f"{target.name} ({target.device}) has {target.shared_bytes}"
         )
-    (directory / f"kernel.{target.binary}").write_bytes(code)
-    (directory / RESOURCES).write_text(json.dumps(asdict(resources), indent=1) + "\n")
-    (directory / METADATA).write_bytes(_metadata(compiled))
-    (directory / KEY).write_bytes(key_bytes(wanted.fields))
-
-
-def _metadata(compiled: Any) -> bytes:
-    """Triton's own record of a compiled kernel, as it keeps it."""
-    path = next(p for n, p in compiled.metadata_group.items() if n.endswith(".json"))
-    return Path(path).read_bytes()
+    # Triton's own record of the kernel, as it keeps it.
+    record = next(p for n, p in compiled.metadata_group.items() if n.endswith(".json"))
+    return {
+        f"kernel.{target.binary}": code,
+        RESOURCES: json.dumps(asdict(resources), indent=1).encode() + b"\n",
+        METADATA: Path(record).read_bytes(),
+    }
 
 
 def compile_for(wanted: Specialisation) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.layout import SCRATCH_SLOT
@@ -351,42 +350,31 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     tl.store(cuts_ptr + row, cut)
 
 
-def filter_launches(
-    shared: dict[str, Any], count: int, sizes: dict[str, int], cuts: Tensor
-) -> list[Launch]:
+def filter_launches(values: dict[str, Any], count: int) -> list[Launch]:
     """The launches that find the cuts [N] of rows of logits.
 
     Args:
-        shared: the kernels' common arguments: scores [N, V], peaks of their blocks, and parameters.
+        values: scores [N, V], peaks of their BLOCKS, parameters, ROWS of a request; and `cuts_ptr`,
+            float64 [N], which is written for rows that are sampled.
         count: N.
-        sizes: ROWS of a request; BLOCKS of a row, each of which has a peak.
-        cuts: float64 [N]; written for rows that are sampled.
     """
-    device, vocab, blocks = cuts.device, shared["vocab"], sizes["BLOCKS"]
+    vocab, blocks, cuts = (values[name] for name in ("vocab", "BLOCKS", "cuts_ptr"))
     parts = -(-vocab // _PART)
-    counts = torch.empty((count, parts, _BINS), dtype=torch.int32, device=device)
-    masses = torch.empty((count, 2, parts), dtype=torch.float64, device=device)
-    bins = torch.empty((count, 3), dtype=torch.int32, device=device)
-    sums = torch.empty((count, 2), dtype=torch.float64, device=device)
-    places = torch.empty((count, parts), dtype=torch.int32, device=device)
-    near = torch.empty((count, _MOST), dtype=torch.float64, device=device)
-    above = torch.empty((count, parts), dtype=torch.float64, device=device)
-    known = dict(ROWS=sizes["ROWS"], BLOCKS=blocks, BLOCKS_PAD=power_of_two(blocks))
-    parted = known | dict(PARTS=parts, PARTS_PAD=power_of_two(parts))
-    unscored = {name: value for name, value in shared.items() if name != "scores_ptr"}
-    peakless = {name: value for name, value in shared.items() if "peaks" not in name}
-    counted = dict(counts_ptr=counts, masses_ptr=masses)
-    found = dict(bins_ptr=bins, sums_ptr=sums)
-    gathered = found | dict(near_ptr=near, above_ptr=above)
-    placed = dict(places_ptr=places)
+    values = values | dict(
+        counts_ptr=cuts.new_empty((count, parts, _BINS), dtype=torch.int32),
+        masses_ptr=cuts.new_empty((count, 2, parts)),
+        bins_ptr=cuts.new_empty((count, 3), dtype=torch.int32),
+        sums_ptr=cuts.new_empty((count, 2)),
+        places_ptr=cuts.new_empty((count, parts), dtype=torch.int32),
+        near_ptr=cuts.new_empty((count, _MOST)),
+        above_ptr=cuts.new_empty((count, parts)),
+        BLOCKS_PAD=power_of_two(blocks), PARTS=parts, PARTS_PAD=power_of_two(parts), PART=_PART,
+        BINS=_BINS, TOGETHER=_TOGETHER, MOST=_MOST, CHUNK=_CHUNK,
+    )  # fmt: skip
     each, whole = (count, parts, 1), (count, 1, 1)
     return [
-        Launch(count_bins_kernel, each, shared | counted,
-               dict(known, PART=_PART, BINS=_BINS), 128),
-        Launch(find_bins_kernel, whole, unscored | counted | found | placed,
-               dict(parted, BINS=_BINS, TOGETHER=_TOGETHER)),
-        Launch(gather_bins_kernel, each, peakless | gathered | placed,
-               dict(ROWS=sizes["ROWS"], PART=_PART, BINS=_BINS, MOST=_MOST)),
-        Launch(cut_kernel, whole, shared | gathered | dict(cuts_ptr=cuts),
-               dict(parted, MOST=_MOST, CHUNK=_CHUNK), 512),
-    ]  # fmt: skip
+        Launch(count_bins_kernel, each, values, threads=128),
+        Launch(find_bins_kernel, whole, values),
+        Launch(gather_bins_kernel, each, values),
+        Launch(cut_kernel, whole, values, threads=512),
+    ]

@@ -176,10 +176,11 @@ def prepare_rows(x: Tensor, form: GroupForm) -> GroupedRows:
     integers = x.new_empty((rows, inputs), dtype=torch.int8)
     steps = x.new_empty((rows, groups), dtype=torch.float32)
     sums = x.new_empty((rows, groups), dtype=torch.int32)
-    arguments = dict(x_ptr=x, integers_ptr=integers, steps_ptr=steps, sums_ptr=sums,
-                     x_stride=x.stride(0))  # fmt: skip
-    constants = dict(K=inputs, GROUP=form.group, BLOCK=min(power_of_two(form.group), 1024))
-    launch = Launch(round_groups_kernel, (rows, groups, 1), arguments, constants, threads=128)
+    values = dict(
+        x_ptr=x, integers_ptr=integers, steps_ptr=steps, sums_ptr=sums, x_stride=x.stride(0),
+        K=inputs, GROUP=form.group, BLOCK=min(power_of_two(form.group), 1024),
+    )  # fmt: skip
+    launch = Launch(round_groups_kernel, (rows, groups, 1), values, threads=128)
     return GroupedRows([launch], integers, steps, sums)
 
 

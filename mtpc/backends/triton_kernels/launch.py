@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class Launch:
     Attributes:
         kernel: the `triton.jit` function.
         grid: programs along x, y and z: sizes of the bucket, never lengths of its requests.
-        arguments: tensors and integers by parameter name.
-        constants: `tl.constexpr` parameters.
+        values: tensors and integers by name and, in capitals, constants. They may be those of
+            all launches of an operator: the kernel gets what its parameters name.
         threads: in a program: whole warps (`warp_size`), at least one.
         num_stages: depth of software pipelining.
         amd: further options of Triton's compiler for AMD; {} for another vendor.
@@ -104,8 +105,7 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, int, int]
-    arguments: Mapping[str, Any]
-    constants: Mapping[str, Any]
+    values: Mapping[str, Any]
     threads: int = 256
     num_stages: int = 2
     amd: Mapping[str, int] = field(default_factory=dict)
@@ -116,6 +116,20 @@ class Launch:
     def name(self) -> str:
         """The kernel's name."""
         return self.kernel.__name__
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Tensors and integers by parameter name."""
+        return {name: value for name, value in self._given.items() if not name.isupper()}
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """`tl.constexpr` parameters."""
+        return {name: value for name, value in self._given.items() if name.isupper()}
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.kernel.arg_names if name in self.values}
 
 
 def warp_size() -> int:
@@ -138,7 +152,7 @@ def run(launches: Iterable[Launch]) -> None:
             **launch.amd,
         )
         kernel, device = launch.kernel, None
-        if not any(isinstance(a, _TRACED) for a in launch.arguments.values()):
+        if not any(isinstance(value, _TRACED) for value in launch.values.values()):
             options |= FUSION
             device = device_target() if launch.early and not is_interpreted(kernel) else None
         elif is_interpreted(kernel):
@@ -146,9 +160,8 @@ def run(launches: Iterable[Launch]) -> None:
         else:
             # Without FUSION and early launches: Inductor compiles kernels with its own options.
             kernel = wrap_triton(kernel)
-        constants = {**launch.constants, **early_constants(launch, device)}
-        options |= early_options(constants)
-        kernel[launch.grid](**launch.arguments, **constants, **options)
+        values = {**launch.arguments, **launch.constants, **early_constants(launch, device)}
+        kernel[launch.grid](**values, **options, **early_options(values))
 
 
 def early_constants(launch: Launch, device: Target | None) -> dict[str, bool]:
@@ -164,9 +177,9 @@ def early_constants(launch: Launch, device: Target | None) -> dict[str, bool]:
     return {_PARAMETER: launch.early and device is not None and device.begins_early}
 
 
-def early_options(constants: dict[str, Any]) -> dict[str, Any]:
-    """Triton's option of a launch with these constants."""
-    return {_OPTION: True} if constants.get(_PARAMETER) else {}
+def early_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Triton's option of a launch with these values."""
+    return {_OPTION: True} if values.get(_PARAMETER) else {}
 
 
 def device_target() -> Target | None:

@@ -31,7 +31,7 @@ from mtpc.capture.inline import fake_mode_of
 from mtpc.errors import CacheError, DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import differences, digest
-from mtpc.store.lookup import key_of, peek
+from mtpc.store.lookup import find, peek
 
 
 @dataclass
@@ -60,10 +60,9 @@ class CodeObjects:
             if name in self.seeded:
                 continue
             try:
-                entry = self.store.read(name)
+                entry = find(self.store, wanted.fields)
                 if entry is None:
                     return f"{launch.name} was not built for {self.target.name} at these sizes"
-                key_of(entry)
                 _hand_over(entry, wanted)
             except (DamagedEntryError, CacheError) as error:
                 return f"{launch.name}: {error}"

@@ -1,8 +1,8 @@
-"""How an operator's file says what it launches, and which calls it cannot take.
+"""How an operator says what it launches, and which calls it cannot take.
 
-A file in `ops` holds one operator's kernels and its plan: a function with the decorator `@operator`
-and with the operator's name and arguments. Wrappers, fakes, limits and lists of names follow from
-the plan and from the reference's schema.
+A file in `ops` holds the kernels of one operator, or of several that share them, and their plans:
+functions with the decorator `@operator` and with the operator's name and arguments. Wrappers,
+fakes, limits and lists of names follow from the plan and from the reference's schema.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Operator:
         function: the plan. It takes the reference's arguments, by its names. It may leave out those
             that have a default there: then the operator does not take them. An argument that is
             annotated `None` takes no tensor. A plan whose order of sums depends on how many rows
-            there are has one more argument, `batch_invariant`, which forbids that.
+            there are has one more argument, `batch_invariant`, which forbids that. Launches whose
+            grid is empty, as it is of no rows, are left out.
         limit: why it cannot take a call.
         any_element: whether it takes any floating-point dtype, and not only `ELEMENTS`.
         codes: whether caches or weights may be codes, which may be float8.
@@ -94,11 +95,12 @@ class Operator:
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if configs == BATCH_INVARIANT:
-            fixed = {BATCH_INVARIANT: True} if self._depends_on_rows else {}
-            launches, out = self.function(**bound.arguments, **fixed)
+        is_fixed = configs == BATCH_INVARIANT
+        fixed = {BATCH_INVARIANT: True} if is_fixed and self._depends_on_rows else {}
+        launches, out = self.function(**bound.arguments, **fixed)
+        launches = [launch for launch in launches if all(launch.grid)]
+        if is_fixed:
             return [replace(launch, choice=NO_CHOICE) for launch in launches], out
-        launches, out = self.function(**bound.arguments)
         return apply_configs(launches, configs), out
 
     def refuses(self, node: fx.Node) -> str | None:

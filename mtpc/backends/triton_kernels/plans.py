@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from mtpc.backends.bindings import Configure
-from mtpc.backends.triton_kernels import NAMESPACES
+from mtpc.backends.triton_kernels import call_launches
 from mtpc.backends.triton_kernels.launch import EARLY, Launch
 from mtpc.backends.triton_kernels.operator import Operator, Plan
 from mtpc.backends.triton_kernels.ops import OPERATORS
@@ -28,13 +28,8 @@ def plan(name: str, *args: Any, **kwargs: Any) -> Plan:
 
 def step_launches(graph: StepGraph) -> list[Launch]:
     """The launches of our kernels in a legalised step, in order, on fake tensors."""
-    launches: list[Launch] = []
     with fake_mode_of(graph.graph):
-        for node in graph.graph.nodes:
-            namespace = str(node.target).partition(".")[0]
-            if node.op == "call_function" and namespace in NAMESPACES:
-                launches += node_launches(node)
-    return launches
+        return [launch for node in graph.graph.nodes for launch in call_launches(node)]
 
 
 def node_launches(node: fx.Node, configs: str | None = None) -> list[Launch]:

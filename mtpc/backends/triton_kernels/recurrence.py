@@ -8,6 +8,13 @@ rows. `remember_rows` at last updates the history that the others read.
 
 Kernels load where a request stands themselves. If a function did, Inductor would believe that they
 write all that it reads: the result is part of an address, and a call hides the loads.
+
+A step of many rows goes through chunks of positions by matrix products instead. Positions are those
+that are replayed, then the step's rows. A first launch works on all chunks in parallel, and leaves
+a square of numbers for each: of every position with every other. A second one goes through a
+request's chunks in order; a program has some columns of one head's state. Its products are of
+bfloat16 parts (`dot2`), because float32 products spill on NVIDIA. A row with NaN spoils also the
+rows before it in its chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +23,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.triton_kernels.launch import Change, Choice, Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Limit
+from mtpc.backends.triton_kernels.tiles import dot
 from mtpc.errors import BackendError
 
 COLUMNS, _REMEMBERED = 32, 1024
@@ -145,8 +154,8 @@ class Recurrence:
         recurrent: [S, HV, D, DV].
         history: [S, B, F].
         out: [T, HV, DV], the result.
-        requests: arguments of every kernel: standing, slots, lengths, first rows and T.
         certain: int32 [R], contiguous.
+        requests: standing, slots, lengths and first rows, by the kernels' names.
     """
 
     rows: Tensor
@@ -154,8 +163,8 @@ class Recurrence:
     recurrent: Tensor
     history: Tensor
     out: Tensor
-    requests: Mapping[str, Any]
     certain: Tensor
+    requests: Mapping[str, Tensor]
 
     @classmethod
     def of(
@@ -184,9 +193,8 @@ class Recurrence:
         recurrent, history, standing = state
         slots, lens, starts, certain = (t.contiguous() for t in indices)
         out = rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
-        requests = dict(standing_ptr=standing, slots_ptr=slots, lens_ptr=lens, starts_ptr=starts,
-                        num_tokens=rows.shape[0])  # fmt: skip
-        return cls(rows.contiguous(), conv.contiguous(), recurrent, history, out, requests, certain)
+        requests = dict(standing_ptr=standing, slots_ptr=slots, lens_ptr=lens, starts_ptr=starts)
+        return cls(rows.contiguous(), conv.contiguous(), recurrent, history, out, certain, requests)
 
     @property
     def num_reqs(self) -> int:
@@ -204,21 +212,15 @@ class Recurrence:
         return self.rows.shape[0] + self.num_reqs * self.replayed
 
     @property
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of kernels that read rows and history."""
-        return dict(self.requests, rows_ptr=self.rows, history_ptr=self.history)
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """Arguments of kernels that go through positions, with `requests`."""
-        return dict(state_ptr=self.recurrent, certain_ptr=self.certain, out_ptr=self.out)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Constants of kernels that go through positions."""
+    def values(self) -> dict[str, Any]:
+        """What the kernels take, whatever the recurrence."""
         _, heads, dim, value_dim = self.recurrent.shape
-        kept = self.history.shape[1]
-        return dict(HEADS=heads, D=dim, DV=value_dim, KEPT=kept, REPLAYED=self.replayed)
+        return dict(
+            self.requests, rows_ptr=self.rows, state_ptr=self.recurrent, history_ptr=self.history,
+            certain_ptr=self.certain, out_ptr=self.out, num_tokens=self.rows.shape[0],
+            num_reqs=self.num_reqs, R_PAD=power_of_two(self.num_reqs), HEADS=heads, D=dim,
+            DV=value_dim, KEPT=self.history.shape[1], REPLAYED=self.replayed,
+        )  # fmt: skip
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -226,32 +228,86 @@ class Recurrence:
         _, heads, _, value_dim = self.recurrent.shape
         return self.num_reqs, heads, -(-value_dim // COLUMNS)
 
-    def terms_launch(
-        self, kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
-    ) -> Launch:
+    def terms_launch(self, kernel: Any, programs: int, values: dict[str, Any]) -> Launch:
         """The first launch.
 
         Args:
             kernel: of one position, or of a part of it.
             programs: of one position.
-            arguments: those that not every such kernel has.
-            constants: as above.
+            values: those that not every such kernel has.
         """
         width = self.conv.shape[1]
-        shared = dict(conv_ptr=self.conv, num_reqs=self.num_reqs)
-        sizes = dict(self.sizes, REPLAYED=max(1, self.replayed), WIDTH=width,
-                     W_PAD=power_of_two(width), R_PAD=power_of_two(self.num_reqs))  # fmt: skip
-        return Launch(kernel, (self.entries, programs, 1), self.inputs | shared | arguments,
-                      sizes | constants, threads=64)  # fmt: skip
+        values = self.values | values | dict(
+            conv_ptr=self.conv, REPLAYED=max(1, self.replayed), WIDTH=width,
+            W_PAD=power_of_two(width),
+        )  # fmt: skip
+        return Launch(kernel, (self.entries, programs, 1), values, threads=64)
 
     def remember_launch(self) -> Launch:
         """The last launch."""
         (num_tokens, fields), (_, heads, value_dim) = self.rows.shape, self.out.shape
         block = min(power_of_two(fields), _REMEMBERED)
-        arguments = dict(
-            self.inputs, certain_ptr=self.certain, out_ptr=self.out, num_reqs=self.num_reqs
-        )
-        constants = dict(KEPT=self.history.shape[1], FIELDS=fields, OUT=heads * value_dim,
-                         BLOCK=block, R_PAD=power_of_two(self.num_reqs))  # fmt: skip
+        values = self.values | dict(FIELDS=fields, OUT=heads * value_dim, BLOCK=block)
         grid = (num_tokens + self.num_reqs, -(-fields // block), 1)
-        return Launch(remember_rows_kernel, grid, arguments, constants, threads=128)
+        return Launch(remember_rows_kernel, grid, values, threads=128)
+
+
+CHUNK, FEATURES = 32, 32
+"""Positions in a chunk; features of two positions in one product. Larger ones spill on NVIDIA."""
+_LEAST_ROWS = 4 * CHUNK
+"""The fewest rows of a step that goes in chunks. On paper, a chunk costs about ten positions."""
+
+
+def count_chunks(num_tokens: int, num_reqs: int, replayed: int) -> int:
+    """The most chunks of a step; 0 where a step has few rows, as steps that verify drafts do.
+
+    A request's chunks begin at index (rows before it + replayed * requests before it) // CHUNK +
+    requests before it, which leaves room for any lengths; see `tiles`.
+    """
+    if num_tokens < _LEAST_ROWS or num_tokens <= num_reqs * (replayed + 1):
+        return 0
+    return (num_tokens + num_reqs * replayed) // CHUNK + num_reqs
+
+
+def squares(terms: Tensor, chunks: int, heads: int) -> Tensor:
+    """Memory for a number for each two positions of a chunk, by head: [chunks, heads, CHUNK,
+    CHUNK]."""
+    return terms.new_empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32)
+
+
+@triton.jit
+def request_of_chunk(chunk, reqs, begins, num_reqs, REPLAYED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A chunk's request, and where the chunk begins among its positions. `begins` holds the first
+    row of each request."""
+    firsts = (begins + reqs * REPLAYED) // CHUNK + reqs
+    request = tl.sum(((reqs < num_reqs) & (firsts <= chunk)).to(tl.int32)) - 1
+    return request, (chunk - tl.sum(tl.where(reqs == request, firsts, 0))) * CHUNK
+
+
+@triton.jit
+def dot2(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a @ b of float32, each operand as a sum of two bfloat16: a relative error of about 2^-16."""
+    a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    a2, b2 = (a - a1.to(tl.float32)).to(tl.bfloat16), (b - b1.to(tl.float32)).to(tl.bfloat16)
+    return dot(a1, b2, WIDEN) + dot(a2, b1, WIDEN) + dot(a1, b1, WIDEN)
+
+
+@triton.jit
+def state_after(  # type: ignore[no-untyped-def]
+    state, keys, delta, decay, position, last, WIDEN: tl.constexpr
+):
+    """The state after a chunk's positions up to `last`; keys [D, CHUNK]."""
+    end = tl.sum(tl.where(position == last, decay, 0.0))
+    left = tl.exp(tl.where(position <= last, end - decay, float("-inf")))
+    return tl.exp(end) * state + dot2(keys * left[None], delta, WIDEN)
+
+
+@triton.jit
+def rows_at(  # type: ignore[no-untyped-def]
+    first, length, committed, start, replays, CHUNK: tl.constexpr
+):
+    """A chunk's positions; whether each exists, and is a row of the step; its row; and its place in
+    the terms."""
+    position = first + tl.arange(0, CHUNK)
+    now, row = position >= committed, (start + position - committed).to(tl.int64)
+    return position, position < length, now, row, tl.where(now, row, replays + position)

@@ -43,14 +43,16 @@ _COMMITTED = 16
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """A `tuning.Timer` on a device.
+    """A `tuning.Timer` on a device, and by `whole` a `tuning.WholeTimer`.
 
     Attributes:
         device: the device that launches run on.
+        graphs: capture there.
         objects: code that was built elsewhere; None: everything is compiled here.
     """
 
     device: torch.device
+    graphs: Graphs
     objects: CodeObjects | None = None
 
     @torch.no_grad()
@@ -71,25 +73,10 @@ class DeviceTimer:
             self.objects.seed([launch])  # Triton compiles what is missing.
         return _seconds(partial(run, [launch]))
 
-
-@dataclass(frozen=True)
-class WholeDeviceTimer:
-    """A `tuning.WholeTimer` on a device. Both are timed as a step runs them: in a captured graph,
-    the function compiled by Inductor.
-
-    Attributes:
-        device: the device.
-        graphs: capture there.
-        objects: as in `DeviceTimer`.
-    """
-
-    device: torch.device
-    graphs: Graphs
-    objects: CodeObjects | None = None
-
     @torch.no_grad()
-    def __call__(self, call: Call, configs: str, function: Function) -> list[float]:
-        """Median seconds, the device's caches emptied before each run.
+    def whole(self, call: Call, configs: str, function: Function) -> list[float]:
+        """Median seconds, the device's caches emptied before each run. Both are timed as a step
+        runs them: in a captured graph, the function compiled by Inductor.
 
         Raises:
             BackendError: the device lacks the memory for arguments, or does not run our kernels.

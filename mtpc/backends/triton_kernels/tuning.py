@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from mtpc.backends.expand import Function
-from mtpc.backends.measured import Candidates, Table
+from mtpc.backends.measured import Table
 from mtpc.backends.triton_kernels.configs import Config, configs_of
 from mtpc.backends.triton_kernels.crosscompile import triton_fields
 from mtpc.backends.triton_kernels.launch import Launch, vendor_here
@@ -65,7 +65,7 @@ infinite where the device refuses the latter. Raises as `Timer` does."""
 
 @dataclass
 class Tuner:
-    """Chooses for every launch of a call.
+    """Chooses for every launch of a call, and between our kernels and a library.
 
     Attributes:
         table: the rows.
@@ -92,17 +92,29 @@ class Tuner:
             configs = configs_of(launch, vendor_here())
             if len(configs) > 1:
                 measure = partial(self.timer, Call(node, graph), index, configs)
-                candidates = Candidates(
-                    launch.name, tuple(map(str, configs)), self._key(launch), measure
-                )
-                tuned = self.table.choose(candidates)
-                notes += tuned.notes
-                if tuned.choice != str(configs[0]):
-                    words.append(f"{launch.name}:{tuned.choice}")
+                key = {**launch_fields(launch), "source": self.sources}
+                names = tuple(map(str, configs))
+                choice, more = self.table.choose(launch.name, names, key, measure)
+                notes += more
+                if choice != names[0]:
+                    words.append(f"{launch.name}:{choice}")
         return ";".join(words), tuple(notes)
 
-    def _key(self, launch: Launch) -> dict[str, str]:
-        return {**launch_fields(launch), "source": self.sources}
+    def prefers(
+        self, timer: WholeTimer, function: Function, node: fx.Node, graph: StepGraph
+    ) -> tuple[bool, tuple[str, ...]]:
+        """Whether a library's function computes a call faster than our kernels in their fastest
+        configurations; and notes. Those on our launches are said again where these are bound."""
+        configs, notes = self(node, graph)
+        names, measure = (OURS, THEIRS), partial(timer, Call(node, graph), configs, function)
+        source = Path(inspect.getfile(function)).read_bytes()
+        key = {
+            **_call_fields(node),
+            "ours": configs,
+            "source": hash_of([self.sources.encode(), source]),
+        }
+        choice, more = self.table.choose(f"mtpc::{op_name(node)}", names, key, measure)
+        return choice == THEIRS, (*notes, *more) if choice == THEIRS else more
 
 
 def launch_fields(launch: Launch) -> dict[str, str]:
@@ -121,35 +133,6 @@ def launch_fields(launch: Launch) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Contest:
-    """Whether a library computes a call faster than our kernels in their fastest configurations.
-
-    Attributes:
-        tuner: chooses these.
-        timer: measures.
-    """
-
-    tuner: Tuner
-    timer: WholeTimer
-
-    def __call__(
-        self, function: Function, node: fx.Node, graph: StepGraph
-    ) -> tuple[bool, tuple[str, ...]]:
-        """Whether the library wins, and notes. Those on our launches are the tuner's, which says
-        them again where our kernels are bound."""
-        configs, notes = self.tuner(node, graph)
-        names, measure = (OURS, THEIRS), partial(self.timer, Call(node, graph), configs, function)
-        key = {
-            **_call_fields(node),
-            "ours": configs,
-            "source": hash_of([self.tuner.sources.encode(), _source(function)]),
-        }
-        tuned = self.tuner.table.choose(Candidates(f"mtpc::{op_name(node)}", names, key, measure))
-        wins = tuned.choice == THEIRS
-        return wins, (*notes, *tuned.notes) if wins else tuned.notes
-
-
 def _call_fields(node: fx.Node) -> Mapping[str, str]:
     """A call in the key of a row."""
     call = {
@@ -160,7 +143,3 @@ def _call_fields(node: fx.Node) -> Mapping[str, str]:
     }
     form = json.dumps(call, sort_keys=True)
     return {"operator": op_name(node), "call": form, "torch": torch.__version__, **triton_fields()}
-
-
-def _source(function: Function) -> bytes:
-    return Path(inspect.getfile(function)).read_bytes()

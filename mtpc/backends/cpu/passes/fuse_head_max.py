@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, operands, sweep
+from mtpc.passes.base import GETITEM, Policy, emit, emit_named, exchange, is_call, operands
 
 aten = torch.ops.aten
 
@@ -35,26 +35,21 @@ class FuseHeadMax:
     policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites = 0
-        for node in list(graph.graph.nodes):
-            if (head := _head_of(node)) is not None:
-                _exchange(graph.graph, node, head)
-                rewrites += 1
-        return sweep(graph, rewrites)
+        return exchange(graph, [node for node in graph.graph.nodes if _is_choice(node)], _maximum)
 
 
-def _head_of(node: fx.Node) -> fx.Node | None:
-    """The packed linear whose largest feature a node computes, if nothing else reads it."""
+def _is_choice(node: fx.Node) -> bool:
+    """Whether a node computes the largest feature of a packed linear that nothing else reads."""
     if not is_call(node, aten.max.dim, aten.argmax.default):
-        return None
+        return False
     head, dim = operands(node, node.target, 2)
     if not (dim == -1 and is_call(head, *_MAXIMA) and list(head.users) == [node]):
-        return None
-    return head if head.meta["val"].dtype == torch.bfloat16 else None
+        return False
+    return bool(head.meta["val"].dtype == torch.bfloat16)
 
 
-def _exchange(graph: fx.Graph, node: fx.Node, head: fx.Node) -> None:
-    with graph.inserting_before(node):
-        both = emit_named(graph, _MAXIMA[head.target], arguments(head), node)
-        index = emit(graph, GETITEM, (both, 1), node)
-    node.replace_all_uses_with(both if is_call(node, aten.max.dim) else index)
+def _maximum(graph: StepGraph, node: fx.Node) -> fx.Node:
+    head = arguments(node)["self"]
+    both = emit_named(graph.graph, _MAXIMA[head.target], arguments(head), node)
+    is_index = is_call(node, aten.argmax.default)
+    return emit(graph.graph, GETITEM, (both, 1), node) if is_index else both

@@ -15,9 +15,9 @@ from mtpc.passes.base import (
     emit,
     emit_named,
     emit_weight,
+    exchange,
     is_call,
     operands,
-    sweep,
     tidy,
 )
 from mtpc.passes.linears import (
@@ -79,14 +79,13 @@ def _widen_linears(graph: StepGraph) -> int:
         for node in graph.graph.nodes
         if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
     ]
-    for node in found:
-        x, weight, bias = (_before_widening(operand) for operand in arguments(node).values())
-        args = (x, weight, *([] if bias is None else [bias]))
-        with graph.graph.inserting_before(node):
-            wide = emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)
-        node.replace_all_uses_with(wide)
-        graph.graph.erase_node(node)
-    return sweep(graph, len(found))
+    return exchange(graph, found, _widened)
+
+
+def _widened(graph: StepGraph, node: fx.Node) -> fx.Node:
+    x, weight, bias = (_before_widening(operand) for operand in arguments(node).values())
+    args = (x, weight, *([] if bias is None else [bias]))
+    return emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)
 
 
 def _before_widening(operand: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.effects import analyse
-from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit, is_call, operands, sweep
+from mtpc.capture.graph import StepGraph, arguments
+from mtpc.passes.base import Policy, emit, exchange, is_call, operands
 
 _NORM = torch.ops.mtpc.rms_norm.default
 
@@ -30,26 +30,27 @@ class FuseDraftEntry:
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)
         mutated = frozenset[Any]().union(*effects.writes.values())
-        rewrites = 0
-        for node in list(graph.graph.nodes):
-            norms = _match(node)
+        entries = [
+            node
+            for node in graph.graph.nodes
             # The norms move to the concatenation, so nothing may write what they read.
-            if norms is None or any(effects.reads(norm) & mutated for norm in norms):
-                continue
-            left, right = (operands(norm, _NORM, 4) for norm in norms)
-            args = (*left[:2], *right)
-            with graph.graph.inserting_before(node):
-                entry = emit(graph.graph, torch.ops.mtpc.draft_entry.default, args, node)
-            node.replace_all_uses_with(entry)
-            rewrites += 1
-        return sweep(graph, rewrites)
+            if _is_entry(node)
+            and not any(effects.reads(norm) & mutated for norm in node.all_input_nodes)
+        ]
+        return exchange(graph, entries, _entry)
 
 
-def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two norms that a node concatenates, if they match and nothing else reads them."""
+def _entry(graph: StepGraph, node: fx.Node) -> fx.Node:
+    left, right = (operands(norm, _NORM, 4) for norm in arguments(node)["tensors"])
+    args = (*left[:2], *right)
+    return emit(graph.graph, torch.ops.mtpc.draft_entry.default, args, node)
+
+
+def _is_entry(node: fx.Node) -> bool:
+    """Whether a node concatenates two norms that match and that nothing else reads."""
     parts, dim = operands(node, torch.ops.aten.cat.default, 2)
     if parts is None or len(parts) != 2 or not all(is_call(part, _NORM) for part in parts):
-        return None
+        return False
     left, right = parts
     value = left.meta["val"]
     (_, weight, *options), (_, _, *others) = (operands(part, _NORM, 4) for part in parts)
@@ -60,4 +61,4 @@ def _match(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         and options == others
     )
     own = all(list(part.users) == [node] for part in parts)
-    return (left, right) if alike and own and dim in (-1, value.dim() - 1) else None
+    return alike and own and dim in (-1, value.dim() - 1)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from mtpc.backends.gpu.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Policy, cast, emit, is_call, operands, sweep
+from mtpc.passes.base import GETITEM, Policy, cast, emit, exchange, is_call, operands, sweep
 
 aten = torch.ops.aten
 
@@ -36,11 +36,10 @@ class LowerChoices:
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)
         grouped = sum(_lower_groups(graph.graph, node, effects) for node in list(graph.graph.nodes))
-        return sweep(graph, grouped) + sum(
-            lower(graph.graph, node)
-            for node in list(graph.graph.nodes)
-            for lower in (_lower_topk, _lower_max)
-        )
+        sweep(graph, grouped)
+        choices = [node for node in graph.graph.nodes if _match_topk(node)[0] is not None]
+        maxima = [node for node in graph.graph.nodes if _is_wide_max(node)]
+        return grouped + exchange(graph, choices, _topk) + exchange(graph, maxima, _row_max)
 
 
 def _lower_groups(graph: fx.Graph, node: fx.Node, effects: Effects) -> bool:
@@ -117,31 +116,22 @@ def _are_totals(totals: fx.Node, x: fx.Node) -> bool:
     return source is x and count == 2 and tuple(grouped.meta["val"].shape[:2]) == shape
 
 
-def _lower_topk(graph: fx.Graph, node: fx.Node) -> bool:
-    """Replace a topk of narrow rows; returns whether it did."""
-    x, count = _match_topk(node)
-    if x is None:
-        return False
-    with graph.inserting_before(node):
-        node.replace_all_uses_with(emit(graph, torch.ops.mtpc.topk.default, (x, count), node))
-    graph.erase_node(node)
-    return True
+def _topk(graph: StepGraph, node: fx.Node) -> fx.Node:
+    return emit(graph.graph, torch.ops.mtpc.topk.default, _match_topk(node), node)
 
 
-def _lower_max(graph: fx.Graph, node: fx.Node) -> bool:
-    """Replace the maximum of wide rows, or its index; returns whether it did."""
+def _is_wide_max(node: fx.Node) -> bool:
+    """Whether a node is the maximum of wide rows, or its index."""
     if not is_call(node, aten.max.dim, aten.argmax.default):
         return False
     x, dim = operands(node, node.target, 2)
-    if x is None or not _chooses_in_rows(x, dim) or x.meta["val"].shape[-1] < LEAST_ROW_MAX:
-        return False
-    with graph.inserting_before(node):
-        both = emit(graph, torch.ops.mtpc.row_max.default, (x,), node)
-        if node.target is aten.argmax.default:
-            both = emit(graph, GETITEM, (both, 1), node)
-    node.replace_all_uses_with(both)
-    graph.erase_node(node)
-    return True
+    return x is not None and _chooses_in_rows(x, dim) and x.meta["val"].shape[-1] >= LEAST_ROW_MAX
+
+
+def _row_max(graph: StepGraph, node: fx.Node) -> fx.Node:
+    both = emit(graph.graph, torch.ops.mtpc.row_max.default, (arguments(node)["self"],), node)
+    is_index = is_call(node, aten.argmax.default)
+    return emit(graph.graph, GETITEM, (both, 1), node) if is_index else both
 
 
 def _chooses_in_rows(x: fx.Node, dim: Any) -> bool:

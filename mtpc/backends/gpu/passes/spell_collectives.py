@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from mtpc.backends.gpu.passes.batch_invariant import Emitter
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, tidy
+from mtpc.ops.signatures import value_of
+from mtpc.passes.base import GETITEM, Policy, is_call, tidy
 from mtpc.passes.shard import Sharding
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
@@ -56,37 +58,23 @@ class SpellCollectives:
 
 
 @dataclass(frozen=True)
-class _Emitter:
+class _Emitter(Emitter):
     """Emits calls in place of a collective."""
 
-    graph: fx.Graph
-    node: fx.Node
     sharding: Sharding
 
     @property
     def ranks(self) -> int:
         return self.sharding.ranks
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return emit(self.graph, target, args, self.node, **kwargs)
-
     def gathered(self, part: fx.Node) -> fx.Node:
         """[ranks, *shape] of all ranks' parts."""
         return self(_GATHER, part, self.ranks, self.sharding.group)
-
-    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """x, or its copy of another dtype."""
-        return x if _value(x).dtype == dtype else self(aten.to.dtype, x, dtype)
 
     def firsts(self, step: int, device: torch.device) -> fx.Node:
         """int64 [ranks]: the first id of each rank's part of a vocabulary."""
         end = self.ranks * step
         return self(aten.arange.start_step, 0, end, step, dtype=torch.int64, device=device)
-
-
-def _value(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
 
 
 def _take_over(node: fx.Node, new: fx.Node | tuple[fx.Node, ...]) -> None:
@@ -105,7 +93,7 @@ def _all_reduce(emit: _Emitter, part: fx.Node) -> fx.Node:
     One operator does that for small parts of ranks that share memory. In each way an element is the
     sum of the ranks' numbers in the order of the ranks.
     """
-    value, ranks = _value(part), emit.ranks
+    value, ranks = value_of(part), emit.ranks
     if value.numel() * value.itemsize <= emit.sharding.peer_bytes:
         return emit(_SUM, part, emit.sharding.group)
     if _saved_bytes(value, ranks) < LEAST_SAVED:
@@ -131,7 +119,7 @@ def _saved_bytes(part: Tensor, ranks: int) -> int:
 
 def _sum(emit: _Emitter, parts: fx.Node) -> fx.Node:
     """The sum of [ranks, ...] in the order of the ranks, rounded once."""
-    dtype = _value(parts).dtype
+    dtype = value_of(parts).dtype
     parts = emit.cast(parts, torch.promote_types(dtype, torch.float32))
     total = emit(aten.select.int, parts, 0, 0)
     for rank in range(1, emit.ranks):
@@ -140,7 +128,7 @@ def _sum(emit: _Emitter, parts: fx.Node) -> fx.Node:
 
 
 def _all_gather(emit: _Emitter, part: fx.Node, dim: int, size: int) -> fx.Node:
-    shape, step = list(_value(part).shape), -(-size // emit.ranks)
+    shape, step = list(value_of(part).shape), -(-size // emit.ranks)
     if shape[dim] < step:
         pads = [0, 0] * (len(shape) - 1 - dim) + [0, step - shape[dim]]
         part = emit(aten.constant_pad_nd.default, part, pads)
@@ -151,9 +139,9 @@ def _all_gather(emit: _Emitter, part: fx.Node, dim: int, size: int) -> fx.Node:
 
 
 def _vocab_embedding(emit: _Emitter, rows: fx.Node, ids: fx.Node, step: int) -> fx.Node:
-    firsts = emit.firsts(step, _value(ids).device)
+    firsts = emit.firsts(step, value_of(ids).device)
     first = emit(ours.rank_part.default, firsts, 0, emit.ranks, emit.sharding.group)
-    last = _value(rows).shape[0] - 1
+    last = value_of(rows).shape[0] - 1
     own = emit(aten.sub.Tensor, ids, first)
     held = emit(aten.clamp.default, own, 0, last)
     other = emit(aten.unsqueeze.default, emit(aten.ne.Tensor, own, held), -1)
@@ -171,7 +159,7 @@ def _vocab_max(emit: _Emitter, logits: fx.Node, step: int) -> tuple[fx.Node, fx.
     places = emit(aten.gather.default, emit(aten.select.int, told, 1, 1), 0, chosen)
     first = emit(aten.mul.Tensor, rank, step)
     ids = emit(aten.add.Tensor, emit.cast(emit(aten.select.int, places, 0, 0), torch.int64), first)
-    return emit.cast(largest, _value(logits).dtype), ids
+    return emit.cast(largest, value_of(logits).dtype), ids
 
 
 def _first_rank(emit: _Emitter, value: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""One file per operator: its kernels, its plan, its limits and its configurations.
+"""Operators with Triton kernels: their kernels, plans, limits and configurations.
 
 Importing this needs Triton.
 """

@@ -99,7 +99,7 @@ def accept(
     anchors, left, lens = out = empty_outcome(context_lens)
     requests, stops = len(context_lens), stop_ids.shape[1]
     width = len(chosen) // requests
-    arguments = dict(
+    values = dict(
         chosen_ptr=chosen.contiguous(), finite_ptr=finite.contiguous(), ids_ptr=ids.contiguous(),
         starts_ptr=query_start_loc.contiguous(), context_ptr=context_lens.contiguous(),
         active_ptr=active, remaining_ptr=remaining_tokens.contiguous(), stops_ptr=stop_ids,
@@ -109,9 +109,7 @@ def accept(
         out_ids_ptr=out_ids, accepted_ptr=accepted, emitted_ptr=emitted,
         reason_ptr=reason, anchors_ptr=anchors, left_ptr=left, lens_ptr=lens,
         out_row=out_ids.stride(0), tokens=len(ids),
-    )  # fmt: skip
-    constants = dict(
         W=width, W_PAD=power_of_two(width), E=stops, E_PAD=power_of_two(stops),
         HAS_PROMPTS=is_prompt is not None, GOES_ON=goes_on is not None,
     )  # fmt: skip
-    return [Launch(accept_kernel, (requests, 1, 1), arguments, constants, threads=64)], out
+    return [Launch(accept_kernel, (requests, 1, 1), values, threads=64)], out

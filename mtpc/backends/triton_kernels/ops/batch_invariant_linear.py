@@ -122,8 +122,6 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Pl
     """One launch, two where inputs are split."""
     features, inputs = weight.shape[-2:]
     out = x.new_empty((*x.shape[:-1], features))
-    if out.numel() == 0:
-        return [], out
     rows = x if weight.dim() == 3 else flat_rows(x).unsqueeze(0)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     held = weight if weight.dim() == 3 else weight.unsqueeze(0)
@@ -136,23 +134,21 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Pl
     sums = out
     if splits > 1:
         sums = x.new_empty((splits, num_rows, features), dtype=torch.float32)
-    arguments = dict(
+    values = dict(
         x_ptr=rows, weight_ptr=held, bias_ptr=held if bias is None else bias, out_ptr=sums,
         num_rows=num_rows, x_part=rows.stride(0), x_row=rows.stride(1), w_part=held.stride(0),
         w_row=held.stride(1), w_input=held.stride(2),
-    )  # fmt: skip
-    constants = dict(
         N=features, K=inputs, SPLITS=splits, SPLIT_K=split, BLOCK_T=tile.rows,
         BLOCK_N=tile.features, BLOCK_K=tile.inputs, HAS_BIAS=has_bias,
         WIDEN=widen(batch_invariant_linear_kernel, rows),
     )  # fmt: skip
     grid = (-(-num_rows // tile.rows), -(-features // tile.features), parts * splits)
-    products = Launch(batch_invariant_linear_kernel, grid, arguments, constants, threads=128,
-                      num_stages=tile.stages)  # fmt: skip
+    products = Launch(batch_invariant_linear_kernel, grid, values, 128, num_stages=tile.stages)
     if splits == 1:
         return [products], out
-    added = dict(sums_ptr=sums, bias_ptr=sums if bias is None else bias, out_ptr=out,
-                 count=out.numel())  # fmt: skip
-    constants = dict(N=features, SPLITS=splits, HAS_BIAS=has_bias, BLOCK=_ADDED)
+    added = dict(
+        sums_ptr=sums, bias_ptr=sums if bias is None else bias, out_ptr=out, count=out.numel(),
+        N=features, SPLITS=splits, HAS_BIAS=has_bias, BLOCK=_ADDED,
+    )  # fmt: skip
     grid = (-(-out.numel() // _ADDED), 1, 1)
-    return [products, Launch(add_splits_kernel, grid, added, constants, threads=128)], out
+    return [products, Launch(add_splits_kernel, grid, added, threads=128)], out

@@ -190,28 +190,22 @@ def choose_slots(
     num_pages, page_size = cache.shape[:2]
     context, tiles = blocks * page_size, num_tiles(num_tokens, num_reqs + 1, 1)
     scores = query.new_empty((num_tokens, context), dtype=torch.int32)
-    shared = dict(
-        table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts, scores_ptr=scores,
-        num_reqs=num_reqs, table_width=blocks, num_pages=num_pages, context=context,
-    )  # fmt: skip
-    scored = dict(
-        q_ptr=query, weights_ptr=weights, cache_ptr=cache, q_token=query.stride(0),
-        q_head=query.stride(1), weights_token=weights.stride(0), cache_page=cache.stride(0),
-        cache_row=cache.stride(1),
-    )  # fmt: skip
-    sizes = dict(PAGE=page_size, COUNT=out.shape[1], R_PAD=power_of_two(num_reqs + 1, 16))
-    products = dict(
-        HEADS=heads, D=dim, BLOCK_H=_HEADS, BLOCK_D=power_of_two(dim, 16),
-        BLOCK_N=_POSITIONS, WIDEN=widen(score_positions_kernel, query, cache),
-    )  # fmt: skip
     each = min(-(-context // _POSITIONS), -(-_PROGRAMS // num_tokens))
-    choice = dict(out_ptr=out, num_tokens=num_tokens, **shared)
     block = min(max(power_of_two(context) // 8, _BLOCK), _MOST)
-    radix = dict(BLOCK=block, BITS=_BITS, DIGITS=1 << _BITS)
+    values = dict(
+        q_ptr=query, weights_ptr=weights, cache_ptr=cache, table_ptr=table, lens_ptr=seq_lens,
+        starts_ptr=starts, scores_ptr=scores, out_ptr=out, q_token=query.stride(0),
+        q_head=query.stride(1), weights_token=weights.stride(0), cache_page=cache.stride(0),
+        cache_row=cache.stride(1), num_reqs=num_reqs, table_width=blocks, num_pages=num_pages,
+        context=context, num_tokens=num_tokens, PAGE=page_size, COUNT=most,
+        R_PAD=power_of_two(num_reqs + 1, 16), HEADS=heads, D=dim, BLOCK_H=_HEADS,
+        BLOCK_D=power_of_two(dim, 16), BLOCK_N=_POSITIONS, BLOCK=block, BITS=_BITS,
+        DIGITS=1 << _BITS, WIDEN=widen(score_positions_kernel, query, cache),
+    )  # fmt: skip
     launches = [
-        Launch(score_positions_kernel, (tiles, each, 1), shared | scored, sizes | products,
+        Launch(score_positions_kernel, (tiles, each, 1), values,
                choice=_SCORE_CHOICE if heads >= 4 * _HEADS else NO_CHOICE),
-        Launch(choose_slots_kernel, (tiles, 1, 1), choice, sizes | radix,
-               threads=max(256, block // _EACH), choice=_EDGE_CHOICE),
+        Launch(choose_slots_kernel, (tiles, 1, 1), values, threads=max(256, block // _EACH),
+               choice=_EDGE_CHOICE),
     ]  # fmt: skip
     return launches, out

@@ -1,14 +1,20 @@
 """Experts: each chosen expert's weights are read once per tile of the rows that chose it.
 
-A first launch sorts the choices by expert, into tiles (`expert_tiles`). A program of the other two
-has one tile and one block of features. So no program searches for its rows, and few programs of a
-grid have no work, though the grid depends on sizes only. A tile has as many rows as an expert gets
-if rows choose evenly: 16 in decode, up to 128 in a prompt. A separate kernel sums a row's experts,
-in the order of the experts, so that the rounding does not depend on atomics.
+A first launch sorts the choices by expert, into tiles of as many rows as a program has: a program
+has one expert, counts all choices, and then lists its own, in the order of rows. Each expert's
+tiles follow those of the experts before it, so tiles without rows come last. The number of tiles is
+known on the device only. The sizes bound it, and a grid has a program for each possible tile;
+programs of tiles without rows end at once.
+
+A program of the other two has one tile and one block of features. So no program searches for its
+rows, and few programs of a grid have no work. A tile has as many rows as an expert gets if rows
+choose evenly: 16 in decode, up to 128 in a prompt. A separate kernel sums a row's experts, in the
+order of the experts, so that the rounding does not depend on atomics.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.launch import (
     Change,
     Choice,
@@ -29,6 +34,12 @@ from mtpc.backends.triton_kernels.launch import (
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.backends.triton_kernels.tiles import dot
 
+_LEAST_TILE = 16
+"""Rows of the smallest product."""
+FIXED_TILE = 32
+"""Rows of a tile if results must not depend on how many rows a step has."""
+_BLOCK = 1024
+"""Choices that a program loads together."""
 _SHAPES = {32: (32, 128, 128), 64: (64, 64, 128), 128: (64, 64, 256)}
 """Output features of a program, inputs in one product and threads, by the most rows of a tile.
 With few rows a program waits for weights, with many for products."""
@@ -39,6 +50,103 @@ _CHANGES = (
     Change(num_stages=3, factors={"BLOCK_K": 0.5}),
     Change(threads=256),
 )
+
+
+@triton.jit
+def sort_choices_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, experts_ptr, picks_ptr, num_picks, num_tiles,
+    EXPERTS: tl.constexpr, E_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """experts[i] is the expert of tile i, picks[i] its choices, as indices of ids; -1 for none.
+
+    The last program has no expert; it marks the tiles without rows.
+    """
+    await_launches(EARLY)
+    expert = tl.program_id(0)
+    lane, each = tl.arange(0, BLOCK), tl.arange(0, E_PAD)
+    counts = tl.zeros([E_PAD], tl.int32)
+    for first in range(0, num_picks, BLOCK):
+        ids = tl.load(ids_ptr + first + lane, mask=first + lane < num_picks, other=-1)
+        is_expert = (ids >= 0) & (ids < EXPERTS)
+        ids = tl.where(is_expert, ids, 0).to(tl.int32)
+        counts += tl.histogram(ids, E_PAD, mask=is_expert)
+    tiles = (counts + TILE - 1) // TILE
+    begin = tl.sum(tl.where(each < expert, tiles, 0))
+    count = tl.sum(tl.where(each == expert, counts, 0))
+    is_rest = expert == EXPERTS
+    end = tl.where(is_rest, num_tiles, begin + (count + TILE - 1) // TILE)
+    named = tl.where(is_rest, -1, expert) + tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_tiles, BLOCK):
+        tile = first + lane
+        tl.store(experts_ptr + tile, named, mask=(tile >= begin) & (tile < end))
+    if count > 0:
+        own = picks_ptr + begin * TILE
+        listed = tl.full([], 0, tl.int32)
+        for first in range(0, num_picks, BLOCK):
+            ids = tl.load(ids_ptr + first + lane, mask=first + lane < num_picks, other=-1)
+            is_own = ids == expert
+            place = listed + tl.cumsum(is_own.to(tl.int32)) - 1
+            tl.store(own + place, first + lane, mask=is_own)
+            listed += tl.sum(is_own.to(tl.int32))
+        rest = count + tl.arange(0, TILE)
+        tl.store(own + rest, tl.full([TILE], -1, tl.int32), mask=rest < (end - begin) * TILE)
+
+
+@dataclass(frozen=True)
+class SortedChoices:
+    """Choices as kernels take them.
+
+    Attributes:
+        launch: the launch that sorts them.
+        experts: int32 [tiles], each tile's expert; -1 where a tile has no rows.
+        picks: int32 [tiles, rows of a tile], indices of the choices, row * choices + choice; -1
+            for none. Undefined for tiles without rows.
+    """
+
+    launch: Launch
+    experts: Tensor
+    picks: Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        """The most tiles."""
+        return self.picks.shape[0]
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return self.picks.shape[1]
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that kernels take."""
+        return dict(experts_ptr=self.experts, picks_ptr=self.picks)
+
+
+def sort_choices(ids: Tensor, num_experts: int, most: int, is_fixed: bool = False) -> SortedChoices:
+    """Sort choices into tiles.
+
+    Args:
+        ids: integers [T, k], contiguous. Those outside of 0 to E - 1 are in no tile.
+        num_experts: E.
+        most: the most rows of a tile. A tile has as many as an expert gets if rows choose evenly.
+        is_fixed: whether tiles have `FIXED_TILE` rows instead.
+    """
+    num_picks = ids.numel()
+    tile = min(power_of_two(-(-num_picks // num_experts), _LEAST_TILE), most)
+    tile = FIXED_TILE if is_fixed else tile
+    # An expert that is chosen has a tile, and one more for each `tile` of its other rows.
+    chosen = min(num_picks, num_experts)
+    num_tiles = chosen + (num_picks - chosen) // tile
+    experts = ids.new_empty((num_tiles,), dtype=torch.int32)
+    picks = ids.new_empty((num_tiles, tile), dtype=torch.int32)
+    values = dict(
+        ids_ptr=ids, experts_ptr=experts, picks_ptr=picks, num_picks=num_picks,
+        num_tiles=num_tiles, EXPERTS=num_experts, E_PAD=power_of_two(num_experts, 64), TILE=tile,
+        BLOCK=min(power_of_two(num_picks, 128), _BLOCK),
+    )  # fmt: skip
+    launch = Launch(sort_choices_kernel, (num_experts + 1, 1, 1), values, threads=128)
+    return SortedChoices(launch, experts, picks)
 
 
 @triton.jit
@@ -202,21 +310,21 @@ def expert_plan(
     part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
     choices = sort_choices(ids, count, _MAX_TILE, batch_invariant)
     features, depth, threads = next(s for rows, s in _SHAPES.items() if choices.tile <= rows)
-    sizes = dict(H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile, BLOCK_F=features,
-                 BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
-                 WIDEN=widen(expert_down_kernel, x))  # fmt: skip
-    first = dict(x_ptr=x, weight_ptr=weight, hidden_ptr=hidden, x_stride=x.stride(0))
+    shared = dict(
+        **choices.arguments(), H=width, INNER=inner, CHOICES=picks, BLOCK_T=choices.tile,
+        BLOCK_F=features, BLOCK_K=depth if x.dtype.itemsize == 2 else depth // 2,
+        WIDEN=widen(expert_down_kernel, x),
+    )  # fmt: skip
+    first = dict(x_ptr=x, weight_ptr=weight, hidden_ptr=hidden, x_stride=x.stride(0), **form)
     second = dict(hidden_ptr=hidden, weight_ptr=down, scale_ptr=scales, part_ptr=part)
     grid_up, grid_down = ((choices.num_tiles, -(-n // features), 1) for n in (inner, width))
     by_inner, by_width = (Choice(_CHANGES, {"BLOCK_F": (1, cut)}) for cut in ("INNER", "H"))
     launches = [
         choices.launch,
-        Launch(expert_gate_up_kernel, grid_up, choices.arguments() | first, sizes | form,
-               threads=threads, choice=by_inner),
-        Launch(expert_down_kernel, grid_down, choices.arguments() | second, sizes,
-               threads=threads, choice=by_width),
+        Launch(expert_gate_up_kernel, grid_up, shared | first, threads, choice=by_inner),
+        Launch(expert_down_kernel, grid_down, shared | second, threads, choice=by_width),
         expert_sum_launch(part, ids, out, count),
-    ]  # fmt: skip
+    ]
     return launches, out
 
 
@@ -231,7 +339,22 @@ def expert_sum_launch(part: Tensor, ids: Tensor, out: Tensor, num_experts: int) 
     """
     num_tokens, picks, width = part.shape
     block = min(power_of_two(width), _SUM_BLOCK)
-    arguments = dict(part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=num_experts)
-    constants = dict(H=width, CHOICES=picks, C_PAD=power_of_two(picks), BLOCK=block)
-    grid = (num_tokens, -(-width // block), 1)
-    return Launch(expert_sum_kernel, grid, arguments, constants, threads=128)
+    values = dict(
+        part_ptr=part, ids_ptr=ids, out_ptr=out, num_experts=num_experts, H=width, CHOICES=picks,
+        C_PAD=power_of_two(picks), BLOCK=block,
+    )  # fmt: skip
+    return Launch(expert_sum_kernel, (num_tokens, -(-width // block), 1), values, threads=128)
+
+
+@operator()
+def relu2_experts(
+    x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """Sort the choices; relu(up)^2; the down projection; the sum over experts.
+
+    Raises:
+        BackendError: elements of a weight's row are not adjacent in memory.
+    """
+    form = dict(LIMIT=0.0, LIMIT_INPUT=False, GELU=False, GATED=False)
+    return expert_plan(x, up, down, expert_ids, expert_weights, form, batch_invariant)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.expert_tiles import sort_choices
 from mtpc.backends.triton_kernels.grouped import (
     CHOICE,
     TILE_ROWS,
@@ -28,7 +27,7 @@ from mtpc.backends.triton_kernels.grouped import (
 )
 from mtpc.backends.triton_kernels.launch import Launch
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu
+from mtpc.backends.triton_kernels.ops.experts import expert_sum_launch, glu, sort_choices
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
@@ -156,21 +155,21 @@ def grouped_experts(
     narrow_form = form_of(inner, down, down_scales, down_zeros)
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
     choices = sort_choices(ids, count, TILE_ROWS, batch_invariant)
-    sizes = dict(H=width, INNER=inner, BLOCK_T=choices.tile)
-    bounded = dict(sizes, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu)
-    first = rows.arguments() | weight_arguments(gate_up, gate_up_scales, gate_up_zeros)
-    first |= choices.arguments() | dict(hidden_ptr=hidden)
-    second = inner_rows.arguments() | weight_arguments(down, down_scales, down_zeros)
-    second |= choices.arguments() | dict(share_ptr=shares, part_ptr=part)
-    bounded |= form_constants(grouped_gate_up_kernel, rows.x, wide_form)
-    sizes |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
+    shared = dict(choices.arguments(), H=width, INNER=inner, BLOCK_T=choices.tile)
+    first = shared | rows.arguments() | weight_arguments(gate_up, gate_up_scales, gate_up_zeros)
+    first |= form_constants(grouped_gate_up_kernel, rows.x, wide_form) | dict(
+        hidden_ptr=hidden, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu
+    )
+    second = shared | inner_rows.arguments() | weight_arguments(down, down_scales, down_zeros)
+    second |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
+    second |= dict(share_ptr=shares, part_ptr=part)
     grid_up, grid_down = ((choices.num_tiles, -(-n // TILE), 1) for n in (inner, width))
     launches = [
         choices.launch,
         *rows.launches,
-        Launch(grouped_gate_up_kernel, grid_up, first, bounded, threads=128, choice=CHOICE),
+        Launch(grouped_gate_up_kernel, grid_up, first, threads=128, choice=CHOICE),
         *inner_rows.launches,
-        Launch(grouped_down_kernel, grid_down, second, sizes, threads=128, choice=CHOICE),
+        Launch(grouped_down_kernel, grid_down, second, threads=128, choice=CHOICE),
         expert_sum_launch(part, ids, out, count),
     ]
     return launches, out

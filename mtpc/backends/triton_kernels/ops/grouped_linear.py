@@ -21,6 +21,7 @@ from mtpc.backends.triton_kernels.grouped import (
 )
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
+from mtpc.backends.triton_kernels.ops.silu_and_mul import silu_and_mul
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 
@@ -78,21 +79,29 @@ def grouped_linear(
 ) -> Plan:  # fmt: skip
     """Rounding, unless codes are float8; then the products."""
     out = x.new_empty((*x.shape[:-1], features))
-    if out.numel() == 0:
-        return [], out
     rows = flat_rows(x)
     num_tokens, inputs = rows.shape
     form = form_of(inputs, codes, scales, zeros)
     ready, weight = prepare_rows(rows, form), weight_arguments(codes, scales, zeros)
     added = weight["scales_ptr"] if bias is None else bias.contiguous()
-    rest = dict(bias_ptr=added, out_ptr=out, num_tokens=num_tokens, num_features=features)
-    arguments = ready.arguments() | weight | rest
     tile = TILE_ROWS if batch_invariant else power_of_two(min(num_tokens, TILE_ROWS), 16)
-    constants = dict(K=inputs, BLOCK_T=tile, HAS_BIAS=bias is not None)
-    constants |= form_constants(grouped_linear_kernel, rows, form)
-    grid = (-(-features // TILE), -(-num_tokens // tile), 1)
-    products = Launch(
-        grouped_linear_kernel, grid, arguments, constants, threads=128, num_stages=4,
-        choice=CHOICE,
+    values = ready.arguments() | weight | form_constants(grouped_linear_kernel, rows, form) | dict(
+        bias_ptr=added, out_ptr=out, num_tokens=num_tokens, num_features=features, K=inputs,
+        BLOCK_T=tile, HAS_BIAS=bias is not None,
     )  # fmt: skip
+    grid = (-(-features // TILE), -(-num_tokens // tile), 1)
+    products = Launch(grouped_linear_kernel, grid, values, 128, num_stages=4, choice=CHOICE)
     return [*ready.launches, products], out
+
+
+@operator(limit=limit_linear, codes=True)
+def grouped_gated_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, features: int, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """SwiGLU's two linear layers, and its activation after them: the launches of both."""
+    given = (x, codes, scales, zeros, features, None)
+    products, both = grouped_linear.function(*given, batch_invariant=batch_invariant)
+    assert isinstance(both, Tensor)
+    activation, out = silu_and_mul.function(both)
+    return [*products, *activation], out

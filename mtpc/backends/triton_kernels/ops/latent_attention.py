@@ -137,13 +137,11 @@ def latent_attention(
     busy = busy_tiles(num_tokens, num_reqs, tile_rows) * head_blocks
     splits = splits_for(busy, most, alone, nbytes)
     acc, stats, out = splits.tensors(q, rank)
-    arguments = dict(
+    values = dict(
         q_ptr=q, cache_ptr=cache, table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
         out_ptr=out, acc_ptr=acc, stats_ptr=stats, num_reqs=num_reqs, num_tokens=num_tokens,
         table_width=blocks, q_token=q.stride(0), q_head=q.stride(1),
         cache_page=cache.stride(0), cache_row=cache.stride(1),
-    )  # fmt: skip
-    constants = dict(
         HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page_size, SCALE=scale,
         SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
         TILE_ROWS=tile_rows, TILE_HEADS=tile_heads,
@@ -153,5 +151,5 @@ def latent_attention(
     )  # fmt: skip
     grid = (tiles, head_blocks, splits.programs)
     choice = _MANY_HEADS if heads * tile_rows >= _WIDE * _TILE else _FEW_HEADS
-    attend = Launch(latent_attention_kernel, grid, arguments, constants, choice=choice)
+    attend = Launch(latent_attention_kernel, grid, values, choice=choice)
     return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, None, splits)], out

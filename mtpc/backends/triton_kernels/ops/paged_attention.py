@@ -204,7 +204,7 @@ def paged_attention(
     alone, nbytes = kv_heads if batch_invariant else 0, 4 * num_tokens * heads * value_dim
     splits = splits_for(busy, blocks, alone, nbytes, _WAVES)
     acc, stats, out = splits.tensors(q, value_dim)
-    arguments = dict(
+    values = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, k_scale_ptr=k if k_scale is None else k_scale,
         v_scale_ptr=v if v_scale is None else v_scale,
         table_ptr=table, lens_ptr=seq_lens, starts_ptr=starts,
@@ -213,8 +213,6 @@ def paged_attention(
         q_token=q.stride(0), q_head=q.stride(1),
         k_page=k.stride(0), k_row=k.stride(1), k_head=k.stride(2),
         v_page=v.stride(0), v_row=v.stride(1), v_head=v.stride(2),
-    )  # fmt: skip
-    constants = dict(
         GROUP=group, D=dim, DV=value_dim, PAGE=page_size,
         SCALE=scale, WINDOW=sliding_window, SOFTCAP=softcap, HAS_SINKS=sinks is not None,
         SPLITS=splits.count, EACH=splits.each, DIRECT=splits.is_direct,
@@ -224,6 +222,6 @@ def paged_attention(
         CODED=k_scale is not None, SPREAD=k_cache.dtype == torch.int8,
     )  # fmt: skip
     grid = (tiles, kv_heads, splits.programs)
-    threads = 128 if block_m * constants["BLOCK_DV"] <= _FEW else 256
-    attend = Launch(paged_attention_kernel, grid, arguments, constants, threads, choice=_CHOICE)
+    threads = 128 if block_m * power_of_two(value_dim, 16) <= _FEW else 256
+    attend = Launch(paged_attention_kernel, grid, values, threads, choice=_CHOICE)
     return [attend, *combine_launches(acc, stats, (seq_lens, starts), out, sinks, splits)], out

@@ -225,29 +225,28 @@ def sample(
     mask = allowed if token_mask is None else _aligned(token_mask)  # Without one, none is read.
     shared = dict(
         scores_ptr=scores, raw_peaks_ptr=raw_peaks, peaks_ptr=peaks, positions_ptr=positions,
-        slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab,
+        slots_ptr=slots, floats_ptr=floats, ints_ptr=ints, vocab=vocab, ROWS=rows, BLOCKS=blocks,
+        BLOCK=_BLOCK,
     )  # fmt: skip
-    adjusted = dict(
+    adjusted = shared | dict(
         logits_ptr=logits, ids_ptr=ids, bias_ids_ptr=bias_ids, bias_values_ptr=bias_values,
         allowed_ptr=allowed, prompt_ptr=prompt, counts_ptr=counts, stops_ptr=stops, mask_ptr=mask,
         words=allowed.shape[1], logits_row=logits.stride(0),
         places_ptr=positions if places is None else places.contiguous(),
+        BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]), STOPS=stops.shape[1],
+        HAS_MASK=token_mask is not None, HAS_PLACES=places is not None,
     )  # fmt: skip
-    sizes = dict(ROWS=rows, BIASES=bias_ids.shape[1], B_PAD=power_of_two(bias_ids.shape[1]),
-                 STOPS=stops.shape[1], BLOCK=_BLOCK)  # fmt: skip
-    sizes |= dict(HAS_MASK=token_mask is not None, HAS_PLACES=places is not None)
-    known = dict(ROWS=rows, BLOCKS=blocks, BLOCK=_BLOCK)
-    padded = known | dict(BLOCKS_PAD=power_of_two(blocks))
-    cuts = scores.new_empty(count)
-    drawn = dict(bests_ptr=scores.new_empty((count, blocks)),
-                 tokens_ptr=slots.new_empty((count, blocks), dtype=torch.int32))  # fmt: skip
-    chosen = {name: value for name, value in shared.items() if name != "ints_ptr"}
+    chosen = shared | dict(
+        cuts_ptr=scores.new_empty(count), bests_ptr=scores.new_empty((count, blocks)),
+        tokens_ptr=slots.new_empty((count, blocks), dtype=torch.int32), out_ptr=out,
+        BLOCKS_PAD=power_of_two(blocks),
+    )  # fmt: skip
     each, whole = (count, blocks, 1), (count, 1, 1)
     launches = [
-        Launch(adjust_logits_kernel, each, shared | adjusted, sizes),
-        *filter_launches(shared, count, known, cuts),
-        Launch(draw_token_kernel, each, shared | drawn | dict(cuts_ptr=cuts), padded),
-        Launch(choose_token_kernel, whole, chosen | drawn | dict(out_ptr=out), padded),
+        Launch(adjust_logits_kernel, each, adjusted),
+        *filter_launches(chosen, count),
+        Launch(draw_token_kernel, each, chosen),
+        Launch(choose_token_kernel, whole, chosen),
     ]
     return launches, out
 

@@ -34,11 +34,10 @@ def silu_and_mul(gate_up: Tensor) -> Plan:
     """One launch."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    if out.numel() == 0:
-        return [], out
     rows = flat_rows(gate_up)
     block = min(power_of_two(width), _BLOCK)
-    arguments = dict(gate_up_ptr=rows, out_ptr=out, gate_up_row=rows.stride(0))
-    constants = dict(WIDTH=width, BLOCK=block)
+    values = dict(
+        gate_up_ptr=rows, out_ptr=out, gate_up_row=rows.stride(0), WIDTH=width, BLOCK=block
+    )
     grid = (rows.shape[0], -(-width // block), 1)
-    return [Launch(silu_and_mul_kernel, grid, arguments, constants, threads=128)], out
+    return [Launch(silu_and_mul_kernel, grid, values, threads=128)], out

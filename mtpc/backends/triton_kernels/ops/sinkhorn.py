@@ -59,16 +59,12 @@ def _limit(call: Mapping[str, Any]) -> str | None:
 @operator(limit=_limit)
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Plan:
     """One launch."""
-    out = logits.new_empty(logits.shape)
-    if len(logits) == 0:
-        return [], out
-    logits = logits.contiguous()
+    out, logits = logits.new_empty(logits.shape), logits.contiguous()
     count, size, _ = logits.shape
     padded = power_of_two(size)
     block = max(1, _ELEMENTS // padded**2)
-    arguments = dict(logits_ptr=logits, out_ptr=out, count=count)
-    constants = dict(
-        N=size, N_PAD=padded, BLOCK=block, ROUNDS=rounds, EPSILON=float(epsilon)
+    values = dict(
+        logits_ptr=logits, out_ptr=out, count=count, N=size, N_PAD=padded, BLOCK=block,
+        ROUNDS=rounds, EPSILON=float(epsilon),
     )  # fmt: skip
-    grid = (-(-count // block), 1, 1)
-    return [Launch(sinkhorn_kernel, grid, arguments, constants, threads=64)], out
+    return [Launch(sinkhorn_kernel, (-(-count // block), 1, 1), values, threads=64)], out

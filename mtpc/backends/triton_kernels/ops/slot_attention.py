@@ -132,19 +132,17 @@ def slot_attention(
     splits = splits_for(num_tokens * head_blocks, sum(blocks)).count
     acc = query.new_empty((splits, num_tokens, heads, dim), dtype=torch.float32)
     stats = query.new_empty((splits, num_tokens, heads, 2), dtype=torch.float32)
-    arguments = dict(
+    values = dict(
         q_ptr=query, fresh_ptr=fresh, ring_ptr=ring, slots_ptr=row_slots.contiguous(),
         sees_ring_ptr=sees_ring.contiguous(), sees_fresh_ptr=sees_fresh.contiguous(),
         entries_ptr=older, counts_ptr=entry_counts, chosen_ptr=listed, acc_ptr=acc, stats_ptr=stats,
         num_tokens=num_tokens, q_token=query.stride(0), q_head=query.stride(1),
         fresh_token=fresh.stride(0), ring_slot=ring.stride(0), ring_place=ring.stride(1),
         entries_slot=older.stride(0), entries_row=older.stride(1),
-    )  # fmt: skip
-    constants = dict(
         HEADS=heads, D=dim, PLACES=places, OWN=own, ENTRIES=num_entries, CHOICES=choices,
         SCALE=scale, SPLITS=splits, BLOCK_H=_HEADS, BLOCK_N=block_n,
         BLOCK_D=power_of_two(dim, 16), WIDEN=widen(slot_attention_kernel, query, ring),
     )  # fmt: skip
     grid = (num_tokens, head_blocks, splits)
-    attend = Launch(slot_attention_kernel, grid, arguments, constants, choice=_CHOICE)
+    attend = Launch(slot_attention_kernel, grid, values, choice=_CHOICE)
     return [attend, *combine_launches(acc, stats, None, out, sinks)], out

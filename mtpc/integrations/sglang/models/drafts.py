@@ -61,12 +61,4 @@ class Step3p5MTP(HostedDraft):
     target = "Step3p5ForCausalLM"
 
 
-EntryClass = [
-    MiMoMTP,
-    Glm4MoeForCausalLMNextN,
-    DeepseekV3ForCausalLMNextN,
-    DeepseekV4ForCausalLMNextN,
-    Qwen3NextForCausalLMMTP,
-    Qwen3_5ForCausalLMMTP,
-    Step3p5MTP,
-]
+EntryClass = HostedDraft.__subclasses__()

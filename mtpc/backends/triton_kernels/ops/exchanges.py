@@ -92,7 +92,7 @@ def exchange_kernel(  # type: ignore[no-untyped-def]
 
 
 def exchange(part: Tensor, out: Tensor, group: str, is_sum: bool) -> list[Launch]:
-    """The launch of an exchange; none for an empty part.
+    """The launch of an exchange.
 
     Args:
         part: at most `MOST_BYTES`, of one shape and dtype on all ranks.
@@ -100,28 +100,15 @@ def exchange(part: Tensor, out: Tensor, group: str, is_sum: bool) -> list[Launch
         group: has an entry in `PEERS`.
         is_sum: whether to add the parts.
     """
-    if part.numel() == 0:
-        return []
     memory, block = PEERS[group], BLOCK_BYTES // part.itemsize
     ranks = len(memory.addresses)
-    arguments = dict(
-        part_ptr=part.contiguous(),
-        out_ptr=out,
-        addresses_ptr=memory.addresses,
-        rank=memory.rank,
-        size=part.numel(),
-    )
-    constants = dict(
-        SUM=is_sum,
-        RANKS=ranks,
-        RANKS_PAD=power_of_two(ranks),
-        BLOCK=block,
-        BLOCKS=BLOCKS,
-        BLOCK_BYTES=BLOCK_BYTES,
-        FLAG_BYTES=FLAG_BYTES,
-    )
+    values = dict(
+        part_ptr=part.contiguous(), out_ptr=out, addresses_ptr=memory.addresses, rank=memory.rank,
+        size=part.numel(), SUM=is_sum, RANKS=ranks, RANKS_PAD=power_of_two(ranks), BLOCK=block,
+        BLOCKS=BLOCKS, BLOCK_BYTES=BLOCK_BYTES, FLAG_BYTES=FLAG_BYTES,
+    )  # fmt: skip
     grid = (-(-part.numel() // block), 1, 1)
-    return [Launch(exchange_kernel, grid, arguments, constants, threads=_THREADS)]
+    return [Launch(exchange_kernel, grid, values, threads=_THREADS)]
 
 
 def peers_limit(call: Mapping[str, Any]) -> str | None:
@@ -143,3 +130,14 @@ def sum_ranks(part: Tensor, group: str, after: Tensor | None) -> Plan:
     """One launch."""
     out = torch.empty_like(part, memory_format=torch.contiguous_format)
     return exchange(part, out, group, is_sum=True), out
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element: numbers are moved as they are, whatever their dtype."""
+
+
+@operator(peers_limit, any_element=True)
+def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None) -> Plan:
+    """The launch of `sum_ranks`, which does not add."""
+    out, bits = part.new_empty([ranks, *part.shape]), _BITS[part.itemsize]
+    return exchange(part.contiguous().view(bits), out.view(bits), group, is_sum=False), out

@@ -1,4 +1,6 @@
-"""Log-probabilities of emitted tokens, for requests that ask for them: a program for each row."""
+"""What a step notes of emitted tokens: how often each was emitted, and their log-probabilities, for
+requests that ask for them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpc.backends.triton_kernels.launch import Launch
+from mtpc.backends.triton_kernels.launch import Launch, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
 from mtpc.layout import SCRATCH_SLOT
 from mtpc.sampling_params import INTS
 
+_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
+
+
+@triton.jit
+def count_tokens_kernel(  # type: ignore[no-untyped-def]
+    counts_ptr, ids_ptr, emitted_ptr, slots_ptr, vocab, W: tl.constexpr, W_PAD: tl.constexpr
+):
+    """counts int32 [S, V]; a program has one request, and each token once."""
+    request = tl.program_id(0).to(tl.int64)
+    slot, emitted = tl.load(slots_ptr + request), tl.load(emitted_ptr + request)
+    if slot == _SCRATCH:
+        return
+    column = tl.arange(0, W_PAD)
+    live = (column < W) & (column < emitted)
+    ids = tl.load(ids_ptr + request * W + column, mask=live, other=-1)
+    same = (ids[:, None] == ids[None, :]) & live[:, None] & live[None, :]
+    times = tl.sum(same.to(tl.int32), 1)
+    is_first = tl.sum((same & (column[None, :] < column[:, None])).to(tl.int32), 1) == 0
+    at = counts_ptr + slot * vocab + ids
+    before = tl.load(at, mask=live & is_first, other=0)
+    tl.store(at, before + times, mask=live & is_first)
+
+
+@operator(any_element=True)
+def count_tokens(
+    output_counts: Tensor, ids: Tensor, num_emitted: Tensor, state_slots: Tensor
+) -> Plan:
+    """One launch; output_counts is contiguous."""
+    requests, width = ids.shape
+    values = dict(
+        counts_ptr=output_counts, ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
+        slots_ptr=state_slots.contiguous(), vocab=output_counts.shape[1], W=width,
+        W_PAD=power_of_two(width),
+    )  # fmt: skip
+    return [Launch(count_tokens_kernel, (requests, 1, 1), values, threads=64)], None
+
+
 _CHUNK = 4096
 """Logits that a program loads together."""
-_SCRATCH: tl.constexpr = tl.constexpr(SCRATCH_SLOT)
 _NUM_INTS: tl.constexpr = tl.constexpr(len(INTS))
 _LOGPROBS: tl.constexpr = tl.constexpr(INTS.index("logprobs"))
 
@@ -75,14 +113,12 @@ def write_logprobs(
 ) -> Plan:  # fmt: skip
     """One launch; what is written is contiguous."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    arguments = dict(
+    values = dict(
         logprobs_ptr=logprobs, top_ids_ptr=top_ids, top_ptr=top_logprobs, logits_ptr=logits,
         ids_ptr=ids.contiguous(), emitted_ptr=num_emitted.contiguous(),
         slots_ptr=state_slots.contiguous(), ints_ptr=ints.contiguous(),
         places_ptr=ids if places is None else places.contiguous(),  # Without, none is read.
         vocab=logits.shape[1], logits_row=logits.stride(0), width=logprobs.shape[1],
+        HAS_PLACES=places is not None, W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK,
     )  # fmt: skip
-    constants = dict(
-        HAS_PLACES=places is not None, W=ids.shape[1], COUNT=top_ids.shape[2], CHUNK=_CHUNK
-    )
-    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), arguments, constants, 512)], None
+    return [Launch(write_logprobs_kernel, (ids.numel(), 1, 1), values, threads=512)], None

@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpc.backends.gpu.ops.skinny import MOST_ROWS, WIDTH_MULTIPLE
-from mtpc.backends.triton_kernels.launch import Launch, await_launches, power_of_two
+from mtpc.backends.triton_kernels.launch import (
+    Launch,
+    adjacent,
+    await_launches,
+    flat_rows,
+    power_of_two,
+)
+from mtpc.backends.triton_kernels.operator import Plan, operator
 
 _THREADS = 128
 _WEIGHTS = 2048
@@ -143,15 +150,36 @@ def skinny_launch(
     inputs, stages = _TILES[padded]
     block_k = min(inputs, power_of_two(width))
     block_n = max(1, _WEIGHTS // (block_k * (2 if gated else 1)))
-    constants = dict(
+    values = dict(
+        x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
+        bias_ptr=weight if bias is None else bias, total_ptr=total, out_ptr=out,
+        x_row=x.stride(0), added_row=added.stride(0),
         ROWS=rows, ROWS_PAD=padded, N=features, K=width, BLOCK_N=block_n, BLOCK_K=block_k,
         HAS_NORM=norm is not None, PLUS_ONE=plus_one, EPSILON=float(epsilon),
         HAS_BIAS=bias is not None, GATED=gated, STAGES=stages,
     )  # fmt: skip
-    arguments = dict(
-        x_ptr=x, added_ptr=added, norm_ptr=scale, weight_ptr=weight,
-        bias_ptr=weight if bias is None else bias, total_ptr=total, out_ptr=out,
-        x_row=x.stride(0), added_row=added.stride(0),
-    )  # fmt: skip
-    grid = (-(-features // block_n), 1, 1)
-    return Launch(skinny_kernel, grid, arguments, constants, threads=_THREADS)
+    return Launch(skinny_kernel, (-(-features // block_n), 1, 1), values, threads=_THREADS)
+
+
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Plan:
+    """One launch."""
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if x.numel() == 0:
+        return [], out
+    return [skinny_launch(flat_rows(x), adjacent(weight, "a weight"), bias, out)], out
+
+
+@operator(limit=skinny_limit, row_bound="its tiles depend on the rows")
+def norm_linear(
+    x: Tensor, added: Tensor, norm_weight: Tensor, epsilon: float, plus_one: bool, weight: Tensor,
+    bias: Tensor | None, gated: bool,
+) -> Plan:  # fmt: skip
+    """One launch."""
+    features = weight.shape[0] // (2 if gated else 1)
+    total, out = results = x.new_empty(x.shape), x.new_empty((*x.shape[:-1], features))
+    if x.numel() == 0:
+        return [], results
+    norm = (flat_rows(added), norm_weight.contiguous(), total, epsilon, plus_one)
+    weight = adjacent(weight, "a weight")
+    return [skinny_launch(flat_rows(x), weight, bias, out, gated, norm)], results
