@@ -155,6 +155,22 @@ class GroupForm:
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """What the bytes of a file hold of a weight.
+
+    Attributes:
+        codes: uint8 or float8_e4m3fn.
+        scales: the grid of scales.
+        zeros: uint8, the grid of zero points, or of the scales' dtype, the grid of minima; None if
+            all zero points are `GroupForm.default_zero`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class GroupedWeight:
     """A weight [..., N, K], or a stack of them, as its codes.
 

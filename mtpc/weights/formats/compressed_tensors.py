@@ -32,7 +32,6 @@ from mtpc.weights.formats.stored import (
     KINDS,
     SCALES,
     Config,
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
@@ -44,6 +43,7 @@ from mtpc.weights.formats.stored import (
     unpack_words,
     whole_number,
 )
+from mtpc.weights.grouped import Decoded
 
 LEAVES = (
     "weight_packed",

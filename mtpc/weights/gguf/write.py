@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint import is_finite, refuse_not_finite
-from mtpc.weights.gguf.blocks import BLOCKS, Parts
+from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
 from mtpc.weights.gguf.header import MAGIC
+from mtpc.weights.grouped import Decoded
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -142,7 +143,7 @@ def _rounded(tensor: Tensor, matrix: Matrix, what: str) -> Iterator[memoryview]:
     for start in range(0, len(rows), step):
         weight = quantise(rows[start : start + step], spec, matrix.moments)
         codes, scales = (t.unflatten(-1, (count, -1)) for t in (weight.codes, weight.scales))
-        yield block.encode(Parts(codes, scales)).contiguous().numpy().data
+        yield block.encode(Decoded(codes, scales)).contiguous().numpy().data
 
 
 def in_file_order(moments: Tensor, stored: StoredTensor) -> Tensor:
