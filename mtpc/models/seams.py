@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -213,6 +213,24 @@ def gate_of(module: Any) -> Gate | ClampedGate | str | None:
     limits = [float(getattr(module, name)) for name in LIMITS if getattr(module, name, None)]
     gates = [Gate(*each) for each in product((0.0, *limits), (False, True), (False, True))]
     return next((each for each in gates if fits(swiglu(rows, *each))), None)
+
+
+class StandIn(nn.Module):
+    """A canonical module: it has all that transformers' module has, parameters, submodules and
+    settings, under their names, and a forward of its own.
+
+    Args:
+        source: transformers' module, which does not change.
+    """
+
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        held = {name: dict(vars(source)[name]) for name in ("_parameters", "_buffers", "_modules")}
+        vars(self).update(vars(source) | held)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def register_seams() -> None:

@@ -615,15 +615,15 @@ FAULTS = (
     Fault(
         "longcat: the first zero expert adds nothing",
         LONGCAT,
-        "expert_ids >= self.count",
-        "expert_ids > self.count",
+        "expert_ids >= self.num_routed_experts",
+        "expert_ids > self.num_routed_experts",
         _LONGCAT,
     ),
     Fault(
         "longcat: zero experts add the row unweighted",
         LONGCAT,
-        "self.count, expert_weights, 0)",
-        "self.count, 1.0, 0.0)",
+        "self.num_routed_experts, expert_weights, 0)",
+        "self.num_routed_experts, 1.0, 0.0)",
         _LONGCAT,
     ),
     Fault(

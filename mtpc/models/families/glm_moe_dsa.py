@@ -39,9 +39,6 @@ class SharedChoiceAttention(SparseLatentAttention):
     """Sparse latent attention that hands on its choice, or takes one.
 
     It comes from the layer before, or from the draft before (`ModelFamily.hands_on`).
-
-    Args:
-        source: transformers' `GlmMoeDsaAttention`; its parameters are shared.
     """
 
     rotate_index = staticmethod(_rotate_first)

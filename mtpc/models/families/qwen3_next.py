@@ -45,7 +45,7 @@ class GatedDelta(RecurrentLayer):
     """A Gated DeltaNet layer over flat rows.
 
     Args:
-        module: transformers' module; its submodules and parameters are shared.
+        module: transformers' module.
         project: computes the input projections: (this module, hidden [T, H]) -> `Projected`.
 
     Raises:
@@ -58,8 +58,6 @@ class GatedDelta(RecurrentLayer):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has a convolution with a bias; expected one without"
             )
-        self.num_k_heads, self.head_k_dim = module.num_k_heads, module.head_k_dim
-        self.num_v_heads, self.head_v_dim = module.num_v_heads, module.head_v_dim
         self._project = project
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
