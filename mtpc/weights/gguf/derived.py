@@ -145,13 +145,6 @@ _AROUND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Norms before and behind attention and feed-forward, as Gemma has them."""
-_PLAIN = {**names.ATTENTION, **names.PRE_NORM, **names.DENSE}
-_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     modules={**names.ATTENTION, **_AROUND, **names.DENSE},
@@ -160,18 +153,18 @@ _GEMMA3 = Family(
 )
 _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
-    modules={**_PLAIN, "ffn_gate_inp": "mlp.gate"},
+    modules={**names.PLAIN, "ffn_gate_inp": "mlp.gate"},
     config=_qwen_moe("qwen3_moe", normed=True),
 )
 _SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
-    modules=_PLAIN,
+    modules=names.PLAIN,
     config=_named("smollm3", no_rope_layer_interval=4),
     changes=llama_changes,
 )
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
-    modules={**_PLAIN, "ffn_gate_inp": "block_sparse_moe.gate"},
+    modules={**names.PLAIN, "ffn_gate_inp": "block_sparse_moe.gate"},
     config=_mixtral,
     changes=llama_changes,
     experts="block_sparse_moe.experts.{}.{}",
@@ -181,7 +174,7 @@ MIXTRAL = Family(
 DERIVED: Mapping[str, Family] = {
     "gemma": Family(
         architecture="GemmaForCausalLM",
-        modules=_PLAIN,
+        modules=names.PLAIN,
         config=_named("gemma", **_GELU),
         changes=_plus_one,
     ),
@@ -191,17 +184,13 @@ DERIVED: Mapping[str, Family] = {
     "qwen2moe": replace(
         _QWEN3_MOE,
         architecture="Qwen2MoeForCausalLM",
-        modules={**_QWEN3_MOE.modules, **_SHARED},
+        modules={**_QWEN3_MOE.modules, **names.SHARED},
         config=_qwen_moe("qwen2_moe", normed=False),
         shapes={"ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        modules={
-            **_PLAIN,
-            "attn_qkv": "self_attn.qkv_proj",
-            "ffn_up": "mlp.gate_up_proj",
-        },
+        modules={**names.PLAIN, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         config=_phi3,
     ),
     "glm4": Family(
@@ -258,7 +247,7 @@ DERIVED: Mapping[str, Family] = {
     ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
-        modules={**_PLAIN, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        modules={**names.PLAIN, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         config=_named("starcoder2", use_bias=lambda of: of.has(0, "attn_q.bias")),
     ),
 }
