@@ -84,44 +84,35 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
 
 @contextmanager
 def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
-    """Within it, an error of any kind that transformers raises becomes that of `explained`.
+    """Within it, an error of any kind that transformers raises becomes one for the checkpoint.
+
+    Args:
+        file: the checkpoint's.
+        family: of its model.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: it names the entry of config.json. If a model can be built from that, it is
+            about the tensors.
     """
     try:
         yield
     except MtpcError:
         raise
     except Exception as error:
-        raise explained(file, family, error) from error
-
-
-def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:
-    """One error for what transformers says of a checkpoint: it names the entry of config.json.
-
-    Args:
-        file: the checkpoint's.
-        family: of its model.
-        error: what building or loading the model has raised.
-
-    Returns:
-        The error. If a model can be built from config.json, it is about the tensors.
-    """
-    reason = said(_failure(file, family, file.config) or error)
-    end = time.monotonic() + _LONGEST_S
-    found = _guilty(file, family, _ABSENT, end) or _guilty(file, family, _SUITABLE, end)
-    if not found:
-        return CheckpointError(
-            f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
-            f"expected those of one released {family.hf_class}: correct or download them again"
-        )
-    shown = found[:_MOST_NAMED]
-    names = " or ".join(f"{'.'.join(path)} is {kind_of(value)}" for path, value in shown)
-    return CheckpointError(
-        f"{file.config_path}: {names}, and transformers refuses it: {reason}; expected "
-        f"{_expected(family, found[0][0])}: correct the file or download it again"
-    )
+        reason = said(_failure(file, family, file.config) or error)
+        end = time.monotonic() + _LONGEST_S
+        found = _guilty(file, family, _ABSENT, end) or _guilty(file, family, _SUITABLE, end)
+        if not found:
+            raise CheckpointError(
+                f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
+                f"expected those of one released {family.hf_class}: correct or download them again"
+            ) from error
+        shown = found[:_MOST_NAMED]
+        names = " or ".join(f"{'.'.join(path)} is {kind_of(value)}" for path, value in shown)
+        raise CheckpointError(
+            f"{file.config_path}: {names}, and transformers refuses it: {reason}; expected "
+            f"{_expected(family, found[0][0])}: correct the file or download it again"
+        ) from error
 
 
 def misshapen(
