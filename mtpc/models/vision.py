@@ -208,16 +208,14 @@ _TOWERS = {"grids": GridTower, "crops": CropTower}
 def open_tower(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
 ) -> VisionTower:
-    """The vision tower of a checkpoint.
+    """The vision tower of a checkpoint, of which `image_buffers` knows that there is one.
 
     Raises:
-        UnsupportedModelError: mtpc does not know the model's tower.
         CheckpointError: see `VisionTower`.
     """
-    family = find_family(checkpoint.config.get("architectures") or [])
-    if family.vision is None:
-        raise UnsupportedModelError(f"{family.name} has no vision tower that mtpc knows")
-    return _TOWERS[family.vision.takes](checkpoint, family.vision, dtype, device)
+    vision = find_family(checkpoint.config.get("architectures") or []).vision
+    assert vision is not None
+    return _TOWERS[vision.takes](checkpoint, vision, dtype, device)
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> int:
