@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_pool_specs, ring_kv_specs
+from mtpc.models.caches import kv_specs
 from mtpc.models.family import NO_LAYERS, ModelFamily
 
 _SLIDING = "sliding_attention"
@@ -40,10 +40,8 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     if layer >= config.num_hidden_layers - config.num_kv_shared_layers:
         return ()
     sizes = config.per_layer_config[layer]
-    heads, dims = sizes.num_key_value_heads, (sizes.head_dim, sizes.head_dim)
-    if config.layer_types[layer] == _SLIDING:
-        return ring_kv_specs(layer, dtype, config.sliding_window, heads, dims)
-    return paged_pool_specs(layer, dtype, heads, dims)
+    window = config.sliding_window if config.layer_types[layer] == _SLIDING else 0
+    return kv_specs(layer, dtype, sizes.num_key_value_heads, (sizes.head_dim,) * 2, window)
 
 
 def _reads_shared(attention: Any) -> Any:
