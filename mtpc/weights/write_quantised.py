@@ -81,7 +81,7 @@ def quantise_checkpoint(
     refuse_existing(out)
     checkpoint = Checkpoint(source)
     _check_format(checkpoint, scheme)
-    if checkpoint.is_quantised:
+    if checkpoint.quantised:
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
