@@ -229,14 +229,14 @@ def _mark(text: str, tokens: Mapping[str, int]) -> int:
 
 def _empty_model(checkpoint: Checkpoint, vision: VisionParts) -> Any:
     """transformers' model without memory; its language model has one layer, which nothing runs."""
-    config_class = getattr(transformers, vision.hf_config_class)
-    config = config_class(**describing(checkpoint.config))
+    model_class = getattr(transformers, vision.hf_class)
+    config = model_class.config_class(**describing(checkpoint.config))
     text = config.text_config
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     with torch.device("meta"):
-        return getattr(transformers, vision.hf_class)(config).eval()
+        return model_class(config).eval()
 
 
 def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: str) -> nn.Module:

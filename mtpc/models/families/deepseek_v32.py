@@ -161,7 +161,6 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
     architectures=("DeepseekV32ForCausalLM",),
-    hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
     cache_kinds=(IndexedLatent,),
     block_config=block_config,

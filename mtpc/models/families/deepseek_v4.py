@@ -263,7 +263,6 @@ def _readout(layer: MTPLayer) -> StreamReadout:
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
-    hf_config_class="DeepseekV4Config",
     wiring=MTPWiring(
         embedding_norm="enorm",
         hidden_norm="hnorm",

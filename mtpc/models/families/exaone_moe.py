@@ -50,7 +50,6 @@ EXAONE_MOE = replace(
     QWEN3_NEXT,
     name="exaone_moe",
     architectures=("ExaoneMoeForCausalLM",),
-    hf_config_class="ExaoneMoeConfig",
     cache_specs=_cache_specs,
     cache_kinds=(),
     block_config=_block_config,

@@ -60,7 +60,6 @@ GEMMA4 = ModelFamily(
     wiring=NO_LAYERS,
     num_mtp_layers=lambda config: 0,
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    hf_config_class="Gemma4TextConfig",
     cache_specs=_cache_specs,
     canonical={"Gemma4TextAttention": _reads_shared},
     computed=_COMPUTED,
@@ -71,7 +70,6 @@ GEMMA4_UNIFIED = replace(
     GEMMA4,
     name="gemma4_unified",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-    hf_config_class="Gemma4UnifiedTextConfig",
     canonical={"Gemma4UnifiedTextAttention": _reads_shared},
     computed={**_COMPUTED, "enable_moe_block": False},
 )

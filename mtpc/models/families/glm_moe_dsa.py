@@ -79,7 +79,6 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
     architectures=("GlmMoeDsaForCausalLM",),
-    hf_config_class="GlmMoeDsaConfig",
     cache_specs=_cache_specs,
     # Whether later drafts of a step attend to what the indexer chose for the first one.
     hands_on=lambda config: bool(getattr(config, "index_share_for_mtp_iteration", False)),

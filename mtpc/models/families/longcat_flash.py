@@ -97,7 +97,6 @@ def stored_class() -> type[nn.Module]:
 LONGCAT_FLASH = ModelFamily(
     name="longcat_flash",
     architectures=("LongcatFlashForCausalLM",),
-    hf_config_class="LongcatFlashConfig",
     own_class=stored_class,
     wiring=MTPWiring(
         embedding_norm="layers.0.enorm.m",

@@ -89,7 +89,6 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 MIMO_V2 = ModelFamily(
     name="mimo_v2",
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-    hf_config_class="MiMoV2FlashConfig",
     wiring=MTPWiring(
         embedding_norm="enorm",
         hidden_norm="hnorm",

@@ -113,7 +113,6 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 NEMOTRON_H = ModelFamily(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
-    hf_config_class="NemotronHConfig",
     wiring=MTPWiring(
         embedding_norm="layers.0.enorm",
         hidden_norm="layers.0.hnorm",

@@ -106,7 +106,6 @@ SEPARATE = partial(GatedDelta, project=_separate_projections)
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
-    hf_config_class="Qwen3NextConfig",
     wiring=MTPWiring(
         embedding_norm="pre_fc_norm_embedding",
         hidden_norm="pre_fc_norm_hidden",
@@ -125,18 +124,16 @@ QWEN3_5 = replace(
     QWEN3_NEXT,
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    hf_config_class="Qwen3_5TextConfig",
     canonical={"Qwen3_5GatedDeltaNet": SEPARATE},
     stored_prefixes=(("model.", "model.language_model."),),
     position_grids=3,
-    vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
+    vision=VisionParts("Qwen3_5Model", "grids", _TOWER),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    hf_config_class="Qwen3_5MoeTextConfig",
     canonical={"Qwen3_5MoeGatedDeltaNet": SEPARATE},
-    vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "grids", _TOWER),
+    vision=VisionParts("Qwen3_5MoeModel", "grids", _TOWER),
 )

@@ -93,7 +93,6 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 STEP3P7 = ModelFamily(
     name="step3p7",
     architectures=("Step3p7ForConditionalGeneration",),
-    hf_config_class="Step3p7Config",
     wiring=replace(
         NEXTN_WIRING,
         final_norm="transformer.shared_head.norm",
@@ -118,7 +117,6 @@ STEP3P7 = ModelFamily(
     stored_prefixes=(("model.language_model.", "model."),),
     vision=VisionParts(
         "Step3p7Model",
-        "Step3p7Config",
         "crops",
         {
             "vision_model": ("vision_model.", "model.vision_model."),
