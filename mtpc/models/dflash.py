@@ -253,27 +253,6 @@ class DFlashBlock(DrafterPass):
         return out
 
 
-def _parts(config: DFlashConfig) -> StepParts:
-    """How the target, the drafter and its head are stepped."""
-    blocks = partial(
-        Blocks,
-        mask_id=config.mask_id,
-        skips=config.skips,
-        both_ways=not all(config.causal),
-        has_bias=config.markov_rank > 0 or config.second is not None,
-        has_confidence=config.confidence_width > 0,
-    )
-    return StepParts(
-        target=partial(CapturingTarget, config.layer_ids),
-        draft=DFlashContext,
-        later_draft=DFlashBlock,
-        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
-        draft_bias=lambda layer: layer.bias,
-        draft_vocabulary=draft_vocabulary,
-        drafting=blocks,
-    )
-
-
 def dflash_family(pair: Pairing) -> ModelFamily:
     """A target's family with a DFlash, DFlash2 or DSpark drafter in place of MTP layers; see
     `drafted_family`."""
@@ -286,5 +265,21 @@ def dflash_family(pair: Pairing) -> ModelFamily:
         next_features="before",
         only_rules=("embedding", "head"),
     )
-    parts = _parts(config)
+    blocks = partial(
+        Blocks,
+        mask_id=config.mask_id,
+        skips=config.skips,
+        both_ways=not all(config.causal),
+        has_bias=config.markov_rank > 0 or config.second is not None,
+        has_confidence=config.confidence_width > 0,
+    )
+    parts = StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=DFlashContext,
+        later_draft=DFlashBlock,
+        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
+        draft_bias=lambda layer: layer.bias,
+        draft_vocabulary=draft_vocabulary,
+        drafting=blocks,
+    )
     return pair.family_with(config, wiring, DFlashLayer, block_prefix="layers.", parts=parts)

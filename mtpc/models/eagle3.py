@@ -214,21 +214,6 @@ class ParallelDraft(Eagle3Draft):
         return super().forward(ids, masked.expand(ids.shape[0], -1), *metadata)
 
 
-def _parts(config: Eagle3Config) -> StepParts:
-    """How the target, the drafter and its head are stepped."""
-    parallel: dict[str, Any] = {}
-    if config.mask_id is not None:
-        form = partial(Blocks, opens=False, skips=False, both_ways=False)
-        parallel = {"later_draft": ParallelDraft, "drafting": partial(form, mask_id=config.mask_id)}
-    return StepParts(
-        target=partial(CapturingTarget, config.layer_ids),
-        draft=Eagle3Draft,
-        draft_entry=lambda layer: layer.projection,
-        draft_vocabulary=draft_vocabulary,
-        **parallel,
-    )
-
-
 def eagle3_family(pair: Pairing) -> ModelFamily:
     """A target's family with an EAGLE-3 head in place of MTP layers; see `drafted_family`."""
     config, stored = Eagle3Config.read(pair), pair.checkpoint.draft.tensors
@@ -241,6 +226,14 @@ def eagle3_family(pair: Pairing) -> ModelFamily:
         next_features="after" if config.norm_output else "before",
         only_rules=("next_features", "embedding"),
     )
+    parts = StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=Eagle3Draft,
+        draft_entry=lambda layer: layer.projection,
+        draft_vocabulary=draft_vocabulary,
+    )
+    if config.mask_id is not None:
+        form = partial(Blocks, mask_id=config.mask_id, opens=False, skips=False, both_ways=False)
+        parts = replace(parts, later_draft=ParallelDraft, drafting=form)
     prefix = block if config.layers.num_hidden_layers == 1 else "layers."
-    parts = _parts(config)
     return pair.family_with(config, wiring, Eagle3Layer, block_prefix=prefix, parts=parts)

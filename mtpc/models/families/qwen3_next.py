@@ -88,11 +88,8 @@ def _separate_projections(module: Any, x: Tensor) -> Projected:
 
 def num_mtp_layers(config: Any) -> int:
     """Number of MTP layers in a config. Default 1: Qwen3-Next's released config does not say."""
-    for name in MTP_COUNT_NAMES:
-        count = getattr(config, name, None)
-        if count is not None:
-            return int(count)
-    return 1
+    counts = (getattr(config, name, None) for name in MTP_COUNT_NAMES)
+    return int(next((count for count in counts if count is not None), 1))
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

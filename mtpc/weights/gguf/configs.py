@@ -99,7 +99,8 @@ class Metadata:
         if stored is None:
             return found
         if (stored.block.name, stored.shape) == ("F32", (count,)):
-            found = next(f.numbers(name) for f in self._files if name in f.header.tensors)
+            file = next(f for f in self._files if name in f.header.tensors)
+            found = file.plain(name).tolist()
         if not found or not all(0 < one < inf for one in found):
             raise CheckpointError(
                 f"{self.header.path}: {name} is {stored.block.name}{list(stored.shape)}; expected "

@@ -195,10 +195,6 @@ class GgufFile(TensorFile):
             end = begin + int.from_bytes(self._map[end:begin], "little")
         return self._map[begin:end].decode("utf-8", "replace")
 
-    def numbers(self, source: str) -> list[float]:
-        """The values of a tensor of float32, by its name in the file."""
-        return [float(value) for value in self.plain(source).flatten()]
-
     def plain(self, source: str) -> Tensor:
         """A tensor of plain numbers as the file has it, by its name there."""
         stored = self.header.tensors[source]
