@@ -147,8 +147,8 @@ class _Graft:
         resized = [name for name in other if self._is_resized(name)]
         ends = tuple(self._mtp.family.shared_tensors)
         stored = {name for name in self._mtp.names() if ends and name.endswith(ends)}
-        peek = self._base.peek
-        copies = {n for n in stored if any(torch.equal(peek(n), peek(other)) for other in resized)}
+        read = self._base.tensor
+        copies = {n for n in stored if any(torch.equal(read(n), read(other)) for other in resized)}
         if other != resized or (resized and copies != stored):
             shapes = [f"{name} is {theirs[name]} and {ours[name]}" for name in other]
             raise CheckpointError(

@@ -161,10 +161,6 @@ class Checkpoint(CheckpointFiles):
         weight = self._quantised.get(self._whole(name))
         if weight is not None and not weight.is_plain:
             self.dequantised.add(name)
-        return self.peek(name)
-
-    def peek(self, name: str) -> Tensor:
-        """As `tensor`, but does not add the name to `dequantised`."""
         if name not in self._parts:
             return self.whole(name)
         part = self._parts[name]

@@ -81,10 +81,6 @@ def _q6_k(blocks: Tensor) -> Decoded:
     return Decoded(low | high.flatten(-3) << 4, _words(blocks, (208, 210), (192, 208)))
 
 
-def _iq4_nl(blocks: Tensor) -> Decoded:
-    return Decoded(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
-
-
 def _iq4_xs(blocks: Tensor) -> Decoded:
     return Decoded(_pairs(blocks[..., 8:], 16), _words(blocks, (0, 8)))
 
@@ -158,7 +154,7 @@ BLOCKS: dict[int, Block] = {
     12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k, (0, 2)),
     13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k, (0, 2)),
     14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k, (208,)),
-    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl, halves=(0,), encode=_to_iq4_nl),
+    20: Block("IQ4_NL", 32, 18, "iq4", decode=_q4_0, halves=(0,), encode=_to_iq4_nl),
     23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs, (0,)),
     39: Block("MXFP4", 32, 17, "e2m1", 32, "uint8", False, _mxfp4),
     10: _few_bits("Q2_K", 84),
