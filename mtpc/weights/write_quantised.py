@@ -129,7 +129,7 @@ class _Writer:
             CheckpointError: it has several parts, or no weight that the scheme fits.
         """
         from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
-        from mtpc.weights.gguf.write import Matrix, in_file_order, names_of, write_rounded
+        from mtpc.weights.gguf.write import in_file_order, names_of, write_rounded
 
         (file, *more) = self.checkpoint.files
         if more:
@@ -138,7 +138,7 @@ class _Writer:
                 "one file: join them by llama-gguf-split --merge"
             )
         assert isinstance(file, GgufFile)
-        matrices, plain = dict[str, Matrix](), list[str]()
+        matrices, plain = dict[str, Tensor | None](), list[str]()
         for source, name in names_of(file).items():
             stored = file.header.tensors[source]
             if len(stored.shape) < 2 or not name.endswith(".weight"):
@@ -150,8 +150,8 @@ class _Writer:
                 plain.append(name)
                 continue
             found = self.moments.get(name)
-            of = None if found is None else in_file_order(found, file.tensors[name])
-            matrices[source] = Matrix(self.scheme, of)
+            ordered = None if found is None else in_file_order(found, file.tensors[name])
+            matrices[source] = ordered
         self._check_any(matrices)
         after = write_rounded(file, out, matrices, self.scheme, self.tell)
         return Written(len(matrices), tuple(plain), self._bytes_before, after)
