@@ -272,11 +272,6 @@ def layer_kinds(of: Metadata, period: int) -> list[str]:
     return [("full_attention", "sliding_attention")[each] for each in slides]
 
 
-def llama(of: Metadata) -> dict[str, Any]:
-    biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-    return {**dense(of), **{name: of.has(0, leaf) for name, leaf in biased.items()}}
-
-
 def _experts(of: Metadata) -> dict[str, Any]:
     """Experts, named as in DeepSeek-V3 and the families after it.
 

@@ -19,7 +19,7 @@ _WINDOW = "attention.sliding_window"
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _named(kind: str, *reads: str, **more: Any) -> Callable[[Metadata], dict[str, Any]]:
+def named(kind: str, *reads: str, **more: Any) -> Callable[[Metadata], dict[str, Any]]:
     """The config of a dense model of a type of transformers', with entries of its own."""
 
     def config(of: Metadata) -> dict[str, Any]:
@@ -159,7 +159,7 @@ _QWEN3_MOE = Family(
 _SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     modules=names.PLAIN,
-    config=_named("smollm3", no_rope_layer_interval=4),
+    config=named("smollm3", no_rope_layer_interval=4),
     changes=llama_changes,
 )
 MIXTRAL = Family(
@@ -175,7 +175,7 @@ DERIVED: Mapping[str, Family] = {
     "gemma": Family(
         architecture="GemmaForCausalLM",
         modules=names.PLAIN,
-        config=_named("gemma", **_GELU),
+        config=named("gemma", **_GELU),
         changes=_plus_one,
     ),
     "gemma2": replace(_GEMMA3, architecture="Gemma2ForCausalLM", config=_gemma2),
@@ -208,7 +208,7 @@ DERIVED: Mapping[str, Family] = {
     "granite": replace(
         _SMOLLM3,
         architecture="GraniteForCausalLM",
-        config=_named(
+        config=named(
             "granite",
             *("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
             attention_multiplier=lambda of: of.number("attention.scale", 1.0),
@@ -226,12 +226,12 @@ DERIVED: Mapping[str, Family] = {
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        config=_named("olmo2"),
+        config=named("olmo2"),
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
         modules={**names.ATTENTION, **names.POST_NORM, **names.DENSE},
-        config=_named("seed_oss", attention_out_bias=lambda of: of.has(0, "attn_output.bias")),
+        config=named("seed_oss", attention_out_bias=lambda of: of.has(0, "attn_output.bias")),
     ),
     "gpt-oss": Family(
         architecture="GptOssForCausalLM",
@@ -248,7 +248,7 @@ DERIVED: Mapping[str, Family] = {
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
         modules={**names.PLAIN, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        config=_named("starcoder2", use_bias=lambda of: of.has(0, "attn_q.bias")),
+        config=named("starcoder2", use_bias=lambda of: of.has(0, "attn_q.bias")),
     ),
 }
 """`general.architecture` -> its family."""

@@ -10,7 +10,7 @@ from typing import Any
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.weights.gguf import configs, names
 from mtpc.weights.gguf.configs import Metadata
-from mtpc.weights.gguf.derived import DERIVED, MIXTRAL
+from mtpc.weights.gguf.derived import DERIVED, MIXTRAL, named
 from mtpc.weights.gguf.family import Family, llama_changes
 from mtpc.weights.gguf.file import Change, GgufFile, Heads
 from mtpc.weights.gguf.header import Header
@@ -191,7 +191,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": replace(
         _DENSE,
         architecture="LlamaForCausalLM",
-        config=configs.llama,
+        config=named("llama"),
         changes=llama_changes,
         of_experts=MIXTRAL,
     ),
