@@ -607,8 +607,8 @@ FAULTS = (
     Fault(
         "logits are not capped",
         HEADS,
-        "return called.names <= _ALONE",
-        "return True",
+        "for each in called} <= _ALONE",
+        "for each in called} <= _ALONE or True",
         "models/test_gemma4.py::test_logits_are_capped",
     ),
     # Layers with two attentions, and experts without weights.
