@@ -214,7 +214,9 @@ def layer_tensors(
             if len(absent) < len(wanted):
                 short = [n.removeprefix(f"{stem}.").removesuffix(".weight") for n in absent]
                 raise CheckpointError(
-                    f"{stem} lacks {listing(short)}; expected those of {len(expected)} experts"
+                    f"{stem} lacks {listing(short)}; expected "
+                    f"{', '.join(filter(None, family.expert_names))} for each of {len(expected)} "
+                    "experts"
                 )
     return tensors
 
