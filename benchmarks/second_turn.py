@@ -38,6 +38,7 @@ from benchmarks.peers.vllm_decoder import VllmError, VllmProcess
 from mtpc.models import FAMILIES
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import build_mtp_layer
+from mtpc.models.read_config import config_class
 from mtpc.models.save import save_checkpoint
 
 ANSWER, MESSAGE = 64, 40
@@ -105,11 +106,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def write(family_name: str, directory: Path) -> Path:
     """A checkpoint of a shape with random weights."""
-    import transformers
 
     family = next(f for f in FAMILIES if f.name == family_name)
     torch.manual_seed(0)
-    config = getattr(transformers, family.hf_config_class)(**SHAPES[family_name])
+    config = config_class(family)(**SHAPES[family_name])
     target = model_class(family)(config).to(torch.bfloat16).eval()
     layer = build_mtp_layer(family, target, 0, ("head",) if family_name == "step3p5" else ())
     for parameter in layer.parameters():

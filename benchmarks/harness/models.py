@@ -30,6 +30,7 @@ from mtpc.models.families.glm4_moe import GLM4_MOE
 from mtpc.models.family import find_norm_class
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.mtp_layers import stored_tensors
+from mtpc.models.read_config import config_class
 from mtpc.models.save import save_checkpoint
 from mtpc.weights.quantise import spec_by_scheme
 from mtpc.weights.write_quantised import quantise_checkpoint
@@ -265,7 +266,7 @@ def make_config(family: ModelFamily, shape: Shape) -> Any:
         sizes["first_k_dense_replace"] = min(
             sizes["first_k_dense_replace"], shape.num_hidden_layers
         )
-    return getattr(transformers, family.hf_config_class)(
+    return config_class(family)(
         **sizes,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=INITIALIZER_RANGE,

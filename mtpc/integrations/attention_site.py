@@ -187,7 +187,7 @@ class _SiteLayer:
             head_dim=query.shape[2],
             v_head_dim=query.shape[2],
             scale=float(attention.scaling),
-            sliding_window=attention.window,
+            sliding_window=attention.sliding_window,
         )
         return self._mark(_Found(attention, numbers, "sinks"), query, fresh, fresh)
 

@@ -13,6 +13,7 @@ from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.models import ModelFamily
 from mtpc.models.hf import HostedLayer, run_mtp_layer
 from mtpc.models.load import find_family
+from mtpc.models.read_config import config_class
 
 _DROPPED = (
     *("model_type", "quantization_config", "transformers_version", "_name_or_path"),
@@ -57,13 +58,13 @@ def draft_config(
             f"the checkpoint is quantised ({method}); a traced draft holds unquantised "
             "weights: use an unquantised checkpoint, or the host's own draft"
         )
-    config_class = getattr(transformers, family.hf_config_class)
+    kind = config_class(family)
     # Another class, as a host may have it, adds defaults under names that are aliases in this one.
-    twice = {alias for alias, name in config_class.attribute_map.items() if name in fields}
+    twice = {alias for alias, name in kind.attribute_map.items() if name in fields}
     fields = {name: value for name, value in fields.items() if name not in twice}
-    if "text_config" not in getattr(config_class, "sub_configs", {}):
+    if "text_config" not in getattr(kind, "sub_configs", {}):
         fields = dict(fields.get("text_config") or fields)
-    config = config_class(**{k: v for k, v in fields.items() if k not in _DROPPED})
+    config = kind(**{k: v for k, v in fields.items() if k not in _DROPPED})
     _check_state(family, config.get_text_config(decoder=True))
     return family, config
 

@@ -136,7 +136,8 @@ class LayerWeights:
                 "expected unquantised weights where the draft computes itself"
             )
         self._check_hosted()
-        layer, tensors = self._draft.layer, layer_tensors(self._own, self._draft.family)
+        layer = self._draft.layer
+        tensors = layer_tensors(self._own, self._draft.family, layer)
         check_tensors(layer, tensors, self._what)
         self._not_finite += [name for name, tensor in tensors.items() if not is_finite(tensor)]
         refuse_not_finite(self._not_finite, self._what)

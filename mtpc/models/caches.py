@@ -32,18 +32,33 @@ CODE_DTYPES: Mapping[str, torch.dtype | None] = {
 
 def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Page pools of a layer with grouped-query attention: K and V, each [N, P, H_kv, D]."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return paged_pool_specs(layer, dtype, config.num_key_value_heads, (head_dim, head_dim))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return kv_specs(layer, dtype, config.num_key_value_heads, (width, width))
 
 
-def paged_pool_specs(
-    layer: int, dtype: torch.dtype, heads: int, dims: tuple[int, int]
+def kv_specs(
+    layer: int, dtype: torch.dtype, heads: int, dims: tuple[int, int], window: int = 0
 ) -> tuple[BufferSpec, ...]:
-    """Page pools of K and V, [N, P, heads, width]; `dims` are the widths of K and V heads."""
-    return tuple(
-        paged_spec(f"kv.{layer}.{role}", (P, heads, width), dtype, f"{what} by page{_BY_LAYER}")
-        for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True)
-    )
+    """Page pools of K and V, [N, P, heads, width]; of a sliding-window layer rings, which have
+    `ring_pages(window)` pages per request slot.
+
+    Args:
+        layer: layer index.
+        dtype: of the cache.
+        heads: key/value heads.
+        dims: width of a key head and of a value head.
+        window: number of positions that a row attends to, its own included; 0 is all.
+    """
+    made = []
+    for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True):
+        page = (P, heads, width)
+        if window:
+            meaning = f"{what} of a sliding window: request slot s has n pages, from 1+(s-1)n on"
+            rings = ((S - 1) * ring_pages(window) + 1, *page)
+            made.append(slot_spec(f"kv.{layer}.ring_{role}", rings, dtype, meaning))
+        else:
+            made.append(paged_spec(f"kv.{layer}.{role}", page, dtype, f"{what} by page{_BY_LAYER}"))
+    return tuple(made)
 
 
 def quantised_pools(specs: tuple[BufferSpec, ...], dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -99,30 +114,6 @@ def slot_spec(
 ) -> BufferSpec:
     """State of one layer by request slot. No page holds it, and only a prefill rebuilds it."""
     return BufferSpec(name, dims, dtype, 0, writers, meaning, needs_pad=False)
-
-
-def ring_kv_specs(
-    layer: int, dtype: torch.dtype, window: int, heads: int, dims: tuple[int, int]
-) -> tuple[BufferSpec, ...]:
-    """Rings of K and V of a sliding-window layer, `ring_pages(window)` pages per request slot.
-
-    Args:
-        layer: layer index.
-        dtype: of the cache.
-        window: number of positions that a row attends to, its own included.
-        heads: key/value heads.
-        dims: width of a key head and of a value head.
-    """
-    pages = (S - 1) * ring_pages(window) + 1
-    return tuple(
-        slot_spec(
-            f"kv.{layer}.{role}",
-            (pages, P, heads, width),
-            dtype,
-            f"{what} of a sliding window: request slot s has n pages, from 1+(s-1)n on",
-        )
-        for role, what, width in zip(("ring_k", "ring_v"), ("keys", "values"), dims, strict=True)
-    )
 
 
 @dataclass(frozen=True)
@@ -208,16 +199,8 @@ class RingKV:
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
-        """As `PagedKV.attend`.
-
-        Raises:
-            UnsupportedModelError: the layer has no window.
-        """
-        if not options.get("sliding_window"):
-            raise UnsupportedModelError(
-                f"layer {module.layer_idx} attends to all positions and has a ring as cache; "
-                "expected page pools; correct `cache_specs` of its family"
-            )
+        """As `PagedKV.attend`."""
+        assert options.get("sliding_window"), f"layer {module.layer_idx} needs pages, not a ring"
         rings = self._metadata(metadata)
         return PagedKV(self.k, self.v).attend(module, query, scale, rings, **options)
 
@@ -233,18 +216,8 @@ class PagedLatent:
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
         """Write the normalised latent (`first`, [1, 1, T, rank]) and the rotated key (`second`,
-        [1, 1, T, rope]).
-
-        Raises:
-            UnsupportedModelError: their width is not that of the pool.
-        """
+        [1, 1, T, rope])."""
         rows = torch.cat([first[0, 0], second[0, 0]], -1)
-        if rows.shape[-1] != self.latent.shape[-1]:
-            raise UnsupportedModelError(
-                f"the model passes {rows.shape[-1]} values per token to its cache; expected "
-                f"{self.latent.shape[-1]} (kv_lora_rank + qk_rope_head_dim); this version of "
-                "transformers expands K/V before caching: use transformers >=5.17,<6"
-            )
         ops.write_cache(self.latent, rows, metadata.slot_mapping, None)
 
     def attend(

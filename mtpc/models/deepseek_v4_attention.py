@@ -1,8 +1,7 @@
 """DeepSeek-V4's attention on explicit buffers: a sliding window, and compressed entries beyond it.
 
-A canonical module: it is made from transformers' `DeepseekV4Attention` (5.17 to 5.24) and shares
-its parameters under their names. It reads keys from rings and entries by request slot, where
-transformers keeps tensors that grow.
+A canonical module in place of transformers' `DeepseekV4Attention` (5.17 to 5.24). It reads keys
+from rings and entries by request slot, where transformers keeps tensors that grow.
 
 Rejected drafts need no rollback. A compressed entry w depends only on the tokens of window w (and
 of window w - 1 if windows overlap). Position p sees entry w only if w < (p + 1) // ratio. So a
@@ -15,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpc import ops
 from mtpc.layout import NO_SLOT
+from mtpc.models.seams import StandIn
 from mtpc.models.slot_rings import ClosedWindows, Rows, SlotRing, WindowMasks
 from mtpc.ops.choose_slots import choose_slots
 
@@ -162,33 +162,19 @@ class CompressedState:
             masks.fresh,
             attention.sinks,
             attention.scaling,
-            attention.window,
+            attention.sliding_window,
             *entries,
         )
         SlotRing(self.window).write(fresh, masks.rows)
         return out
 
 
-class WindowedAttention(nn.Module):
+class WindowedAttention(StandIn):
     """One softmax over the window's keys and the layer's compressed entries, if it has any.
 
     Keys are the values, too: one head that all query heads share. A sink is a logit that only takes
     part in the normalisation.
-
-    Args:
-        source: transformers' `DeepseekV4Attention`; its parameters are shared.
     """
-
-    def __init__(self, source: Any):
-        super().__init__()
-        self.layer_idx, self.head_dim = source.layer_idx, source.head_dim
-        self.scaling, self.window = source.scaling, source.sliding_window
-        self.groups, self.rope_layer_type = source.config.o_groups, source.rope_layer_type
-        self.q_a_proj, self.q_a_norm = source.q_a_proj, source.q_a_norm
-        self.q_b_proj, self.q_b_norm = source.q_b_proj, source.q_b_norm
-        self.kv_proj, self.kv_norm = source.kv_proj, source.kv_norm
-        self.o_a_proj, self.o_b_proj = source.o_a_proj, source.o_b_proj
-        self.sinks, self.compressor = source.sinks, source.compressor
 
     def forward(
         self,
@@ -211,7 +197,7 @@ class WindowedAttention(nn.Module):
         entries = self._entries(hidden, low, masks, state)
         out = state.attend_window(self, query, fresh, masks, *entries)
         out = rotate(out, cos[:, None], -sin[:, None])
-        grouped = self.o_a_proj(out.reshape(out.shape[0], self.groups, -1))
+        grouped = self.o_a_proj(out.reshape(out.shape[0], self.config.o_groups, -1))
         return self.o_b_proj(grouped.flatten(1))[None], None
 
     def _entries(

@@ -34,21 +34,14 @@ from mtpc.models.drafter import (
     DrafterConfig,
     DrafterLayer,
     DrafterPass,
-    check_layer_ids,
-    check_stream,
+    Pairing,
     draft_vocabulary,
-    family_with,
-    mask_token,
-    read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import StepParts
-from mtpc.models.read_config import describing
-from mtpc.models.rotary import check_rotary
-from mtpc.models.seams import CACHE, StepContext, use_seams
+from mtpc.models.seams import CACHE, StepContext
 from mtpc.ops.ragged import request_of
 from mtpc.step.blocks import Blocks
-from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 DSPARK = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel", "DSparkSpeculator")
@@ -88,32 +81,28 @@ class DFlashConfig(DrafterConfig):
     embedding_scale: float
 
     @classmethod
-    def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> DFlashConfig:
-        """From the drafter's config.json, for a target of this config and so many decoder layers.
+    def read(cls, pair: Pairing) -> DFlashConfig:
+        """From the drafter's config.json.
 
         Raises:
             CheckpointError: the drafter was made for a target of other sizes, or an entry is wrong.
-            UnsupportedModelError: the drafter has parts that mtpc does not know.
+            UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
         """
-        given, where = checkpoint.draft.config, checkpoint.draft.directory
-        entries = {**given, **(given.get("transformer_layer_config") or {})}
+        given, entries, where = pair.checkpoint.draft.config, pair.entries, pair.where
         entries |= {**(given.get("dflash_config") or {}), **(given.get("dspark_config") or {})}
         windowed = {"use_sliding_window": _SLIDING in (entries.get("layer_types") or ())}
-        config = Qwen3Config(**{**describing(entries), **windowed})
-        use_seams(config)
-        check_rotary(config, where)
+        sizes = {**entries, **windowed}
+        config, rows, width = pair.read_layers(Qwen3Config, sizes, "a block drafter")
         causal = _causal(entries, config, where)
-        sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-        rows, width = read_vocabulary(checkpoint, sizes, target, "a block drafter")
         ids = entries.get("target_layer_ids")
         found = [i + 1 for i in ids] if ids else entries.get(_OWN_IDS) or []
-        captured = check_layer_ids(found, layers, where, _IDS)
+        captured = pair.check_layer_ids(found, _IDS)
         if list(captured) != list(found):
             raise UnsupportedModelError(
                 f"{where}: the layers to capture are {list(found)}; expected ascending ones: the "
                 "authors join them as they are listed, and servers in the order of layers"
             )
-        mask = mask_token(entries.get("mask_token_id"), config.vocab_size, where)
+        mask = pair.check_mask(entries.get("mask_token_id"))
         is_spark, is_second = (
             bool(set(given["architectures"]) & set(names)) for names in (DSPARK, DFLASH2)
         )
@@ -121,7 +110,7 @@ class DFlashConfig(DrafterConfig):
         rank = (entries.get("markov_rank") or 0) if is_spark else 0
         reads_both = entries.get("confidence_head_with_markov", False)
         confident = config.hidden_size + rank * bool(reads_both) if is_spark else 0
-        confident *= "confidence_head.proj.weight" in checkpoint.draft.tensors
+        confident *= "confidence_head.proj.weight" in pair.checkpoint.draft.tensors
         widths = (config.hidden_size, config.vocab_size)
         second = DFlash2Config.read(entries, *widths, where) if is_second else None
         scale = float(entries.get("input_embedding_scale") or 1.0)
@@ -153,23 +142,20 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
 
 
 class DFlashLayer(DrafterLayer):
-    """A drafter: `projection` (fc), `hidden_norm`, layers in `block`, `final_norm`, head, `d2t`.
+    """A block drafter, with its layers in `block`.
 
     Args:
         wiring: names its parts.
         config: the drafter's.
         index: layer index of its first layer's cache.
-        own: what it has of its own; see `DrafterLayer.add_ends`.
+        own: see `DrafterLayer`.
     """
 
+    config: DFlashConfig
+
     def __init__(self, wiring: MTPWiring, config: DFlashConfig, index: int, own: Collection[str]):
-        nn.Module.__init__(self)
-        self.wiring, self.config, layers = wiring, config, config.layers
-        hidden, eps = layers.hidden_size, layers.rms_norm_eps
-        captured = len(config.layer_ids) * config.target_width
-        self.projection = nn.Linear(captured, hidden, bias=False)
-        self.hidden_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
-        second = config.second
+        super().__init__(wiring, config, own, qwen3.Qwen3RMSNorm, qwen3.Qwen3RotaryEmbedding)
+        layers, second = config.layers, config.second
         made: list[Any] = [
             ConvolvedLayer(layers, i, second) if second else qwen3.Qwen3DecoderLayer(layers, i)
             for i in range(layers.num_hidden_layers)
@@ -179,13 +165,9 @@ class DFlashLayer(DrafterLayer):
         self.block: Any = nn.ModuleList(made)
         rules = layers.base_model_tp_plan
         self.tp_plan = {name.replace("layers.", "block."): style for name, style in rules.items()}
-        self.final_norm = qwen3.Qwen3RMSNorm(hidden, eps=eps)
-        with torch.device("cpu"):  # Frequencies are computed, not read.
-            self.rotary = qwen3.Qwen3RotaryEmbedding(layers)
-        size, rows = layers.vocab_size, config.draft_vocab_size
-        self.add_ends(hidden, size, rows, own)
+        hidden, size = layers.hidden_size, layers.vocab_size
         if config.markov_rank:
-            self.markov_head = MarkovHead(size, rows, config.markov_rank)
+            self.markov_head = MarkovHead(size, config.draft_vocab_size, config.markov_rank)
         if second:
             self.candidate_selector = CandidateSelector(hidden, size, second)
         if config.confidence_width:  # No step reads it.
@@ -271,42 +253,10 @@ class DFlashBlock(DrafterPass):
         return out
 
 
-def _parts(config: DFlashConfig) -> StepParts:
-    """How the target, the drafter and its head are stepped."""
-    blocks = partial(
-        Blocks,
-        mask_id=config.mask_id,
-        skips=config.skips,
-        both_ways=not all(config.causal),
-        has_bias=config.markov_rank > 0 or config.second is not None,
-        has_confidence=config.confidence_width > 0,
-    )
-    return StepParts(
-        target=partial(CapturingTarget, config.layer_ids),
-        draft=DFlashContext,
-        later_draft=DFlashBlock,
-        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
-        draft_bias=lambda layer: layer.bias,
-        draft_vocabulary=draft_vocabulary,
-        drafting=blocks,
-    )
-
-
-def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with a DFlash, DFlash2 or DSpark drafter in place of MTP layers.
-
-    Args:
-        family: the target's.
-        checkpoint: the target's, with the drafter's.
-        target: the target's config, of its language model.
-
-    Raises:
-        CheckpointError: the drafter does not fit the target, or lacks what it needs.
-        UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
-    """
-    check_stream(family, checkpoint.draft.directory, "a block drafter")
-    layers = target.num_hidden_layers // family.caches_per_layer
-    config = DFlashConfig.read(checkpoint, target, layers)
+def dflash_family(pair: Pairing) -> ModelFamily:
+    """A target's family with a DFlash, DFlash2 or DSpark drafter in place of MTP layers; see
+    `drafted_family`."""
+    config = DFlashConfig.read(pair)
     wiring = MTPWiring(
         embedding_norm="",
         hidden_norm="hidden_norm",
@@ -315,10 +265,21 @@ def dflash_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="before",
         only_rules=("embedding", "head"),
     )
-    given = (family, checkpoint, target, config, wiring)
-    return family_with(
-        *given,
-        DFlashLayer,
-        block_prefix="layers.",
-        parts=_parts(config),
+    blocks = partial(
+        Blocks,
+        mask_id=config.mask_id,
+        skips=config.skips,
+        both_ways=not all(config.causal),
+        has_bias=config.markov_rank > 0 or config.second is not None,
+        has_confidence=config.confidence_width > 0,
     )
+    parts = StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=DFlashContext,
+        later_draft=DFlashBlock,
+        draft_entry=lambda layer: nn.Sequential(layer.projection, layer.hidden_norm),
+        draft_bias=lambda layer: layer.bias,
+        draft_vocabulary=draft_vocabulary,
+        drafting=blocks,
+    )
+    return pair.family_with(config, wiring, DFlashLayer, block_prefix="layers.", parts=parts)

@@ -10,10 +10,11 @@ from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.models import dflash, eagle3
+from mtpc.models.drafter import Pairing
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.family import ModelFamily, layers_after
 from mtpc.models.gemma4_assistant import TARGETS, assistant_family
-from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
+from mtpc.weights.paired_checkpoint import DRAFT
 
 KINDS = (
     ((*eagle3.ARCHITECTURES, *eagle3.PEAGLE), eagle3.eagle3_family),
@@ -23,29 +24,25 @@ KINDS = (
 """Architectures of drafters -> what makes the family; any other drafter is MTP layers."""
 
 
-def drafted_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
+def drafted_family(pair: Pairing) -> ModelFamily:
     """The family of a target with the drafter of its checkpoint.
 
-    Args:
-        family: the target's.
-        checkpoint: the target's, with the drafter's.
-        target: the target's config, of its language model.
-
     Raises:
-        CheckpointError: the drafter does not fit the target.
-        UnsupportedModelError: mtpc does not know the drafter, or not for this target.
+        CheckpointError: the drafter does not fit the target, or lacks what it needs.
+        UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
     """
-    names = checkpoint.draft.config.get("architectures") or []
+    names = pair.checkpoint.draft.config.get("architectures") or []
     make = next((make for known, make in KINDS if set(names) & set(known)), _mtp_family)
-    return make(family, checkpoint, target)
+    return make(pair)
 
 
-def _mtp_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
+def _mtp_family(pair: Pairing) -> ModelFamily:
     """The family with MTP layers of the drafter's checkpoint, under the names of a full one.
 
     Or under those of a model that has no other layers, as exporters write them.
     """
-    draft, layers = checkpoint.draft, target.num_hidden_layers
+    family, draft, target = pair.family, pair.checkpoint.draft, pair.target
+    layers = target.num_hidden_layers
     names = draft.config.get("architectures") or []
     if not family.wiring.joints() and set(names) & {*MIMO.architectures, "MiMoMTPModel"}:
         family = with_mimo_layers(family)

@@ -7,6 +7,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,9 @@ from mtpc.models.hf import (
     embedding_of,
     norm_after,
 )
-from mtpc.models.seams import StepContext
+from mtpc.models.read_config import describing
+from mtpc.models.rotary import check_rotary
+from mtpc.models.seams import StepContext, use_seams
 from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
 
 Config = TypeVar("Config", bound="DrafterConfig")
@@ -99,22 +102,38 @@ class CapturingTarget(HFTarget):
 class DrafterLayer(MTPLayer):
     """A drafter with a checkpoint of its own, in place of an MTP layer.
 
+    It has `projection` (fc), norms, `rotary`, and what is its own of embedding, head and `d2t`.
+
+    Args:
+        wiring: names its parts.
+        config: the drafter's.
+        own: what it has of its own, of "embedding", "head" and "d2t"; the rest is None.
+        norm: transformers' class of its norms.
+        rotary: transformers' class of its rotary embedding.
+
     Attributes:
         d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
     """
 
     d2t: Tensor | None
 
-    def add_ends(self, hidden: int, size: int, rows: int, own: Collection[str]) -> None:
-        """Add its embedding [size, hidden], its head hidden -> rows, and `d2t`.
-
-        Args:
-            hidden: width of its rows.
-            size: of the vocabulary.
-            rows: of the head.
-            own: what it has of its own, of "embedding", "head" and "d2t"; the rest is None.
-        """
-        self.embedding = nn.Embedding(size, hidden) if "embedding" in own else None
+    def __init__(
+        self,
+        wiring: MTPWiring,
+        config: DrafterConfig,
+        own: Collection[str],
+        norm: Callable[..., nn.Module],
+        rotary: Callable[[Any], nn.Module],
+    ):
+        nn.Module.__init__(self)
+        self.wiring, self.config, layers = wiring, config, config.layers
+        hidden, rows, eps = layers.hidden_size, config.draft_vocab_size, layers.rms_norm_eps
+        captured = len(config.layer_ids) * config.target_width
+        self.projection = nn.Linear(captured, hidden, bias=False)
+        self.hidden_norm, self.final_norm = norm(hidden, eps=eps), norm(hidden, eps=eps)
+        with torch.device("cpu"):  # Frequencies are computed, not read.
+            self.rotary = rotary(layers)
+        self.embedding = nn.Embedding(config.vocab_size, hidden) if "embedding" in own else None
         self.head = nn.Linear(hidden, rows, bias=False) if "head" in own else None
         offsets = torch.zeros(rows, dtype=torch.int64) if TOKEN_MAP in own else None
         self.register_buffer(TOKEN_MAP, offsets)
@@ -130,52 +149,6 @@ class DrafterPass(nn.Module):
     def context(self, metadata: tuple[Tensor, ...]) -> StepContext:
         """The metadata of the rows, and the pool's layers."""
         return StepContext.of(metadata, self.pool.layers())
-
-
-def family_with(
-    family: ModelFamily,
-    checkpoint: PairedCheckpoint,
-    target: Any,
-    config: Config,
-    wiring: MTPWiring,
-    kind: Callable[[MTPWiring, Config, int, Collection[str]], Any],
-    **more: Any,
-) -> ModelFamily:
-    """A target's family with a drafter whose layers have pages of keys and values.
-
-    Args:
-        family: the target's.
-        checkpoint: the target's, with the drafter's.
-        target: the target's config, of its language model.
-        config: the drafter's.
-        wiring: names the drafter's parts.
-        kind: (wiring, config, layer index, what it has of its own) -> the drafter.
-        **more: further fields of the family.
-
-    Raises:
-        CheckpointError: the drafter lacks an embedding or a head that the target's cannot stand
-            for.
-    """
-    stored, layers = checkpoint.draft.tensors, config.layers
-    mapped, rows = {TOKEN_MAP} & set(stored), config.draft_vocab_size
-    _check_ends(stored, layers.hidden_size, rows, target, checkpoint.draft.directory)
-
-    def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-        if layer < of.num_hidden_layers:
-            return family.cache_specs(of, layer, dtype)
-        caches = range(layer, layer + layers.num_hidden_layers)
-        return tuple(spec for i in caches for spec in paged_kv_specs(layers, i, dtype))
-
-    return replace(
-        family,
-        wiring=wiring,
-        num_mtp_layers=lambda of: 1,
-        layer_prefix=lambda layers, index: DRAFT,
-        cache_specs=cache_specs,
-        make_layer=lambda wiring, index, own: kind(wiring, config, index, {*own, *mapped}),
-        shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
-        **more,
-    )
 
 
 class TokenIds(nn.Module):
@@ -215,103 +188,159 @@ def draft_vocabulary(layer: Any) -> DraftVocabulary | None:
     return DraftVocabulary(TokenIds(layer.d2t), WholeLogits(layer.d2t, size))
 
 
-def read_vocabulary(
-    checkpoint: PairedCheckpoint, entries: Mapping[str, Any], target: Any, what: str
-) -> tuple[int, int]:
-    """A drafter's rows of its head, and the width of a captured row.
+@dataclass(frozen=True)
+class Pairing:
+    """A target and the drafter of its checkpoint, which must fit each other.
 
-    Args:
+    Attributes:
+        family: the target's.
         checkpoint: the target's, with the drafter's.
-        entries: the drafter's, with its vocabulary and widths.
-        target: the target's config.
-        what: the drafter is, for messages.
-
-    Raises:
-        CheckpointError: the drafter was made for a target of other sizes, or lacks the map of its
-            vocabulary.
+        target: the target's config, of its language model.
     """
-    where, vocab = checkpoint.draft.directory, entries["vocab_size"]
-    width = entries.get("target_hidden_size") or entries["hidden_size"]
-    for name, found, expected in (
-        ("vocab_size", vocab, target.vocab_size),
-        ("target_hidden_size or hidden_size", width, target.hidden_size),
-    ):
-        if found != expected:
-            raise CheckpointError(
-                f"{where}: {name} is {found}, and the target's is {expected}; use {what} that was "
-                "trained for this target"
+
+    family: ModelFamily
+    checkpoint: PairedCheckpoint
+    target: Any
+
+    @property
+    def where(self) -> Path:
+        """The drafter's directory, for messages."""
+        return self.checkpoint.draft.directory
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """Entries of the drafter's config.json; speculators nests those of its layers."""
+        given = self.checkpoint.draft.config
+        return {**given, **(given.get("transformer_layer_config") or {})}
+
+    def read_layers(self, kind: Any, entries: Mapping[str, Any], what: str) -> tuple[Any, int, int]:
+        """The config of a drafter's layers, rows of its head, and the width of a captured row.
+
+        Args:
+            kind: transformers' class of the config.
+            entries: of the drafter.
+            what: the drafter is, for messages.
+
+        Raises:
+            CheckpointError: the drafter was made for a target of other sizes, or lacks the map of
+                its vocabulary.
+            UnsupportedModelError: the target has not one residual stream.
+        """
+        if self.family.parts is not None:
+            raise UnsupportedModelError(
+                f"{self.where} is {what}, and {self.family.name} has no residual stream of one row "
+                "that it could be fed; expected another target"
             )
-    rows = entries.get("draft_vocab_size") or vocab
-    if rows != vocab and TOKEN_MAP not in checkpoint.draft.tensors:
-        raise CheckpointError(
-            f"{where} lacks {TOKEN_MAP}, which says what tokens the {rows} rows of its head "
-            f"stand for (vocab_size is {vocab}); download or export the head again"
+        config = kind(**describing(entries))
+        use_seams(config)
+        check_rotary(config, self.where)
+        width = entries.get("target_hidden_size") or config.hidden_size
+        for name, found, expected in (
+            ("vocab_size", config.vocab_size, self.target.vocab_size),
+            ("target_hidden_size or hidden_size", width, self.target.hidden_size),
+        ):
+            if found != expected:
+                raise CheckpointError(
+                    f"{self.where}: {name} is {found}, and the target's is {expected}; use {what} "
+                    "that was trained for this target"
+                )
+        rows = entries.get("draft_vocab_size") or config.vocab_size
+        if rows != config.vocab_size and TOKEN_MAP not in self.checkpoint.draft.tensors:
+            raise CheckpointError(
+                f"{self.where} lacks {TOKEN_MAP}, which says what tokens the {rows} rows of its "
+                f"head stand for (vocab_size is {config.vocab_size}); download or export the head "
+                "again"
+            )
+        return config, rows, width
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the target."""
+        return int(self.target.num_hidden_layers) // self.family.caches_per_layer
+
+    def check_layer_ids(self, ids: Any, entry: str) -> tuple[int, ...]:
+        """Layers whose inputs are captured, ascending; their number stands for the final norm.
+
+        Args:
+            ids: as the config has them.
+            entry: of config.json that says them.
+
+        Raises:
+            CheckpointError: they are no different layers of the target.
+        """
+        found, layers = tuple(sorted(set(ids))), self.num_layers
+        if not ids or len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
+            raise CheckpointError(
+                f"{self.where}: the layers to capture are {ids}; expected different ones of the "
+                f"target's {layers}; set {entry} in its config.json"
+            )
+        return found
+
+    def check_mask(self, given: Any) -> int:
+        """The mask's token of a drafter.
+
+        Raises:
+            CheckpointError: it is no token.
+        """
+        size = self.target.vocab_size
+        if type(given) is not int or not 0 <= given < size:
+            raise CheckpointError(
+                f"{self.where}: mask_token_id is {given}; expected one of the {size} token ids, by "
+                "which rows of a block are embedded: download the drafter again"
+            )
+        return given
+
+    def family_with(
+        self,
+        config: Config,
+        wiring: MTPWiring,
+        kind: Callable[[MTPWiring, Config, int, Collection[str]], Any],
+        **more: Any,
+    ) -> ModelFamily:
+        """The target's family with a drafter whose layers have pages of keys and values.
+
+        Args:
+            config: the drafter's.
+            wiring: names the drafter's parts.
+            kind: (wiring, config, layer index, what it has of its own) -> the drafter.
+            **more: further fields of the family.
+
+        Raises:
+            CheckpointError: the drafter lacks an embedding or a head that the target's cannot stand
+                for.
+        """
+        family, layers = self.family, config.layers
+        self._check_ends(config)
+        mapped = {TOKEN_MAP} & set(self.checkpoint.draft.tensors)
+
+        def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+            if layer < of.num_hidden_layers:
+                return family.cache_specs(of, layer, dtype)
+            caches = range(layer, layer + layers.num_hidden_layers)
+            return tuple(spec for i in caches for spec in paged_kv_specs(layers, i, dtype))
+
+        return replace(
+            family,
+            wiring=wiring,
+            num_mtp_layers=lambda of: 1,
+            layer_prefix=lambda layers, index: DRAFT,
+            cache_specs=cache_specs,
+            make_layer=lambda wiring, index, own: kind(wiring, config, index, {*own, *mapped}),
+            shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
+            **more,
         )
-    return rows, width
 
-
-def check_stream(family: ModelFamily, where: Any, what: str) -> None:
-    """Refuse a target without one residual stream; `where` and `what` name the drafter."""
-    if family.parts is not None:
-        raise UnsupportedModelError(
-            f"{where} is {what}, and {family.name} has no residual stream of one row that it could "
-            "be fed; expected another target"
-        )
-
-
-def mask_token(given: Any, vocab_size: int, where: Any) -> int:
-    """The mask's token of a drafter.
-
-    Raises:
-        CheckpointError: it is no token.
-    """
-    if type(given) is not int or not 0 <= given < vocab_size:
-        raise CheckpointError(
-            f"{where}: mask_token_id is {given}; expected one of the {vocab_size} token ids, by "
-            "which rows of a block are embedded: download the drafter again"
-        )
-    return given
-
-
-def check_layer_ids(ids: Any, layers: int, where: Any, entry: str) -> tuple[int, ...]:
-    """Layers whose inputs are captured, ascending; the number of layers stands for the final norm.
-
-    Args:
-        ids: as the config has them.
-        layers: of the target.
-        where: the drafter's directory, for messages.
-        entry: of its config.json that says them.
-
-    Raises:
-        CheckpointError: they are no different layers of the target.
-    """
-    found = tuple(sorted(set(ids)))
-    if not ids or len(found) != len(ids) or not 0 <= found[0] <= found[-1] <= layers:
-        raise CheckpointError(
-            f"{where}: the layers to capture are {ids}; expected different ones of the target's "
-            f"{layers}; set {entry} in its config.json"
-        )
-    return found
-
-
-def _check_ends(stored: Collection[str], width: int, rows: int, target: Any, where: Any) -> None:
-    """Refuse a drafter without an embedding or a head that the target's cannot stand for.
-
-    Args:
-        stored: names of its tensors.
-        width: of its rows.
-        rows: of its head.
-        target: the target's config.
-        where: its directory, for messages.
-    """
-    same_width = width == target.hidden_size
-    fits = {
-        "embed_tokens.weight": same_width,
-        "lm_head.weight": same_width and rows == target.vocab_size,
-    }
-    lacking = [name for name, fit in fits.items() if name not in stored and not fit]
-    if lacking:
-        raise CheckpointError(
-            f"{where} lacks {', '.join(lacking)}, and the target's is of another shape; download "
-            "or export the head again"
-        )
+    def _check_ends(self, config: DrafterConfig) -> None:
+        """Refuse a drafter without an embedding or a head that the target's cannot stand for."""
+        same_width = config.layers.hidden_size == self.target.hidden_size
+        fits = {
+            "embed_tokens.weight": same_width,
+            "lm_head.weight": same_width and config.draft_vocab_size == self.target.vocab_size,
+        }
+        stored = self.checkpoint.draft.tensors
+        lacking = [name for name, fit in fits.items() if name not in stored and not fit]
+        if lacking:
+            raise CheckpointError(
+                f"{self.where} lacks {', '.join(lacking)}, and the target's is of another shape; "
+                "download or export the head again"
+            )

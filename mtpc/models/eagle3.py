@@ -14,7 +14,7 @@ read differently. P-EAGLE: speculators 0.9 (models/peagle), and vLLM's llm_base_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,20 +30,13 @@ from mtpc.models.drafter import (
     DrafterConfig,
     DrafterLayer,
     DrafterPass,
-    check_layer_ids,
-    check_stream,
+    Pairing,
     draft_vocabulary,
-    family_with,
-    mask_token,
-    read_vocabulary,
 )
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import StepParts
-from mtpc.models.read_config import describing
-from mtpc.models.rotary import check_rotary
-from mtpc.models.seams import CACHE, StepContext, use_seams
+from mtpc.models.seams import CACHE, StepContext
 from mtpc.step.blocks import Blocks
-from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -82,30 +75,25 @@ class Eagle3Config(DrafterConfig):
     mask_shape: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, checkpoint: PairedCheckpoint, target: Any, layers: int) -> Eagle3Config:
-        """From the drafter's config.json, for a target of this config and so many decoder layers.
+    def read(cls, pair: Pairing) -> Eagle3Config:
+        """From the drafter's config.json.
 
         Raises:
             CheckpointError: the head was made for a target of other sizes.
-            UnsupportedModelError: the head has parts that mtpc does not know.
+            UnsupportedModelError: the head or the target has parts that mtpc does not know.
         """
-        given, where = checkpoint.draft.config, checkpoint.draft.directory
-        entries = {**given, **(given.get("transformer_layer_config") or {})}
-        config = LlamaConfig(**describing(entries))
-        use_seams(config)
-        is_parallel = _MASK in checkpoint.draft.tensors
-        _check_known(entries, config, where, is_parallel)
-        check_rotary(config, where)
-        sizes = {**entries, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-        rows, width = read_vocabulary(checkpoint, sizes, target, "an EAGLE-3 head")
-        found = _layer_ids(entries, layers, where)
+        entries, stored = pair.entries, pair.checkpoint.draft
+        is_parallel = _MASK in stored.tensors
+        config, rows, width = pair.read_layers(LlamaConfig, entries, "an EAGLE-3 head")
+        _check_known(entries, config, pair.where, is_parallel)
+        found = pair.check_layer_ids(_layer_ids(entries, pair.num_layers), LAYER_IDS)
         first, output = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
         head = cls(config, found, rows, width, first, output)
         if not is_parallel:
             return head
         mask = next((entries[n] for n in _MASK_IDS if entries.get(n) is not None), None)
-        shape = tuple(checkpoint.draft.meta_tensor(_MASK).shape)
-        return replace(head, mask_id=mask_token(mask, config.vocab_size, where), mask_shape=shape)
+        shape = tuple(stored.meta_tensor(_MASK).shape)
+        return replace(head, mask_id=pair.check_mask(mask), mask_shape=shape)
 
 
 def _check_known(entries: Mapping[str, Any], config: Any, where: Any, is_parallel: bool) -> None:
@@ -129,7 +117,7 @@ def authors_layers(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
-def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int, ...]:
+def _layer_ids(entries: Mapping[str, Any], layers: int) -> Sequence[int]:
     """The layers whose inputs are captured.
 
     At the top of config.json, ids are vLLM's and speculators': the input of layer i. In
@@ -140,39 +128,31 @@ def _layer_ids(entries: Mapping[str, Any], layers: int, where: Any) -> tuple[int
     nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
     if sorted(nested) != authors and layers not in nested:
         nested = [i + 1 for i in nested]
-    ids = entries.get(LAYER_IDS) or nested or authors
-    return check_layer_ids(ids, layers, where, LAYER_IDS)
+    return entries.get(LAYER_IDS) or nested or authors
 
 
 class Eagle3Layer(DrafterLayer):
-    """An EAGLE-3 head: `projection` (fc), norms, the layer, `final_norm`, `head`, `d2t`.
+    """An EAGLE-3 head.
 
     Args:
         wiring: names its parts.
         config: the head's.
         index: layer index of its cache.
-        own: what it has of its own; see `DrafterLayer.add_ends`.
+        own: see `DrafterLayer`.
     """
 
+    config: Eagle3Config
+
     def __init__(self, wiring: MTPWiring, config: Eagle3Config, index: int, own: Collection[str]):
-        nn.Module.__init__(self)
-        self.wiring, self.config = wiring, config
-        hidden, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        self.embedding_norm = llama.LlamaRMSNorm(hidden, eps=eps)
-        self.hidden_norm = llama.LlamaRMSNorm(hidden, eps=eps)
-        captured = len(config.layer_ids) * config.target_width
-        self.projection = nn.Linear(captured, hidden, bias=False)
-        first, later = Eagle3Block(config.layers, index), range(1, config.layers.num_hidden_layers)
-        others = [llama.LlamaDecoderLayer(config.layers, index + i) for i in later]
+        super().__init__(wiring, config, own, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding)
+        layers = config.layers
+        self.embedding_norm = llama.LlamaRMSNorm(layers.hidden_size, eps=layers.rms_norm_eps)
+        first, later = Eagle3Block(layers, index), range(1, layers.num_hidden_layers)
+        others = [llama.LlamaDecoderLayer(layers, index + i) for i in later]
         self.block: Any = nn.ModuleList([first, *others]) if others else first
         if config.mask_id is not None:
             self.mask_hidden = nn.Parameter(torch.empty(config.mask_shape))
-        self.final_norm = llama.LlamaRMSNorm(hidden, eps=eps)
-        with torch.device("cpu"):  # Frequencies are computed, not read.
-            self.rotary = llama.LlamaRotaryEmbedding(config.layers)
-        self.add_ends(hidden, config.vocab_size, config.draft_vocab_size, own)
-        rules = config.layers.base_model_tp_plan
-        blocks = "block.*" if others else "block"
+        rules, blocks = layers.base_model_tp_plan, "block.*" if others else "block"
         self.tp_plan = {name.replace("layers.*", blocks): style for name, style in rules.items()}
 
     def run(self, embedding: Tensor, features: Tensor, context: StepContext) -> Tensor:
@@ -234,37 +214,9 @@ class ParallelDraft(Eagle3Draft):
         return super().forward(ids, masked.expand(ids.shape[0], -1), *metadata)
 
 
-def _parts(config: Eagle3Config) -> StepParts:
-    """How the target, the drafter and its head are stepped."""
-    parallel: dict[str, Any] = {}
-    if config.mask_id is not None:
-        form = partial(Blocks, opens=False, skips=False, both_ways=False)
-        parallel = {"later_draft": ParallelDraft, "drafting": partial(form, mask_id=config.mask_id)}
-    return StepParts(
-        target=partial(CapturingTarget, config.layer_ids),
-        draft=Eagle3Draft,
-        draft_entry=lambda layer: layer.projection,
-        draft_vocabulary=draft_vocabulary,
-        **parallel,
-    )
-
-
-def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with an EAGLE-3 head in place of MTP layers.
-
-    Args:
-        family: the target's.
-        checkpoint: the target's, with the head's.
-        target: the target's config, of its language model.
-
-    Raises:
-        CheckpointError: the head does not fit the target, or lacks what it needs.
-        UnsupportedModelError: the head or the target has parts that mtpc does not know.
-    """
-    check_stream(family, checkpoint.draft.directory, "an EAGLE-3 head")
-    layers = target.num_hidden_layers // family.caches_per_layer
-    config = Eagle3Config.read(checkpoint, target, layers)
-    stored = checkpoint.draft.tensors
+def eagle3_family(pair: Pairing) -> ModelFamily:
+    """A target's family with an EAGLE-3 head in place of MTP layers; see `drafted_family`."""
+    config, stored = Eagle3Config.read(pair), pair.checkpoint.draft.tensors
     block = next((b for b in _BLOCKS if any(name.startswith(b) for name in stored)), _BLOCKS[0])
     wiring = MTPWiring(
         embedding_norm=f"{block}input_layernorm",
@@ -274,10 +226,14 @@ def eagle3_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any
         next_features="after" if config.norm_output else "before",
         only_rules=("next_features", "embedding"),
     )
-    given = (family, checkpoint, target, config, wiring)
-    return family_with(
-        *given,
-        Eagle3Layer,
-        block_prefix=block if config.layers.num_hidden_layers == 1 else "layers.",
-        parts=_parts(config),
+    parts = StepParts(
+        target=partial(CapturingTarget, config.layer_ids),
+        draft=Eagle3Draft,
+        draft_entry=lambda layer: layer.projection,
+        draft_vocabulary=draft_vocabulary,
     )
+    if config.mask_id is not None:
+        form = partial(Blocks, mask_id=config.mask_id, opens=False, skips=False, both_ways=False)
+        parts = replace(parts, later_draft=ParallelDraft, drafting=form)
+    prefix = block if config.layers.num_hidden_layers == 1 else "layers."
+    return pair.family_with(config, wiring, Eagle3Layer, block_prefix=prefix, parts=parts)

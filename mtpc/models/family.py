@@ -82,14 +82,12 @@ class VisionParts:
 
     Attributes:
         hf_class: transformers' class with `get_image_features`.
-        hf_config_class: its config's class.
         takes: what transformers' image processor makes of an image, see `mtpc.models.vision`.
         modules: the modules of `hf_class` that make embeddings -> prefixes of their tensors' names
             in checkpoints, the released one first.
     """
 
     hf_class: str
-    hf_config_class: str
     takes: Literal["grids", "crops"]
     modules: Mapping[str, tuple[str, ...]]
 
@@ -109,7 +107,7 @@ class ModelFamily:
         class_name: name of the target's class in transformers, if it is not the first architecture.
         own_class: returns the target's class if transformers has none, or one whose tensors are not
             those of checkpoints.
-        hf_config_class: name of the config's class in transformers.
+        hf_config_class: name of the config's class in transformers, if it is not the target's own.
         wiring: how an MTP layer joins embedding and features.
         num_mtp_layers: config -> number of MTP layers; None if the config does not say: loading
             then counts them in the checkpoint.
@@ -162,7 +160,6 @@ class ModelFamily:
 
     name: str
     architectures: tuple[str, ...]
-    hf_config_class: str
     wiring: MTPWiring
     num_mtp_layers: Callable[[Any], int | None] = nextn_layers
     layer_prefix: Callable[[int, int], str] = lambda layers, index: (
@@ -191,6 +188,7 @@ class ModelFamily:
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked_gate_up: tuple[str, str] | None = None
     class_name: str = ""
+    hf_config_class: str = ""
     own_class: Callable[[], type[nn.Module]] | None = None
     released_entries: Mapping[str, Any] = field(default_factory=dict)
     computed: Mapping[str, Any] = field(default_factory=dict)

@@ -64,12 +64,17 @@ def announces_drafts(directory: Path) -> bool:
     directory = find_directory(directory, needs="config")
     if _has_headers(directory):
         return not CheckpointFiles(directory).without_drafts
-    file = ConfigFile(directory)
-    check_counts(file.config, file.config_path)
-    family = family_of(file)
+    file, family = _described(directory)
     with explaining(file, family):
         config = read_config(file, family).get_text_config(decoder=True)
     return family.num_mtp_layers(config) != 0
+
+
+def _described(directory: Path) -> tuple[ConfigFile, ModelFamily]:
+    """The config.json of a directory that holds no weights, and the family that serves it."""
+    file = ConfigFile(directory)
+    check_counts(file.config, file.config_path)
+    return file, family_of(file)
 
 
 def _has_headers(directory: Path) -> bool:
@@ -107,9 +112,7 @@ def load_config(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedMo
         CheckpointError: config.json is missing or invalid, or does not describe such a model.
         UnsupportedModelError: the architecture is not in `FAMILIES`.
     """
-    file = ConfigFile(directory)
-    check_counts(file.config, file.config_path)
-    family = family_of(file)
+    file, family = _described(directory)
     wanted = getattr(torch, dtype or file.announced_dtype or "bfloat16")
     with explaining(file, family):
         target = build_shapes(file, family, wanted)

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from mtpc.errors import CheckpointError, UnsupportedModelError
-from mtpc.models.drafter import DrafterPass
+from mtpc.models.drafter import DrafterPass, Pairing
 from mtpc.models.families.gemma4 import kv_layer
 from mtpc.models.family import ModelFamily, MTPWiring
 from mtpc.models.hf import MTPLayer, StepParts
@@ -129,28 +129,17 @@ def _head(model: Any, layer: Any) -> nn.Module:
     return layer.head if clusters is None else OrderedHead(layer.head, clusters)
 
 
-def assistant_family(family: ModelFamily, checkpoint: PairedCheckpoint, target: Any) -> ModelFamily:
-    """A target's family with an assistant in place of MTP layers.
-
-    Args:
-        family: the target's.
-        checkpoint: the target's, with the assistant's.
-        target: the target's config, of its language model.
-
-    Raises:
-        CheckpointError: the assistant does not fit the target, or transformers refuses its config.
-        UnsupportedModelError: it is made for targets of another family.
-    """
-    where = checkpoint.draft.directory
+def assistant_family(pair: Pairing) -> ModelFamily:
+    """A target's family with an assistant in place of MTP layers; see `drafted_family`."""
+    family, checkpoint = pair.family, pair.checkpoint
     name = next(n for n in checkpoint.draft.config["architectures"] if n in TARGETS)
     if family.name != TARGETS[name]:
         raise UnsupportedModelError(
-            f"{where} is a {name}, and the target is of {family.name}; expected one of "
+            f"{pair.where} is a {name}, and the target is of {family.name}; expected one of "
             f"{TARGETS[name]}, whose keys and values it reads"
         )
     config = _read_config(checkpoint, name)
-    kv_layers = _check_fits(checkpoint, config, target)
-
+    kv_layers = _check_fits(checkpoint, config, pair.target)
     return replace(
         family,
         wiring=MTPWiring(

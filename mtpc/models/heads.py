@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 if TYPE_CHECKING:
     from mtpc.models.family import MTPWiring
@@ -70,18 +70,6 @@ class _Output:
         return (self.last_hidden_state,)[index]
 
 
-class _Called(TorchDispatchMode):
-    """Notes the names of the ATen operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 _ALONE = frozenset(
     {"mm", "addmm", "t", "view", "_unsafe_view", "slice", "select", "unsqueeze", "alias", "detach"}
 )
@@ -93,9 +81,10 @@ def _is_head_alone(own: OwnHead, weight: Tensor) -> bool:
     tensors = (*own.named_parameters(), *own.named_buffers())
     held = {name: tensor.detach().to("meta") for name, tensor in tensors}
     features = torch.empty((2, weight.shape[1]), dtype=weight.dtype, device="meta")
-    with torch.no_grad(), _Called() as called:
-        functional_call(own, held, (features,))
-    return called.names <= _ALONE
+    with torch.no_grad():
+        graph = make_fx(lambda rows: functional_call(own, held, (rows,)))(features).graph
+    called = (node.target for node in graph.nodes if node.op == "call_function")
+    return {getattr(each, "overloadpacket", each).__name__ for each in called} <= _ALONE
 
 
 def target_head(model: Any, wiring: MTPWiring) -> nn.Module:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mtpc.layout.layers import LayerPattern
 from mtpc.models.hf import decoder_layers
@@ -94,11 +94,11 @@ def _kind(loaded: LoadedModel, index: int, spec_of: SpecOf) -> tuple[Any, Any]:
 
 def _content(module: nn.Module) -> Any:
     """A module's classes, forms of tensors and plain values, without its layer's number."""
-    held = {**module._parameters, **module._buffers}
+    held, constants = module._parameters | module._buffers, module._non_persistent_buffers_set
     tensors = {
-        name: (_form(tensor), tensor.tolist() if name in module._non_persistent_buffers_set else ())
-        for name, tensor in held.items()
-        if tensor is not None
+        name: (type(t), t.dtype, t.shape, t.stride(), t.tolist() if name in constants else ())
+        for name, t in held.items()
+        if t is not None
     }
     values = {
         name: value if _is_plain(value) else id(value)
@@ -107,10 +107,6 @@ def _content(module: nn.Module) -> Any:
     }
     children = {name: _content(child) for name, child in module.named_children()}
     return type(module), tensors, values, children
-
-
-def _form(tensor: Tensor) -> Any:
-    return type(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_plain(value: Any) -> bool:

@@ -22,6 +22,7 @@ from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.derived import NO_ENTRIES, borrow, derive
 from mtpc.models.draft import drafted_family
+from mtpc.models.drafter import Pairing
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     HandingDraft,
@@ -366,7 +367,7 @@ def drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
     if not isinstance(checkpoint, PairedCheckpoint):
         return family
     config = read_config(checkpoint, family).get_text_config(decoder=True)
-    return drafted_family(family, checkpoint, config)
+    return drafted_family(Pairing(family, checkpoint, config))
 
 
 def read_target(

@@ -246,7 +246,7 @@ def _foreign(tensors: MTPTensors, loaded: LoadedModel, index: int, graft: str) -
         own = tensors.prefix(index) + name
         if role != "embedding" or own not in checkpoint.tensors or theirs is None:
             continue
-        alike = similarity(checkpoint.peek(own), checkpoint.peek(theirs))
+        alike = similarity(checkpoint.tensor(own), checkpoint.tensor(theirs))
         if alike < ALIKE:
             found = (
                 f"{own} and {theirs} have a cosine similarity of {alike:.2f}; expected a copy of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,10 +16,6 @@ from mtpc.models.seams import stand_in
 from mtpc.weights.checkpoint import Checkpoint, check_finite, listing
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 from mtpc.weights.recipes import Join, make, names
-
-EXPERTS = "mlp.experts"
-"""transformers' name for the experts of a decoder layer."""
-
 
 _OTHERS = "its config.json describes others: correct it, or download the checkpoint again"
 
@@ -131,7 +126,7 @@ def load_mtp_layer(
     }
     what = f"MTP layer {index} of {checkpoint.mtp_directory}"
     tensors = {
-        **layer_tensors(tensors, family),
+        **layer_tensors(tensors, family, layer),
         **{f"{role}.weight": read(full) for role, full in own.items()},
     }
     check_tensors(layer, tensors, what)
@@ -195,15 +190,35 @@ def build_mtp_layer(
     return layer
 
 
-def layer_tensors(stored: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Rename tensors from names within a checkpoint's MTP layer to names within `MTPLayer`.
+def layer_tensors(
+    stored: Mapping[str, Tensor], family: ModelFamily, layer: nn.Module
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint's MTP layer, by its names, as those of an `MTPLayer` by its own.
 
-    Experts are stacked on the way.
+    Experts that are stored one by one, or stacked by projection, become the layer's stacks.
 
     Raises:
         CheckpointError: an expert lacks a projection.
     """
-    return _stack_experts({module_name(n, family): t for n, t in stored.items()}, family)
+    tensors = {module_name(name, family): tensor for name, tensor in stored.items()}
+    for name, expected in layer.state_dict().items():
+        stem, _, part = name.rpartition(".")
+        if name in tensors or not stem.endswith(".experts"):
+            continue
+        for recipe in expert_recipes(stem, part, family, len(expected)):
+            wanted = [*names(recipe)]
+            absent = [one for one in wanted if one not in tensors]
+            if not absent:
+                tensors[name] = make(recipe, tensors.pop)
+                break
+            if len(absent) < len(wanted):
+                short = [n.removeprefix(f"{stem}.").removesuffix(".weight") for n in absent]
+                raise CheckpointError(
+                    f"{stem} lacks {listing(short)}; expected "
+                    f"{', '.join(filter(None, family.expert_names))} for each of {len(expected)} "
+                    "experts"
+                )
+    return tensors
 
 
 def module_name(name: str, family: ModelFamily) -> str:
@@ -283,45 +298,15 @@ def tensors_as_stored(
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _stack_experts(tensors: Mapping[str, Tensor], family: ModelFamily) -> dict[str, Tensor]:
-    """Per-expert projections -> transformers' stacked `gate_up_proj` [E, 2I, H], `down_proj`.
-
-    Experts without a gate have `up_proj` [E, I, H] in place of the first.
-    """
-    known = [part for part in family.expert_names if part]
-    pattern = re.compile(
-        rf"(?P<stem>.*\.experts)\.(?P<index>\d+)\.(?P<part>{'|'.join(known)})\.weight"
-    )
-    out: dict[str, Tensor] = {}
-    tensors, joined = dict(tensors), joined_gate_up(f"block.{EXPERTS}", family)
-    if joined.parts and all(name in tensors for name in names(joined)):
-        tensors[f"block.{EXPERTS}.gate_up_proj"] = make(joined, tensors.pop)
-    parts: dict[str, set[tuple[str, int]]] = {}
-    for name, tensor in tensors.items():
-        match = pattern.fullmatch(name)
-        if match is None:
-            out[name] = tensor
-        else:
-            parts.setdefault(match["stem"], set()).add((match["part"], int(match["index"])))
-    for stem, held in parts.items():
-        count = 1 + max(index for _, index in held)
-        absent = [f"{i}.{p}" for i in range(count) for p in known if (p, i) not in held]
-        if absent:
-            raise CheckpointError(
-                f"{stem} lacks {', '.join(absent[:8])}; expected {', '.join(known)} for each of "
-                f"{count} experts"
-            )
-        for part in ("gate_up_proj" if family.expert_names[0] else "up_proj", "down_proj"):
-            recipe = stacked_experts(stem, part, family, count)
-            out[f"{stem}.{part}"] = make(recipe, tensors.__getitem__)
-    return out
-
-
-def stacked_experts(stem: str, part: str, family: ModelFamily, count: int) -> Join:
-    """Experts stored one by one -> transformers' stack; gate and up rows are joined."""
+def expert_recipes(stem: str, part: str, family: ModelFamily, count: int) -> Iterator[Join]:
+    """How transformers' stack `part` of so many experts is made of what checkpoints store."""
     projections = expert_projections(part, family)
-    stored = [tuple(f"{stem}.{i}.{name}.weight" for name in projections) for i in range(count)]
-    return Join("stack", tuple(Join("cat", each) if each[1:] else each[0] for each in stored))
+    if projections:  # One by one; gate and up rows are joined.
+        stored = [tuple(f"{stem}.{i}.{name}.weight" for name in projections) for i in range(count)]
+        each = tuple(Join("cat", parts) if parts[1:] else parts[0] for parts in stored)
+        yield Join("stack", each)
+    if part == "gate_up_proj" and family.stacked_gate_up:
+        yield joined_gate_up(stem, family)
 
 
 def expert_projections(part: str, family: ModelFamily) -> tuple[str, ...]:
@@ -333,11 +318,8 @@ def expert_projections(part: str, family: ModelFamily) -> tuple[str, ...]:
 
 
 def joined_gate_up(stem: str, family: ModelFamily) -> Join:
-    """Gate and up projections stored as one tensor [E, I, H] each -> transformers' [E, 2I, H].
-
-    It has no parts where the family stores them in another way.
-    """
-    layer = stem.removesuffix(EXPERTS)
+    """Gate and up projections stored as one tensor [E, I, H] each -> transformers' [E, 2I, H]."""
+    layer = stem.removesuffix("mlp.experts")
     return Join("cat_rows", tuple(layer + name for name in family.stacked_gate_up or ()))
 
 

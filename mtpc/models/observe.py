@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.errors import MtpcError, UnsupportedModelError
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_pool_specs, paged_spec_of_latent, ring_kv_specs
+from mtpc.models.caches import kv_specs, paged_spec_of_latent
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import CACHE, Unreadable
 
@@ -324,9 +324,7 @@ class ObservedCaches:
             return ()
         if not state.heads:
             return paged_spec_of_latent(layer, dtype, sum(state.widths))
-        if state.window:
-            return ring_kv_specs(layer, dtype, state.window, state.heads, state.widths)
-        return paged_pool_specs(layer, dtype, state.heads, state.widths)
+        return kv_specs(layer, dtype, state.heads, state.widths, state.window)
 
     def _layers(self, config: Any) -> Mapping[int, LayerState]:
         """What the layers keep; a config is looked at once."""

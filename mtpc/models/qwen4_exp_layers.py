@@ -1,7 +1,6 @@
 """Qwen4-Exp's layers on explicit buffers: attention to chosen blocks, and embeddings of n-grams.
 
-Both are canonical modules: they are made from transformers' modules (5.24) and share their
-parameters under their names.
+Both are canonical modules in place of transformers' (5.24).
 
 Nothing is rolled back. Keys, values and indexer keys are in pages, where the next row at the same
 position overwrites a rejected one. Token ids and inputs of a convolution are in rings by request
@@ -23,7 +22,7 @@ from mtpc.layout import NO_SLOT
 from mtpc.models.caches import PagedKV
 from mtpc.models.hf import TextRotary
 from mtpc.models.recurrent import RecurrentState
-from mtpc.models.seams import CACHE, StepContext
+from mtpc.models.seams import CACHE, StandIn, StepContext
 from mtpc.models.slot_rings import Rows, SlotRing
 from mtpc.ops.choose_slots import choose_slots
 from mtpc.ops.fused import rotate_halves
@@ -82,32 +81,18 @@ class BlockRotary(nn.Module):
         return self.rotary(like, positions), self.rotary(like, first)
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(StandIn):
     """Attention to the tokens of chosen blocks, and to those of the open block.
 
     A block is `ratio` tokens of a text. A row sees those that end at its position or before; its
     open block is the tokens after them. The indexer scores the blocks with a few query heads of its
     own, by the mean of their tokens' keys. Attention is that of a row whose context is what it
     attends to, in pages of a block.
-
-    Args:
-        source: transformers' `Qwen4ExpTextAttention`; its parameters are shared.
     """
 
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
-    indexer: Any
-
     def __init__(self, source: Any):
-        super().__init__()
-        for name, child in source.named_children():
-            self.add_module(name, child)
-        self.layer_idx, self.head_dim = source.layer_idx, source.head_dim
-        self.scaling, self.ratio = source.scaling, source.indexer.compress_ratio
+        super().__init__(source)
+        self.ratio: int = source.indexer.compress_ratio
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, **options: Any
@@ -207,31 +192,13 @@ class BlockAttention(nn.Module):
         return replace(context, block_table=table, seq_lens=lens, query_start_loc=row)
 
 
-class NGramLayer(nn.Module):
+class NGramLayer(StandIn):
     """Per-layer embedding: adds embeddings of the last n-grams of token ids to every stream.
 
     Ids of n tokens are hashed to rows of a table. An n-gram does not reach over an end-of-sequence
     token, nor before the text's beginning: such places count as that token. A convolution with
     gaps over the last rows follows.
-
-    Args:
-        source: transformers' `Qwen4ExpTextPLELayer`; its parameters are shared.
     """
-
-    ple_embedding: Any
-    key_proj: nn.Module
-    value_proj: nn.Module
-    norm_key: nn.Module
-    norm_query: nn.Module
-    norm_conv: nn.Module
-    conv1d: nn.Conv1d
-
-    def __init__(self, source: Any):
-        super().__init__()
-        for name, child in source.named_children():
-            self.add_module(name, child)
-        self.layer_idx, self.streams = source.layer_idx, source.hc_count
-        self.root = source.hidden_size**0.5
 
     def forward(
         self, hidden_states: Tensor, input_ids: Tensor, context: StepContext, **options: Any
@@ -240,11 +207,11 @@ class NGramLayer(nn.Module):
         state: LinearState = context.layers[self.layer_idx]
         assert state.ple_ids is not None
         assert state.ple_rows is not None
-        rows, shape = Rows.of(context), (self.streams, -1)
+        rows, shape = Rows.of(context), (self.hc_count, -1)
         embedding = self._embed(input_ids[0], rows, SlotRing(state.ple_ids))
         key = self.norm_key(self.key_proj(embedding)).unflatten(-1, shape)
         query = self.norm_query(hidden_states[0]).unflatten(-1, shape)
-        gate = (key * query).sum(-1, keepdim=True) / self.root
+        gate = (key * query).sum(-1, keepdim=True) / self.hidden_size**0.5
         gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
         value = torch.sigmoid(gate) * self.value_proj(embedding).unsqueeze(-2)
         value = value.flatten(-2)

@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 
 from mtpc.models.family import ModelFamily, check_computed
+from mtpc.models.hf import model_class
 from mtpc.models.rotary import check_rotary
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import LARGEST, wrong
@@ -75,7 +76,8 @@ def quiet_transformers() -> Iterator[None]:
 
 def config_class(family: ModelFamily) -> Any:
     """transformers' class of a family's config."""
-    return getattr(transformers, family.hf_config_class)
+    name = family.hf_config_class
+    return getattr(transformers, name) if name else model_class(family).config_class
 
 
 def sub_configs(kind: Any) -> Mapping[str, Any]:

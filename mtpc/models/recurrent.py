@@ -1,8 +1,7 @@
 """Recurrent layers on explicit state: the buffers, and what their canonical modules share.
 
 transformers' layers take their state from its own cache class, and no interface redirects that. So
-a module of mtpc replaces such a layer in mtpc's copy of the model; it shares the parameters under
-their names.
+a module of mtpc replaces such a layer in mtpc's copy of the model.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, S
 from mtpc.models.caches import slot_spec
+from mtpc.models.seams import StandIn
 
 
 def recurrent_specs(
@@ -55,34 +55,20 @@ class RecurrentState:
     standing: Tensor
 
 
-class RecurrentLayer(nn.Module):
-    """A recurrent layer over flat rows, with the parts of transformers' module.
-
-    Args:
-        module: transformers' module; its submodules and parameters are shared.
+class RecurrentLayer(StandIn):
+    """A recurrent layer over flat rows, in place of transformers' module.
 
     Raises:
         UnsupportedModelError: the activation is not SiLU.
     """
 
-    norm: nn.Module
-    out_proj: nn.Module
-    conv1d: nn.Conv1d
-    A_log: Tensor
-    dt_bias: Tensor
-
     def __init__(self, module: Any):
-        super().__init__()
-        for name, child in module.named_children():
-            self.add_module(name, child)
-        for name, parameter in module.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
+        super().__init__(module)
         if module.activation not in ("silu", "swish"):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has the activation {module.activation!r}; expected "
                 "'silu', which mtpc's recurrences compute"
             )
-        self.layer_idx: int = module.layer_idx
 
     def recur(
         self,

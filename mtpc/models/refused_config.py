@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING
-from typing import Any, TypeAlias, TypeVar
+from itertools import takewhile
+from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -35,7 +36,6 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
 from mtpc.weights.json_file import kind_of
 
-_Entry = TypeVar("_Entry")
 Place: TypeAlias = tuple[str, ...]
 """Where an entry is: the names of the objects that it is in, and its own."""
 _ABSENT, _SUITABLE = object(), 2
@@ -84,44 +84,35 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
 
 @contextmanager
 def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
-    """Within it, an error of any kind that transformers raises becomes that of `explained`.
+    """Within it, an error of any kind that transformers raises becomes one for the checkpoint.
+
+    Args:
+        file: the checkpoint's.
+        family: of its model.
 
     Raises:
-        CheckpointError: see there.
+        CheckpointError: it names the entry of config.json. If a model can be built from that, it is
+            about the tensors.
     """
     try:
         yield
     except MtpcError:
         raise
     except Exception as error:
-        raise explained(file, family, error) from error
-
-
-def explained(file: ConfigFile, family: ModelFamily, error: Exception) -> CheckpointError:
-    """One error for what transformers says of a checkpoint: it names the entry of config.json.
-
-    Args:
-        file: the checkpoint's.
-        family: of its model.
-        error: what building or loading the model has raised.
-
-    Returns:
-        The error. If a model can be built from config.json, it is about the tensors.
-    """
-    reason = said(_failure(file, family, file.config) or error)
-    end = time.monotonic() + _LONGEST_S
-    found = _guilty(file, family, _ABSENT, end) or _guilty(file, family, _SUITABLE, end)
-    if not found:
-        return CheckpointError(
-            f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
-            f"expected those of one released {family.hf_class}: correct or download them again"
-        )
-    shown = found[:_MOST_NAMED]
-    names = " or ".join(f"{'.'.join(path)} is {kind_of(value)}" for path, value in shown)
-    return CheckpointError(
-        f"{file.config_path}: {names}, and transformers refuses it: {reason}; expected "
-        f"{_expected(family, found[0][0])}: correct the file or download it again"
-    )
+        reason = said(_failure(file, family, file.config) or error)
+        end = time.monotonic() + _LONGEST_S
+        found = _guilty(file, family, _ABSENT, end) or _guilty(file, family, _SUITABLE, end)
+        if not found:
+            raise CheckpointError(
+                f"transformers cannot load {file.config_path} and the tensors beside it: {reason}; "
+                f"expected those of one released {family.hf_class}: correct or download them again"
+            ) from error
+        shown = found[:_MOST_NAMED]
+        names = " or ".join(f"{'.'.join(path)} is {kind_of(value)}" for path, value in shown)
+        raise CheckpointError(
+            f"{file.config_path}: {names}, and transformers refuses it: {reason}; expected "
+            f"{_expected(family, found[0][0])}: correct the file or download it again"
+        ) from error
 
 
 def misshapen(
@@ -153,7 +144,9 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
         return parameters[name].shape if name in parameters else None
 
     usual, end = shape(file.config), time.monotonic() + _LONGEST_S
-    for path, value in _until(end, _entries(file.config)):
+    parts = {(): file.config, (TEXT,): file.config.get(TEXT) or {}}
+    entries = [((*at, name), value) for at, part in parts.items() for name, value in part.items()]
+    for path, value in takewhile(lambda _: time.monotonic() <= end, entries):
         if value is not None and type(value) is not int:
             continue
         other = 2 * value if value else 1
@@ -166,21 +159,6 @@ def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
     edited = copy.copy(file)
     edited.config = config
     return edited
-
-
-def _until(end: float, entries: Iterable[_Entry]) -> Iterator[_Entry]:
-    """Those that come before a time of the monotonic clock."""
-    for entry in entries:
-        if time.monotonic() > end:
-            return
-        yield entry
-
-
-def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
-    """The entries of a config and of its language model's."""
-    yield from (((name,), value) for name, value in config.items())
-    inner = config.get(TEXT) or {}
-    yield from (((TEXT, name), value) for name, value in inner.items())
 
 
 def _with(config: dict[str, Any], path: Place, value: Any) -> dict[str, Any]:
@@ -218,7 +196,7 @@ def _guilty(
     """
 
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
-        for name, value in _until(end, part.items()):
+        for name, value in takewhile(lambda _: time.monotonic() <= end, part.items()):
             path = (*above, name)
             if _failure(file, family, _with(file.config, path, other)) is not None:
                 continue

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,41 +188,49 @@ def gate_of(module: Any) -> Gate | ClampedGate | str | None:
 
     The module's own activation is compared with the operators', value by value.
     """
-    is_plain = getattr(module, "is_concatenated", True)
+    has_gate, is_plain = getattr(module, "has_gate", True), getattr(module, "is_concatenated", True)
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
     has = tuple(bool(getattr(module, name, False)) for name in others)
-    if not is_plain and has == (True, True, False):
-        return _clamped_gate(module)
-    if not is_plain or any(has):
+    has_turns = not is_plain and has == (True, True, False)  # Gate and up features come in turns.
+    if not has_turns and (not is_plain or any(has)):
         return None
     rows = torch.linspace(-30, 30, 4096, dtype=torch.float64, device="cpu").view(16, -1)
+    if not has_gate:
+        is_squared = is_plain and torch.equal(module.act_fn(rows), squared_relu(rows))
+        return _SQUARED if is_squared else None
+    # In another order, so that gate and up differ.
+    rows = rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)
     with torch.no_grad():
-        if not getattr(module, "has_gate", True):
-            is_squared = torch.equal(module.act_fn(rows), squared_relu(rows))
-            return _SQUARED if is_squared else None
-        rows = _shuffled(rows)
         found = module._apply_gate(rows)
+
+    def fits(made: Tensor) -> bool:
+        return torch.allclose(made, found, 1e-12, 1e-12)
+
+    if has_turns:
+        clamped = [float(getattr(module, name, None) or 0) for name in ClampedGate._fields]
+        gate = ClampedGate(*clamped)
+        return gate if all(clamped) and fits(clamped_swiglu(rows, *gate)) else None
     limits = [float(getattr(module, name)) for name in LIMITS if getattr(module, name, None)]
     gates = [Gate(*each) for each in product((0.0, *limits), (False, True), (False, True))]
-    fits = (g for g in gates if torch.allclose(swiglu(rows, *g), found, 1e-12, 1e-12))
-    return next(fits, None)
+    return next((each for each in gates if fits(swiglu(rows, *each))), None)
 
 
-def _clamped_gate(module: Any) -> ClampedGate | None:
-    """The gate of experts with biases whose gate and up features come in turns."""
-    values = [getattr(module, name, None) for name in ClampedGate._fields]
-    if not all(values) or not getattr(module, "has_gate", True):
-        return None
-    gate = ClampedGate(*(float(value) for value in values if value))
-    rows = _shuffled(torch.linspace(-30, 30, 4096, dtype=torch.float64, device="cpu").view(16, -1))
-    with torch.no_grad():
-        found = module._apply_gate(rows)
-    return gate if torch.allclose(clamped_swiglu(rows, *gate), found, 1e-12, 1e-12) else None
+class StandIn(nn.Module):
+    """A canonical module: it has all that transformers' module has, parameters, submodules and
+    settings, under their names, and a forward of its own.
 
+    Args:
+        source: transformers' module, which does not change.
+    """
 
-def _shuffled(rows: Tensor) -> Tensor:
-    """The 4096 numbers of rows in another order."""
-    return rows.flatten()[torch.arange(4096, device="cpu") * 1009 % 4096].view_as(rows)
+    def __init__(self, source: nn.Module):
+        super().__init__()
+        held = {name: dict(vars(source)[name]) for name in ("_parameters", "_buffers", "_modules")}
+        vars(self).update(vars(source) | held)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def register_seams() -> None:

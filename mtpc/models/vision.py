@@ -208,16 +208,14 @@ _TOWERS = {"grids": GridTower, "crops": CropTower}
 def open_tower(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
 ) -> VisionTower:
-    """The vision tower of a checkpoint.
+    """The vision tower of a checkpoint, of which `image_buffers` knows that there is one.
 
     Raises:
-        UnsupportedModelError: mtpc does not know the model's tower.
         CheckpointError: see `VisionTower`.
     """
-    family = find_family(checkpoint.config.get("architectures") or [])
-    if family.vision is None:
-        raise UnsupportedModelError(f"{family.name} has no vision tower that mtpc knows")
-    return _TOWERS[family.vision.takes](checkpoint, family.vision, dtype, device)
+    vision = find_family(checkpoint.config.get("architectures") or []).vision
+    assert vision is not None
+    return _TOWERS[vision.takes](checkpoint, vision, dtype, device)
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> int:
@@ -231,14 +229,14 @@ def _mark(text: str, tokens: Mapping[str, int]) -> int:
 
 def _empty_model(checkpoint: Checkpoint, vision: VisionParts) -> Any:
     """transformers' model without memory; its language model has one layer, which nothing runs."""
-    config_class = getattr(transformers, vision.hf_config_class)
-    config = config_class(**describing(checkpoint.config))
+    model_class = getattr(transformers, vision.hf_class)
+    config = model_class.config_class(**describing(checkpoint.config))
     text = config.text_config
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     with torch.device("meta"):
-        return getattr(transformers, vision.hf_class)(config).eval()
+        return model_class(config).eval()
 
 
 def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: str) -> nn.Module:

@@ -12,10 +12,8 @@ from mtpc.layout import dtype_name
 from mtpc.models.header_weights import shards_of
 from mtpc.models.load import LoadedModel
 from mtpc.models.mtp_layers import (
-    expert_projections,
-    joined_gate_up,
+    expert_recipes,
     layer_names,
-    stacked_experts,
     stored_name,
 )
 from mtpc.weights.checkpoint import Checkpoint
@@ -105,13 +103,11 @@ def _candidates(name: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Itera
         if shards:
             yield Join("cat", shards)
         stem, _, part = stored.rpartition(".")
-        if not stem.endswith(".experts") or not expert_projections(part, loaded.family):
+        if not stem.endswith(".experts"):
             continue
         last = f".{loaded.family.expert_names[2]}.weight"
         experts = sum(name.endswith(last) for name in checkpoint.names(f"{stem}."))
-        stacks = [stacked_experts(stem, part, loaded.family, experts)]
-        stacks += [joined_gate_up(stem, loaded.family)] if part == "gate_up_proj" else []
-        for recipe in stacks:
+        for recipe in expert_recipes(stem, part, loaded.family, experts):
             if recipe.parts and all(part in checkpoint.tensors for part in names(recipe)):
                 yield recipe
 

@@ -12,24 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Decoded blocks.
-
-    Attributes:
-        codes: uint8 [..., B, inputs].
-        scales: float16 or uint8 [..., B, G], G groups of adjacent inputs in a block; or the words
-            of super-blocks, int16 [..., B, words].
-        mins: of the scales' dtype [..., B, G], subtracted from the values; the zero point of codes
-            is then 0. None if there are none.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    mins: Tensor | None = None
+from mtpc.weights.grouped import Decoded, GroupedWeight, GroupForm, Kind
 
 
 @dataclass(frozen=True)
@@ -44,7 +27,8 @@ class Block:
         group: inputs that share a scale.
         scales: torch's name of the dtype of the scales; "int16" for those of super-blocks.
         has_mins: whether groups have a minimum.
-        decode: bytes of blocks -> their codes and scales; None for plain numbers.
+        decode: bytes of blocks uint8 [..., B, nbytes] -> codes [..., B, inputs], scales and minima
+            [..., B, groups or words]; None for plain numbers.
         halves: the bytes at which a float16 begins.
         is_rounded: whether codes are not those of the file, but their values rounded again.
         encode: the inverse of `decode`; None for types that mtpc does not write.
@@ -57,10 +41,10 @@ class Block:
     group: int = 32
     scales: str = "float16"
     has_mins: bool = False
-    decode: Callable[[Tensor], Parts] | None = None
+    decode: Callable[[Tensor], Decoded] | None = None
     halves: tuple[int, ...] = ()
     is_rounded: bool = False
-    encode: Callable[[Parts], Tensor] | None = None
+    encode: Callable[[Decoded], Tensor] | None = None
 
     @property
     def form(self) -> GroupForm:
@@ -96,7 +80,7 @@ class BlockRows:
         """The same as codes and scales."""
         assert self.block.decode is not None
         says = self.block.decode(self.raw.unflatten(-1, (-1, self.block.nbytes)))
-        mins = None if says.mins is None else says.mins.flatten(-2)
+        mins = None if says.zeros is None else says.zeros.flatten(-2)
         return GroupedWeight(self.form, says.codes.flatten(-2), says.scales.flatten(-2), mins)
 
     def widened(self) -> GroupedWeight:

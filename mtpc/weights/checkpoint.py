@@ -78,11 +78,6 @@ class Checkpoint(CheckpointFiles):
         return self.directory
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether weights are stored as codes with scales."""
-        return bool(self._quantised)
-
-    @property
     def quantised(self) -> tuple[str, ...]:
         """Names of the weights that are stored as codes with scales."""
         return tuple(self._quantised)
@@ -122,7 +117,7 @@ class Checkpoint(CheckpointFiles):
 
         Quantised weights have the dtype to which they are dequantised.
         """
-        if self.is_quantised:
+        if self._quantised:
             return self._read_dtype
         return self.announced_dtype or self._usual_dtype
 
@@ -147,7 +142,7 @@ class Checkpoint(CheckpointFiles):
             CheckpointError: most of the weights have another dtype.
         """
         announced, usual = self.announced_dtype, self._usual_dtype
-        if not self.is_quantised and announced not in (None, usual):
+        if not self._quantised and announced not in (None, usual):
             raise CheckpointError(
                 f"{self.config_path}: dtype is {announced!r}, and most weights are {usual}; "
                 f"expected the same: correct the file, or choose one with dtype={announced!r}"
@@ -166,10 +161,6 @@ class Checkpoint(CheckpointFiles):
         weight = self._quantised.get(self._whole(name))
         if weight is not None and not weight.is_plain:
             self.dequantised.add(name)
-        return self.peek(name)
-
-    def peek(self, name: str) -> Tensor:
-        """As `tensor`, but does not add the name to `dequantised`."""
         if name not in self._parts:
             return self.whole(name)
         part = self._parts[name]

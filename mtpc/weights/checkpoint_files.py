@@ -71,13 +71,7 @@ class ConfigFile:
 
     def __init__(self, directory: Path):
         self.directory = find_directory(directory)
-        self._refuse_others(self.directory)
         self.config = self._read_config()
-
-    @staticmethod
-    def _refuse_others(directory: Path) -> None:
-        if not is_directory(directory):
-            raise no_checkpoint(directory)
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -102,6 +96,8 @@ class ConfigFile:
 
     def _read_config(self) -> dict[str, Any]:
         path = self.config_path
+        if not is_directory(self.directory):
+            raise no_checkpoint(self.directory)
         if not os.path.isfile(path):
             raise CheckpointError(
                 f"{self.directory} has no config.json; expected a checkpoint's directory: "
@@ -151,7 +147,6 @@ class CheckpointFiles(ConfigFile):
             self.config, self._files = open_gguf(list(self.gguf))
             check_config(self.config, self.gguf[0])
         else:
-            self._refuse_others(directory)
             self.config = self._read_config()
             self._files = {path: TensorFile(path) for path in self._shards()}
         self.stored: dict[str, StoredTensor] = {}

@@ -38,9 +38,7 @@ BITS: dict[Kind, int] = {
     "int4": 4, "int5": 5, "int6": 6, "int8": 8, "iq4": 4, "e2m1": 4, "float8": 8,
 }  # fmt: skip
 """Bits of a code."""
-PACKED_INPUTS: dict[Kind, int] = {
-    "int4": 8, "int5": 32, "int6": 16, "int8": 4, "iq4": 8, "e2m1": 8, "float8": 4,
-}  # fmt: skip
+PACKED_INPUTS: dict[Kind, int] = {kind: 32 // gcd(32, bits) for kind, bits in BITS.items()}
 """Inputs of one feature in a whole number of 32 bits: K and the group are multiples of it."""
 VALUES: dict[Kind, tuple[int, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
@@ -152,6 +150,22 @@ class GroupForm:
         if not self.is_packable:
             return f"groups of {self.group} are not a multiple of {step} inputs, as {self.kind}"
         return None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the bytes of a file hold of a weight.
+
+    Attributes:
+        codes: uint8 or float8_e4m3fn.
+        scales: the grid of scales.
+        zeros: uint8, the grid of zero points, or of the scales' dtype, the grid of minima; None if
+            all zero points are `GroupForm.default_zero`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
 
 
 @dataclass(frozen=True)

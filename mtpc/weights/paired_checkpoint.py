@@ -69,9 +69,9 @@ class PairedCheckpoint(Checkpoint):
         if type(size) is not int or size < 1:  # Reading the target's config refuses it.
             return
         if TOKEN_MAP in self.draft.tensors:
-            self._check_token_map(self.draft.peek(TOKEN_MAP), size)
+            self._check_token_map(self.draft.tensor(TOKEN_MAP), size)
         if TOKEN_ORDER in self.draft.tensors:
-            self._check_token_order(self.draft.peek(TOKEN_ORDER), size)
+            self._check_token_order(self.draft.tensor(TOKEN_ORDER), size)
 
     @property
     def draft_vocab(self) -> tuple[int, ...]:
@@ -148,8 +148,8 @@ class PairedCheckpoint(Checkpoint):
         own = _of_either(Checkpoint.parts_of)(self, name)
         return own if name in self.target_tensors else tuple(DRAFT + part for part in own)
 
-    tensor, peek = _of_either(Checkpoint.tensor), _of_either(Checkpoint.peek)
-    grouped, meta_tensor = _of_either(Checkpoint.grouped), _of_either(Checkpoint.meta_tensor)
+    tensor, meta_tensor = _of_either(Checkpoint.tensor), _of_either(Checkpoint.meta_tensor)
+    grouped = _of_either(Checkpoint.grouped)
     read, pieces = _of_either(Checkpoint.read), _of_either(Checkpoint.pieces)
     spans, piece_spans = _of_either(Checkpoint.spans), _of_either(Checkpoint.piece_spans)
     is_plain, release = _of_either(Checkpoint.is_plain), _of_either(Checkpoint.release)

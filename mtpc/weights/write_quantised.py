@@ -3,7 +3,7 @@ and GGUF files as GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,16 +81,17 @@ def quantise_checkpoint(
     refuse_existing(out)
     checkpoint = Checkpoint(source)
     _check_format(checkpoint, scheme)
-    if checkpoint.is_quantised:
+    if checkpoint.quantised:
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
+    writer = _Writer(checkpoint, scheme, head, keep, moments, tell)
     if checkpoint.gguf:
-        return _rewrite_gguf(checkpoint, out, scheme, keep, moments, tell)
+        return writer.rewrite_gguf(out)
     warn_of_cost(scheme)
     files_beside(checkpoint.directory)  # Raises now, not after an hour.
     with new_directory(out) as scratch:
-        return _Writer(checkpoint, scratch, scheme, head, keep, moments, tell).write()
+        return writer.write(scratch)
 
 
 def _check_format(checkpoint: Checkpoint, scheme: str) -> None:
@@ -110,85 +111,78 @@ def _check_format(checkpoint: Checkpoint, scheme: str) -> None:
     )
 
 
-def _rewrite_gguf(
-    checkpoint: Checkpoint,
-    out: Path,
-    scheme: str,
-    keep: Sequence[str],
-    moments: Mapping[str, Tensor],
-    tell: Callable[[str, float], None],
-) -> Written:
-    """Write a GGUF file again; embeddings, which may be heads as well, are rounded with the rest.
-
-    Raises:
-        CheckpointError: it has several parts, or no weight that the scheme fits.
-    """
-    from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
-    from mtpc.weights.gguf.write import Matrix, in_file_order, names_of, write_rounded
-
-    (file, *more) = checkpoint.files
-    if more:
-        raise CheckpointError(
-            f"{checkpoint.directory} is one of {1 + len(more)} files of a model; expected one "
-            "file: join them by llama-gguf-split --merge"
-        )
-    assert isinstance(file, GgufFile)
-    matrices, plain = dict[str, Matrix](), list[str]()
-    for source, name in names_of(file).items():
-        stored = file.header.tensors[source]
-        if len(stored.shape) < 2 or not name.endswith(".weight"):
-            continue
-        module = name.removesuffix(".weight")
-        stays = stays_plain(name) and module.rpartition(".")[2] not in TABLES
-        fits = SCHEMES[scheme].spec(stored.shape[-1], torch.bfloat16) is not None
-        if stays or not fits or any(fnmatch(module, pattern) for pattern in keep):
-            plain.append(name)
-            continue
-        found = moments.get(name)
-        of = None if found is None else in_file_order(found, file.tensors[name])
-        matrices[source] = Matrix(scheme, of)
-    if not matrices:
-        raise _nothing_fits(checkpoint, scheme)
-    after = write_rounded(file, out, matrices, scheme, tell)
-    before = sum(tensor.nbytes for tensor in checkpoint.stored.values())
-    return Written(len(matrices), tuple(plain), before, after)
-
-
-def _nothing_fits(checkpoint: Checkpoint, scheme: str) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.directory} has no weight that {scheme} fits; expected matrices whose number "
-        "of inputs is a multiple of its groups"
-    )
-
-
 @dataclass(frozen=True)
 class _Writer:
-    """Writes one checkpoint into a directory; see `quantise_checkpoint`."""
+    """Writes one checkpoint again; see `quantise_checkpoint`."""
 
     checkpoint: Checkpoint
-    directory: Path
     scheme: str
     head: bool
     keep: Sequence[str]
     moments: Mapping[str, Tensor]
     tell: Callable[[str, float], None]
 
-    def write(self) -> Written:
-        """Write all files."""
+    def rewrite_gguf(self, out: Path) -> Written:
+        """Write a GGUF file again; embeddings, which may be heads, are rounded with the rest.
+
+        Raises:
+            CheckpointError: it has several parts, or no weight that the scheme fits.
+        """
+        from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
+        from mtpc.weights.gguf.write import in_file_order, names_of, write_rounded
+
+        (file, *more) = self.checkpoint.files
+        if more:
+            raise CheckpointError(
+                f"{self.checkpoint.directory} is one of {1 + len(more)} files of a model; expected "
+                "one file: join them by llama-gguf-split --merge"
+            )
+        assert isinstance(file, GgufFile)
+        matrices, plain = dict[str, Tensor | None](), list[str]()
+        for source, name in names_of(file).items():
+            stored = file.header.tensors[source]
+            if len(stored.shape) < 2 or not name.endswith(".weight"):
+                continue
+            module = name.removesuffix(".weight")
+            stays = stays_plain(name) and module.rpartition(".")[2] not in TABLES
+            fits = SCHEMES[self.scheme].spec(stored.shape[-1], torch.bfloat16) is not None
+            if stays or not fits or self._keeps(module):
+                plain.append(name)
+                continue
+            found = self.moments.get(name)
+            ordered = None if found is None else in_file_order(found, file.tensors[name])
+            matrices[source] = ordered
+        self._check_any(matrices)
+        after = write_rounded(file, out, matrices, self.scheme, self.tell)
+        return Written(len(matrices), tuple(plain), self._bytes_before, after)
+
+    def write(self, directory: Path) -> Written:
+        """Write all files of a directory."""
         stored = self.checkpoint.stored
         specs = {name: spec for name in stored if (spec := self._spec(name)) is not None}
-        if not specs:
-            raise _nothing_fits(self.checkpoint, self.scheme)
+        self._check_any(specs)
         matrices = (n for n, s in stored.items() if n.endswith(".weight") and len(s.shape) == 2)
         plain = tuple(name for name in matrices if name not in specs)
-        after = self._write_shards(specs)
+        after = self._write_shards(directory, specs)
         ignored = sorted(name.removesuffix(".weight") for name in plain)
         says = quantization_config(self.scheme, ignored)
-        config = {**self.checkpoint.config, "quantization_config": says}
-        write_json(self.directory / CONFIG, config)
-        copy_others(self.checkpoint.directory, self.directory)
-        before = sum(tensor.nbytes for tensor in stored.values())
-        return Written(len(specs), plain, before, after)
+        write_json(directory / CONFIG, {**self.checkpoint.config, "quantization_config": says})
+        copy_others(self.checkpoint.directory, directory)
+        return Written(len(specs), plain, self._bytes_before, after)
+
+    @property
+    def _bytes_before(self) -> int:
+        return sum(tensor.nbytes for tensor in self.checkpoint.stored.values())
+
+    def _check_any(self, found: Collection[str]) -> None:
+        if not found:
+            raise CheckpointError(
+                f"{self.checkpoint.directory} has no weight that {self.scheme} fits; expected "
+                "matrices whose number of inputs is a multiple of its groups"
+            )
+
+    def _keeps(self, module: str) -> bool:
+        return any(fnmatch(module, pattern) for pattern in self.keep)
 
     def _spec(self, name: str) -> GroupSpec | None:
         """The spec that a tensor gets; None if it stays as it is."""
@@ -196,16 +190,14 @@ class _Writer:
         is_matrix = name.endswith(".weight") and len(stored.shape) == 2
         if not is_matrix or not stored.is_floating_point or stays_plain(name):
             return None
-        if any(fnmatch(module, pattern) for pattern in self.keep):
-            return None
-        if is_head(name) and not self.head:
+        if self._keeps(module) or (is_head(name) and not self.head):
             return None
         dtype = getattr(torch, stored.dtype_name)
         return SCHEMES[self.scheme].spec(stored.shape[1], dtype)
 
-    def _write_shards(self, specs: dict[str, GroupSpec]) -> int:
+    def _write_shards(self, directory: Path, specs: dict[str, GroupSpec]) -> int:
         """Write all tensors; returns their bytes."""
-        writer = ShardWriter(self.directory)
+        writer = ShardWriter(directory)
         names = sorted(self.checkpoint.stored)
         for done, name in enumerate(names):
             self.tell(f"quantise {len(names)} tensors", done / len(names))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,6 +19,7 @@ from mtpc.models import FAMILIES
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.load import find_family
 from mtpc.models.mtp_layers import build_mtp_layer as new_mtp_layer
+from mtpc.models.read_config import config_class
 from mtpc.models.save import save_checkpoint as write
 
 _COMMON: dict[str, Any] = dict(
@@ -303,7 +303,7 @@ def build_target(name: str, seed: int = 0, **changes: Any) -> Any:
     """A random float32 target model of a family, in eval mode."""
     torch.manual_seed(seed)
     family = family_of(name)
-    config = getattr(transformers, family.hf_config_class)(**{**CONFIGS[name], **changes})
+    config = config_class(family)(**{**CONFIGS[name], **changes})
     model = model_class(family)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

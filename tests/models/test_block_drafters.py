@@ -27,7 +27,9 @@ import mtpc
 from mtpc.errors import MtpcError
 from mtpc.models.caches import PagedKV
 from mtpc.models.dflash import DFlashConfig, DFlashLayer
+from mtpc.models.drafter import Pairing
 from mtpc.models.family import MTPWiring
+from mtpc.models.load import find_family
 from mtpc.models.seams import StepContext, register_seams
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
@@ -113,7 +115,7 @@ def test_rows_of_dflash2(says: str, tmp_path: Path) -> None:
     oracle: Any = oracle_of(target).page
     config = AutoConfig.from_pretrained(target)
     paired = PairedCheckpoint(target, tmp_path / "draft")
-    read = DFlashConfig.read(paired, config, 4)
+    read = DFlashConfig.read(Pairing(find_family(["LlamaForCausalLM"]), paired, config))
     names = dict(embedding_norm="", hidden_norm="", projection="", final_norm="")
     layer: Any = DFlashLayer(MTPWiring(**names), read, 0, ()).double()
     renamed = {"layers.": "block.", "fc.": "projection.", "norm.": "final_norm."}

@@ -607,23 +607,23 @@ FAULTS = (
     Fault(
         "logits are not capped",
         HEADS,
-        "return called.names <= _ALONE",
-        "return True",
+        "for each in called} <= _ALONE",
+        "for each in called} <= _ALONE or True",
         "models/test_gemma4.py::test_logits_are_capped",
     ),
     # Layers with two attentions, and experts without weights.
     Fault(
         "longcat: the first zero expert adds nothing",
         LONGCAT,
-        "expert_ids >= self.count",
-        "expert_ids > self.count",
+        "expert_ids >= self.num_routed_experts",
+        "expert_ids > self.num_routed_experts",
         _LONGCAT,
     ),
     Fault(
         "longcat: zero experts add the row unweighted",
         LONGCAT,
-        "self.count, expert_weights, 0)",
-        "self.count, 1.0, 0.0)",
+        "self.num_routed_experts, expert_weights, 0)",
+        "self.num_routed_experts, 1.0, 0.0)",
         _LONGCAT,
     ),
     Fault(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N, P
-from mtpc.models.caches import paged_pool_specs
+from mtpc.models.caches import kv_specs
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.packing import fill_packed
 from mtpc.weights.recipes import Grouped
@@ -85,7 +85,7 @@ def test_nothing_but_packed_weights_stays(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_that_no_request_uses_take_no_memory() -> None:
-    layout = Layout(paged_pool_specs(0, torch.bfloat16, 8, (64, 64)), {N: 4096, P: 16})
+    layout = Layout(kv_specs(0, torch.bfloat16, 8, (64, 64)), {N: 4096, P: 16})
     before = resident()
     pools = [layout.allocate(name) for name in layout]
     assert not any(pool[::512].any() for pool in pools)

@@ -14,7 +14,6 @@ from mtpc.models.family import ModelFamily
 DEEPSEEK_V3 = ModelFamily(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
-    hf_config_class="DeepseekV3Config",
     wiring=NEXTN_WIRING,
     cache_specs=paged_latent_specs,
     shared_tensors=SHARED_WITH_TARGET,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpc import ops
 from mtpc.layout import BufferSpec
@@ -24,6 +24,7 @@ from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
 from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
 from mtpc.models.family import layers_after
+from mtpc.models.seams import StandIn
 from mtpc.ops.choose_slots import choose_slots
 from mtpc.ops.fused import rotate_halves
 
@@ -47,32 +48,16 @@ class IndexedLatent:
     index: Tensor
 
 
-class SparseLatentAttention(nn.Module):
+class SparseLatentAttention(StandIn):
     """Multi-head latent attention over the positions that the indexer chooses.
 
     A row reads all indexer keys of its context, and at most `index_topk` latents. The latent and
-    the key of a rejected row are overwritten before any row may see their position.
-
-    Args:
-        source: transformers' `DeepseekV32Attention`; its parameters are shared.
-
-    Attributes:
-        indexer: None if the layer attends to what the layer before it chose.
+    the key of a rejected row are overwritten before any row may see their position. `indexer` is
+    None if the layer attends to what the layer before it chose.
     """
 
     rotate_index = staticmethod(rotate_halves)
     """(x [T, n, D], cos, sin) -> the same: the rotary embedding of indexer queries and keys."""
-
-    def __init__(self, source: Any):
-        super().__init__()
-        self.layer_idx, self.scaling = source.layer_idx, source.scaling
-        self.rank, self.rope = source.kv_lora_rank, source.qk_rope_head_dim
-        self.nope, self.heads = source.qk_nope_head_dim, source.num_heads
-        self.q_a_proj, self.q_a_layernorm = source.q_a_proj, source.q_a_layernorm
-        self.q_b_proj, self.indexer = source.q_b_proj, source.indexer
-        self.kv_a_proj_with_mqa = source.kv_a_proj_with_mqa
-        self.kv_a_layernorm, self.kv_b_proj = source.kv_a_layernorm, source.kv_b_proj
-        self.o_proj = source.o_proj
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, mtpc_context: Any, **options: Any
@@ -95,9 +80,8 @@ class SparseLatentAttention(nn.Module):
         if slots is None:
             self._write_keys(hidden, cos, sin, state.index, context)
             slots = self._choose(hidden, low, (cos, sin), state.index, context)
-        plain, turned = (
-            self.q_b_proj(low).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
-        )
+        query, widths = self.q_b_proj(low), [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        plain, turned = query.unflatten(-1, (self.num_heads, -1)).split(widths, -1)
         query = torch.cat([plain, rotate_neighbours(turned, cos, sin)], -1)
         # To the attention op each row is a request of one row; its context is what it chose, in
         # pages of one token.
@@ -111,13 +95,14 @@ class SparseLatentAttention(nn.Module):
             seen,
             rows,
             self.scaling,
-            self.nope,
+            self.qk_nope_head_dim,
         )
         return self.o_proj(out.flatten(1)), slots
 
     def _write(self, hidden: Tensor, cos: Tensor, sin: Tensor, state: Any, context: Any) -> None:
         """Write the rows' latents, each followed by its rotated key."""
-        latent, key = self.kv_a_proj_with_mqa(hidden).split([self.rank, self.rope], -1)
+        widths = [self.kv_lora_rank, self.qk_rope_head_dim]
+        latent, key = self.kv_a_proj_with_mqa(hidden).split(widths, -1)
         key = rotate_neighbours(key[:, None], cos, sin)[:, 0]
         rows = torch.cat([self.kv_a_layernorm(latent), key], -1)
         ops.write_cache(state.latent, rows, context.slot_mapping, None)
@@ -176,7 +161,6 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="deepseek_v32",
     architectures=("DeepseekV32ForCausalLM",),
-    hf_config_class="DeepseekV32Config",
     cache_specs=cache_specs,
     cache_kinds=(IndexedLatent,),
     block_config=block_config,

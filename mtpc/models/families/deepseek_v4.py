@@ -10,6 +10,7 @@ layer: the released tensor names (`mtp.0.*`) and vLLM's predictor are its source
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import sympy
@@ -26,7 +27,7 @@ from mtpc.models.deepseek_v4_attention import CompressedState, WindowedAttention
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 from mtpc.models.heads import head_of
 from mtpc.models.hf import HFDraft, HostedLayer, MTPLayer, StepParts, TextRotary
-from mtpc.models.seams import StepContext
+from mtpc.models.seams import StandIn, StepContext
 from mtpc.models.slot_rings import SlotRing, WindowMasks
 from mtpc.ops.sinkhorn import sinkhorn
 
@@ -121,28 +122,12 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
     return tuple(specs)
 
 
-def block_config(config: Any) -> Any:
-    """A copy of the config with sliding-window MTP layers whose experts are chosen by score."""
-    return layers_after(config, layer_types="sliding_attention", mlp_layer_types="moe")
-
-
-class HyperConnection(nn.Module):
+class HyperConnection(StandIn):
     """Computes the weights that join residual streams before a sublayer and mix them after it.
 
     All rounds of normalisation are one operator. A trace of transformers' module has about ten
     nodes for each of `hc_sinkhorn_iters` rounds, twice per layer.
-
-    Args:
-        module: transformers' `DeepseekV4HyperConnection`; parameters are shared and keep their
-            names.
     """
-
-    def __init__(self, module: Any):
-        super().__init__()
-        self.fn, self.base, self.scale = module.fn, module.base, module.scale
-        self.input_norm = module.input_norm
-        self.streams, self.rounds = module.hc_mult, module.hc_sinkhorn_iters
-        self.epsilon = module.hc_eps
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of the streams, and the streams joined for the sublayer.
@@ -156,15 +141,15 @@ class HyperConnection(nn.Module):
             joined [B, T, H]: the sublayer's input, in the dtype of `streams`.
             The weights are float32 or wider.
         """
-        n = self.streams
+        n = self.hc_mult
         flat = self.input_norm(streams.flatten(2).float())
         sizes = [n, n, n * n]
         pre, post, mix = F.linear(flat, self.fn.float()).split(sizes, -1)
         pre_base, post_base, mix_base = self.base.split(sizes)
-        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + self.epsilon
+        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + self.hc_eps
         post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
         logits = (mix * self.scale[2] + mix_base).view(-1, n, n)
-        mix = sinkhorn(logits, self.rounds, self.epsilon)
+        mix = sinkhorn(logits, self.hc_sinkhorn_iters, self.hc_eps)
         joined = (pre.unsqueeze(-1) * streams).sum(2).to(streams.dtype)
         return post, mix.view(*post.shape, n), joined
 
@@ -216,7 +201,7 @@ class StreamDraft(HFDraft):
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())
         attention: Any = self.layer.block.self_attn
-        given = _layer_inputs(context, attention.layer_idx, attention.window)
+        given = _layer_inputs(context, attention.layer_idx, attention.sliding_window)
         return _run_layer(self.layer, self.rotary, self.embedding(ids), features, given)
 
 
@@ -278,7 +263,6 @@ def _readout(layer: MTPLayer) -> StreamReadout:
 DEEPSEEK_V4 = ModelFamily(
     name="deepseek_v4",
     architectures=("DeepseekV4ForCausalLM",),
-    hf_config_class="DeepseekV4Config",
     wiring=MTPWiring(
         embedding_norm="enorm",
         hidden_norm="hnorm",
@@ -292,7 +276,8 @@ DEEPSEEK_V4 = ModelFamily(
     layer_prefix=lambda num_hidden_layers, i: f"mtp.{i}.",
     cache_specs=cache_specs,
     cache_kinds=(CompressedState,),
-    block_config=block_config,
+    # Its experts are chosen by score.
+    block_config=partial(layers_after, layer_types="sliding_attention", mlp_layer_types="moe"),
     shared_tensors={"emb.tok_emb.weight": "embedding", "head.weight": "head"},
     canonical={
         "DeepseekV4Attention": WindowedAttention,

@@ -16,7 +16,6 @@ from mtpc.models.family import ModelFamily, MTPWiring
 ERNIE4_5_MOE = ModelFamily(
     name="ernie4_5_moe",
     architectures=("Ernie4_5_MoeForCausalLM",),
-    hf_config_class="Ernie4_5_MoeConfig",
     wiring=MTPWiring(
         embedding_norm="emb_norm.0",
         hidden_norm="hidden_norm.0",

@@ -17,7 +17,7 @@ import torch
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_kv_specs, ring_kv_specs
+from mtpc.models.caches import kv_specs
 from mtpc.models.families.qwen3_next import QWEN3_NEXT
 from mtpc.models.family import layers_after
 
@@ -41,17 +41,15 @@ def _block_config(config: Any) -> Any:
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's attention type; MTP layers slide."""
-    if layer < config.num_hidden_layers and config.layer_types[layer] != _SLIDING:
-        return paged_kv_specs(config, layer, dtype)
-    dims = (config.head_dim, config.head_dim)
-    return ring_kv_specs(layer, dtype, config.sliding_window, config.num_key_value_heads, dims)
+    slides = layer >= config.num_hidden_layers or config.layer_types[layer] == _SLIDING
+    window = config.sliding_window if slides else 0
+    return kv_specs(layer, dtype, config.num_key_value_heads, (config.head_dim,) * 2, window)
 
 
 EXAONE_MOE = replace(
     QWEN3_NEXT,
     name="exaone_moe",
     architectures=("ExaoneMoeForCausalLM",),
-    hf_config_class="ExaoneMoeConfig",
     cache_specs=_cache_specs,
     cache_kinds=(),
     block_config=_block_config,

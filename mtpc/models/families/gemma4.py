@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_pool_specs, ring_kv_specs
+from mtpc.models.caches import kv_specs
 from mtpc.models.family import NO_LAYERS, ModelFamily
 
 _SLIDING = "sliding_attention"
@@ -40,10 +40,8 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     if layer >= config.num_hidden_layers - config.num_kv_shared_layers:
         return ()
     sizes = config.per_layer_config[layer]
-    heads, dims = sizes.num_key_value_heads, (sizes.head_dim, sizes.head_dim)
-    if config.layer_types[layer] == _SLIDING:
-        return ring_kv_specs(layer, dtype, config.sliding_window, heads, dims)
-    return paged_pool_specs(layer, dtype, heads, dims)
+    window = config.sliding_window if config.layer_types[layer] == _SLIDING else 0
+    return kv_specs(layer, dtype, sizes.num_key_value_heads, (sizes.head_dim,) * 2, window)
 
 
 def _reads_shared(attention: Any) -> Any:
@@ -62,7 +60,6 @@ GEMMA4 = ModelFamily(
     wiring=NO_LAYERS,
     num_mtp_layers=lambda config: 0,
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    hf_config_class="Gemma4TextConfig",
     cache_specs=_cache_specs,
     canonical={"Gemma4TextAttention": _reads_shared},
     computed=_COMPUTED,
@@ -73,7 +70,6 @@ GEMMA4_UNIFIED = replace(
     GEMMA4,
     name="gemma4_unified",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-    hf_config_class="Gemma4UnifiedTextConfig",
     canonical={"Gemma4UnifiedTextAttention": _reads_shared},
     computed={**_COMPUTED, "enable_moe_block": False},
 )

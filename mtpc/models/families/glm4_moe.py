@@ -27,7 +27,6 @@ SHARED_WITH_TARGET: dict[str, Literal["embedding", "head"]] = {
 GLM4_MOE = ModelFamily(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
-    hf_config_class="Glm4MoeConfig",
     wiring=NEXTN_WIRING,
     shared_tensors=SHARED_WITH_TARGET,
 )

@@ -28,7 +28,6 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
     architectures=("Glm4MoeLiteForCausalLM",),
-    hf_config_class="Glm4MoeLiteConfig",
     config_entries=dense_first,
     block_config=partial(layers_after, mlp_layer_types="sparse"),
     released_entries={"topk_method": "noaux_tc"},

@@ -20,10 +20,9 @@ GLM4V_MOE = replace(
     GLM4_MOE,
     name="glm4v_moe",
     architectures=("Glm4vMoeForConditionalGeneration",),
-    hf_config_class="Glm4vMoeConfig",
     layer_prefix=lambda num_hidden_layers, i: (
         f"model.language_model.layers.{num_hidden_layers + i}."
     ),
     position_grids=3,
-    vision=VisionParts("Glm4vMoeModel", "Glm4vMoeConfig", "grids", {"visual": ("model.visual.",)}),
+    vision=VisionParts("Glm4vMoeModel", "grids", {"visual": ("model.visual.",)}),
 )

@@ -39,9 +39,6 @@ class SharedChoiceAttention(SparseLatentAttention):
     """Sparse latent attention that hands on its choice, or takes one.
 
     It comes from the layer before, or from the draft before (`ModelFamily.hands_on`).
-
-    Args:
-        source: transformers' `GlmMoeDsaAttention`; its parameters are shared.
     """
 
     rotate_index = staticmethod(_rotate_first)
@@ -82,7 +79,6 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
     architectures=("GlmMoeDsaForCausalLM",),
-    hf_config_class="GlmMoeDsaConfig",
     cache_specs=_cache_specs,
     # Whether later drafts of a step attend to what the indexer chose for the first one.
     hands_on=lambda config: bool(getattr(config, "index_share_for_mtp_iteration", False)),

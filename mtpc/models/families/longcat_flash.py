@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mtpc.models.caches import paged_latent_specs
 from mtpc.models.families.qwen3_next import num_mtp_layers
 from mtpc.models.family import ModelFamily, MTPWiring
+from mtpc.models.seams import StandIn
 from mtpc.ops.experts import experts
 
 _COMPUTED: dict[str, Any] = {
@@ -34,22 +35,18 @@ _COMPUTED: dict[str, Any] = {
 """Entries of config.json -> what transformers' layers and `mtpc::experts` compute in any case."""
 
 
-class ZeroExperts(nn.Module):
-    """The routed experts by `mtpc::experts`, and those that are the identity.
-
-    Args:
-        module: transformers' `LongcatFlashExperts`; parameters are shared and keep their names.
-    """
+class ZeroExperts(StandIn):
+    """The routed experts by `mtpc::experts`, and those that are the identity."""
 
     def __init__(self, module: Any):
-        super().__init__()
-        self.gate_up_proj, self.down_proj = _routed(module), module.down_proj
-        self.count = int(module.num_routed_experts)
+        super().__init__(module)
+        self.gate_up_proj = _routed(module)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""
         routed = experts(x, self.gate_up_proj, self.down_proj, expert_ids, expert_weights)
-        share = torch.where(expert_ids >= self.count, expert_weights, 0).sum(-1, keepdim=True)
+        share = torch.where(expert_ids >= self.num_routed_experts, expert_weights, 0)
+        share = share.sum(-1, keepdim=True)
         return routed + (x * share).to(x.dtype)
 
 
@@ -100,7 +97,6 @@ def stored_class() -> type[nn.Module]:
 LONGCAT_FLASH = ModelFamily(
     name="longcat_flash",
     architectures=("LongcatFlashForCausalLM",),
-    hf_config_class="LongcatFlashConfig",
     own_class=stored_class,
     wiring=MTPWiring(
         embedding_norm="layers.0.enorm.m",

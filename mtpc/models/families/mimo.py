@@ -15,7 +15,6 @@ MIMO = ModelFamily(
     name="mimo",
     architectures=("MiMoForCausalLM",),
     class_name="Qwen2ForCausalLM",
-    hf_config_class="Qwen2Config",
     wiring=MTPWiring(
         embedding_norm="token_layernorm",
         hidden_norm="hidden_layernorm",

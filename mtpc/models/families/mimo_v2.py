@@ -19,7 +19,7 @@ import torch
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_pool_specs, ring_kv_specs
+from mtpc.models.caches import kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -82,15 +82,13 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     """State buffers by the layer's type; value heads are narrower than key heads."""
     dims = (config.head_dim, config.v_head_dim)
     if layer < config.num_hidden_layers and config.layer_types[layer] == _FULL:
-        return paged_pool_specs(layer, dtype, config.num_key_value_heads, dims)
-    heads = 2 * config.num_key_value_heads
-    return ring_kv_specs(layer, dtype, config.sliding_window, heads, dims)
+        return kv_specs(layer, dtype, config.num_key_value_heads, dims)
+    return kv_specs(layer, dtype, 2 * config.num_key_value_heads, dims, config.sliding_window)
 
 
 MIMO_V2 = ModelFamily(
     name="mimo_v2",
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-    hf_config_class="MiMoV2FlashConfig",
     wiring=MTPWiring(
         embedding_norm="enorm",
         hidden_norm="hnorm",

@@ -28,15 +28,9 @@ _PARTS = ["full_attention", "moe"]
 class Mamba2(RecurrentLayer):
     """A Mamba-2 layer over flat rows.
 
-    Args:
-        module: transformers' module; its submodules and parameters are shared.
-
     Raises:
         UnsupportedModelError: the activation is not SiLU, or time steps have limits.
     """
-
-    in_proj: nn.Module
-    D: Tensor
 
     def __init__(self, module: Any):
         super().__init__(module)
@@ -46,15 +40,14 @@ class Mamba2(RecurrentLayer):
                 f"the config has time_step_limit {limits}; expected (0.0, inf), as "
                 "mtpc::mamba2_scan bounds no time step"
             )
-        self.groups = module.n_groups
-        self.parts = [module.intermediate_size, module.conv_dim + module.num_heads]
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         """[1, T, H] -> [1, T, H]."""
-        gate, rows = self.in_proj(hidden_states[0]).split(self.parts, -1)
+        parts = [self.intermediate_size, self.conv_dim + self.num_heads]
+        gate, rows = self.in_proj(hidden_states[0]).split(parts, -1)
         convolution = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
         weights = (*convolution, self.A_log, self.D, self.dt_bias)
-        out = self.recur(ops.mamba2_scan, rows, weights, options, self.groups)
+        out = self.recur(ops.mamba2_scan, rows, weights, options, self.n_groups)
         return self.out_proj(self.norm(out.flatten(1), gate))[None]
 
 
@@ -106,26 +99,20 @@ def _block_config(config: Any) -> Any:
     return layers_after(extended, 1, layer_types=_PARTS[1])
 
 
-def _mamba2_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State buffers of one Mamba-2 layer by request slot."""
+def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """State buffers by the layer's kind; an MTP layer attends."""
+    kind = config.layer_types[layer] if layer < config.num_hidden_layers else _PARTS[0]
+    if kind != "linear_attention":
+        return paged_kv_specs(config, layer, dtype) if kind == "full_attention" else ()
     heads, width = config.mamba_num_heads, config.mamba_head_dim
     channels = heads * width + 2 * config.n_groups * config.ssm_state_size
     matrices = (heads, config.ssm_state_size, width)
     return recurrent_specs("Mamba-2", layer, dtype, matrices, channels + heads, config.conv_kernel)
 
 
-def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State buffers by the layer's kind; an MTP layer attends."""
-    kind = config.layer_types[layer] if layer < config.num_hidden_layers else _PARTS[0]
-    if kind == "linear_attention":
-        return _mamba2_specs(config, layer, dtype)
-    return paged_kv_specs(config, layer, dtype) if kind == "full_attention" else ()
-
-
 NEMOTRON_H = ModelFamily(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
-    hf_config_class="NemotronHConfig",
     wiring=MTPWiring(
         embedding_norm="layers.0.enorm",
         hidden_norm="layers.0.hnorm",

@@ -45,7 +45,7 @@ class GatedDelta(RecurrentLayer):
     """A Gated DeltaNet layer over flat rows.
 
     Args:
-        module: transformers' module; its submodules and parameters are shared.
+        module: transformers' module.
         project: computes the input projections: (this module, hidden [T, H]) -> `Projected`.
 
     Raises:
@@ -58,8 +58,6 @@ class GatedDelta(RecurrentLayer):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has a convolution with a bias; expected one without"
             )
-        self.num_k_heads, self.head_k_dim = module.num_k_heads, module.head_k_dim
-        self.num_v_heads, self.head_v_dim = module.num_v_heads, module.head_v_dim
         self._project = project
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -90,11 +88,8 @@ def _separate_projections(module: Any, x: Tensor) -> Projected:
 
 def num_mtp_layers(config: Any) -> int:
     """Number of MTP layers in a config. Default 1: Qwen3-Next's released config does not say."""
-    for name in MTP_COUNT_NAMES:
-        count = getattr(config, name, None)
-        if count is not None:
-            return int(count)
-    return 1
+    counts = (getattr(config, name, None) for name in MTP_COUNT_NAMES)
+    return int(next((count for count in counts if count is not None), 1))
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -108,7 +103,6 @@ SEPARATE = partial(GatedDelta, project=_separate_projections)
 QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
-    hf_config_class="Qwen3NextConfig",
     wiring=MTPWiring(
         embedding_norm="pre_fc_norm_embedding",
         hidden_norm="pre_fc_norm_hidden",
@@ -127,18 +121,16 @@ QWEN3_5 = replace(
     QWEN3_NEXT,
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    hf_config_class="Qwen3_5TextConfig",
     canonical={"Qwen3_5GatedDeltaNet": SEPARATE},
     stored_prefixes=(("model.", "model.language_model."),),
     position_grids=3,
-    vision=VisionParts("Qwen3_5Model", "Qwen3_5Config", "grids", _TOWER),
+    vision=VisionParts("Qwen3_5Model", "grids", _TOWER),
 )
 """The text model, which released checkpoints hold inside a multimodal model."""
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    hf_config_class="Qwen3_5MoeTextConfig",
     canonical={"Qwen3_5MoeGatedDeltaNet": SEPARATE},
-    vision=VisionParts("Qwen3_5MoeModel", "Qwen3_5MoeConfig", "grids", _TOWER),
+    vision=VisionParts("Qwen3_5MoeModel", "grids", _TOWER),
 )

@@ -107,7 +107,6 @@ def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
 QWEN4_EXP = ModelFamily(
     name="qwen4_exp",
     architectures=("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-    hf_config_class="Qwen4ExpTextConfig",
     wiring=MTPWiring(
         embedding_norm="pre_fc_norm_embedding",
         hidden_norm="pre_fc_norm_hidden",

@@ -62,7 +62,6 @@ STEP3P5 = replace(
     STEP3P7,
     name="step3p5",
     architectures=(CLASS_NAME,),
-    hf_config_class="Step3p7TextConfig",
     own_class=step3p5_class,
     stored_prefixes=(),
     vision=None,

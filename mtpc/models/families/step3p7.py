@@ -23,35 +23,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
-from mtpc.models.caches import paged_kv_specs, ring_kv_specs
+from mtpc.models.caches import kv_specs
 from mtpc.models.families.glm4_moe import NEXTN_WIRING
 from mtpc.models.family import ModelFamily, VisionParts, nextn_layers
+from mtpc.models.seams import StandIn
 from mtpc.ops.experts import experts
 
 _SLIDING = "sliding_attention"
 
 
-class ClampedExperts(nn.Module):
+class ClampedExperts(StandIn):
     """SwiGLU experts with clamped gate and up projections, as `mtpc::experts`.
 
     transformers' experts interface does not reach them.
-
-    Args:
-        module: transformers' `Step3p7Experts`; parameters are shared and keep their names.
     """
-
-    def __init__(self, module: Any):
-        super().__init__()
-        self.gate_up_proj, self.down_proj = module.gate_up_proj, module.down_proj
-        self.limit = 0.0 if math.isinf(module.limit) else float(module.limit)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""
-        limit = [self.limit] if self.limit else []
+        limit = [float(self.limit)] if 0 < self.limit < math.inf else []
         weights = (self.gate_up_proj, self.down_proj)
         return experts(x, *weights, expert_ids, expert_weights, *limit)
 
@@ -93,16 +86,13 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     """State buffers by the layer's attention type."""
     mtp_layer = layer - config.num_hidden_layers
     kind = config.layer_types[layer] if mtp_layer < 0 else _attention_type(config, mtp_layer)
-    if kind != _SLIDING:
-        return paged_kv_specs(config, layer, dtype)
-    dims = (config.head_dim, config.head_dim)
-    return ring_kv_specs(layer, dtype, config.sliding_window, config.num_key_value_heads, dims)
+    window = config.sliding_window if kind == _SLIDING else 0
+    return kv_specs(layer, dtype, config.num_key_value_heads, (config.head_dim,) * 2, window)
 
 
 STEP3P7 = ModelFamily(
     name="step3p7",
     architectures=("Step3p7ForConditionalGeneration",),
-    hf_config_class="Step3p7Config",
     wiring=replace(
         NEXTN_WIRING,
         final_norm="transformer.shared_head.norm",
@@ -127,7 +117,6 @@ STEP3P7 = ModelFamily(
     stored_prefixes=(("model.language_model.", "model."),),
     vision=VisionParts(
         "Step3p7Model",
-        "Step3p7Config",
         "crops",
         {
             "vision_model": ("vision_model.", "model.vision_model."),

@@ -15,7 +15,6 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
     Config,
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
@@ -25,6 +24,7 @@ from mtpc.weights.formats.stored import (
     texts,
     unpack_words,
 )
+from mtpc.weights.grouped import Decoded
 
 LEAVES = ("qweight", "qzeros", "scales")
 IGNORED: tuple[str, ...] = ()

@@ -20,7 +20,6 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.formats.mxfp4 import GROUP, weight_of
 from mtpc.weights.formats.stored import (
     Config,
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
@@ -28,6 +27,7 @@ from mtpc.weights.formats.stored import (
     find_part,
 )
 from mtpc.weights.fused_qkv import qkv_chunks
+from mtpc.weights.grouped import Decoded
 
 _SUFFIX, _V4 = "_scale_inv", ".scale"
 LEAVES = ("weight_scale_inv", "weight_scale")

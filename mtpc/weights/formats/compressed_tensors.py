@@ -19,7 +19,6 @@ config lists groups of modules with common settings, and modules that are left o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from mtpc.weights.formats.stored import (
     KINDS,
     SCALES,
     Config,
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
@@ -44,6 +42,7 @@ from mtpc.weights.formats.stored import (
     unpack_words,
     whole_number,
 )
+from mtpc.weights.grouped import Decoded
 
 LEAVES = (
     "weight_packed",
@@ -69,14 +68,19 @@ _ZEROS = "its zero points"
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
     """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
-    settings = _Settings.of(says)
+    groups, ignored = _groups_of(says), texts(says, "ignore")
     found = []
     for name, stored in tensors.items():
         module, _, leaf = name.rpartition(".")
         is_packed = leaf == "weight_packed"
         if not is_packed and (leaf != "weight" or stored.dtype not in ("I8", "F8_E4M3")):
             continue
-        weights = settings.weights_of(module, name)
+        if any(_names(pattern, module) for pattern in ignored):
+            raise CheckpointError(
+                f"{name} is quantised, but quantization_config in config.json ignores {module}; "
+                "expected either, not both: correct the list 'ignore'"
+            )
+        weights = _settings(groups, module, name)
         if is_packed and weights.get("type") == "float":
             found.append(_float4(tensors, module, weights))
         elif is_packed:
@@ -87,59 +91,44 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
     return found
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What the config says of modules.
+def _groups_of(says: Config) -> list[tuple[list[str], Config]]:
+    """The targets of each group of modules, and the settings of their weights.
 
-    Attributes:
-        groups: (targets, settings of their weights).
-        ignored: names or patterns of modules that are left out.
+    Raises:
+        CheckpointError: config.json has no groups of modules.
     """
-
-    groups: tuple[tuple[list[str], Config], ...]
-    ignored: list[str]
-
-    @classmethod
-    def of(cls, says: Config) -> _Settings:
-        """Raises CheckpointError if config.json has no groups of modules."""
-        groups = says.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise CheckpointError(
-                f"quantization_config in config.json has config_groups {groups!r}; expected an "
-                "object with the settings of at least one group of modules"
-            )
-        found = []
-        for key, group in groups.items():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            if not isinstance(weights, dict):
-                raise CheckpointError(
-                    f"config_groups.{key} in config.json has no weights; expected an object with "
-                    "num_bits, type and strategy"
-                )
-            found.append((texts(group, "targets"), weights))
-        return cls(tuple(found), texts(says, "ignore"))
-
-    def weights_of(self, module: str, name: str) -> Config:
-        """Settings of a module's weights: of its own name before those of its class.
-
-        Raises:
-            CheckpointError: the config leaves the module out, or names it nowhere.
-        """
-        if any(_names(pattern, module) for pattern in self.ignored):
-            raise CheckpointError(
-                f"{name} is quantised, but quantization_config in config.json ignores {module}; "
-                "expected either, not both: correct the list 'ignore'"
-            )
-        for targets, weights in self.groups:
-            if any(_names(target, module) for target in targets):
-                return weights
-        for targets, weights in self.groups:
-            if any(_is_class(target) for target in targets):
-                return weights
+    groups = says.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
         raise CheckpointError(
-            f"{name} is quantised, but no group of config_groups in config.json has {module} among "
-            "its targets"
+            f"quantization_config in config.json has config_groups {groups!r}; expected an "
+            "object with the settings of at least one group of modules"
         )
+    found = list[tuple[list[str], Config]]()
+    for key, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise CheckpointError(
+                f"config_groups.{key} in config.json has no weights; expected an object with "
+                "num_bits, type and strategy"
+            )
+        found.append((texts(group, "targets"), weights))
+    return found
+
+
+def _settings(groups: list[tuple[list[str], Config]], module: str, name: str) -> Config:
+    """Settings of a module's weights: of its own name before those of its class.
+
+    Raises:
+        CheckpointError: the config names the module nowhere.
+    """
+    for names in (partial(_names, module=module), _is_class):
+        for targets, weights in groups:
+            if any(map(names, targets)):
+                return weights
+    raise CheckpointError(
+        f"{name} is quantised, but no group of config_groups in config.json has {module} among "
+        "its targets"
+    )
 
 
 def _names(pattern: str, module: str) -> bool:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_rows import Block, BlockRows
-from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors
+from mtpc.weights.formats.stored import Config, Decode, Grid, QuantisedWeight, Tensors
 from mtpc.weights.gguf.file import GgufTensor, Heads
-from mtpc.weights.grouped import BITS
+from mtpc.weights.grouped import BITS, Decoded, GroupedWeight
 from mtpc.weights.grouped_recipes import GroupSpec
 
 LEAVES: tuple[str, ...] = ()
@@ -53,37 +53,45 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
 
 
 def _weight(name: str, stored: GgufTensor) -> QuantisedWeight:
-    block = stored.block
-    if len(stored.shape) != 2 or block.kind is None:
+    block, columns = stored.block, stored.change.columns
+    if len(stored.shape) != 2:
         raise CheckpointError(f"{name} is {stored}; expected a quantised matrix [N, K]")
-    columns = stored.change.columns
+    decode = partial(_decode, block=block, columns=columns)
+    made = _coded(name, stored.shape, block, {"codes": name}, decode)
     if columns is None:
-        form, scales = block.form, block.scales
-    else:  # Groups are cut into those that move as one.
-        wide = GroupSpec(block.form, block.scales).widened()
-        form = replace(wide.form, group=gcd(block.group, columns.width))
-        scales = wide.scales
+        return made if block.is_rounded else replace(made, block=block)
+    wide = GroupSpec(block.form, block.scales).widened()
+    grid = Grid(1, gcd(block.group, columns.width))  # Groups are cut into those that move as one.
+    return replace(made, kind=wide.form.kind, grid=grid, scales=wide.scales)
+
+
+def _coded(
+    name: str, shape: tuple[int, ...], block: Block, parts: Mapping[str, str], decode: Decode
+) -> QuantisedWeight:
+    """A weight of the codes and scales of blocks."""
+    assert block.kind is not None
     return QuantisedWeight(
         name,
-        (stored.shape[0], stored.shape[1]),
-        f"{block.name}, rounded to {BITS[form.kind]} bits" if block.is_rounded else block.name,
-        form.kind,
-        Grid(1, form.group),
+        shape,
+        f"{block.name}, rounded to {BITS[block.kind]} bits" if block.is_rounded else block.name,
+        block.kind,
+        Grid(1, block.group),
         False,
-        {"codes": name},
-        partial(_decode, block=block, columns=columns),
-        scales,
-        has_mins=form.has_mins,
+        parts,
+        decode,
+        block.scales,
+        has_mins=block.has_mins,
         is_rounded=block.is_rounded,
-        rows={"codes": (0, 1)},
-        block=None if columns is not None or block.is_rounded else block,
+        rows=dict.fromkeys(parts, (0, 1)),
     )
 
 
-def _decode(parts: Mapping[str, Tensor], block: Block, columns: Heads | None) -> Decoded:
+def _decode(
+    parts: Mapping[str, Tensor], block: Block, columns: Heads | None
+) -> Decoded | GroupedWeight:
     weight = BlockRows(block, parts["codes"]).decoded()
     if columns is None:
-        return Decoded(weight.codes, weight.scales, weight.zeros)
+        return weight
     wide = weight.widened()
     group, order = gcd(block.group, columns.width), columns.order()
     grids = [wide.scales, *([] if wide.zeros is None else [wide.zeros])]
@@ -151,31 +159,15 @@ def _turned(name: str, stored: GgufTensor, parts: Mapping[str, str]) -> Quantise
     def values(raw: Mapping[str, Tensor]) -> Tensor:
         return _rows_in_turns([_plain(raw[role], stored) for role in parts]).mT
 
-    def decode(raw: Mapping[str, Tensor]) -> Decoded:
-        rows = [
-            raw[role].view(-1, features, inputs // block.inputs * block.nbytes) for role in parts
-        ]
-        weight = BlockRows(block, _rows_in_turns(rows)).decoded()
-        return Decoded(weight.codes, weight.scales, weight.zeros)
+    def decode(raw: Mapping[str, Tensor]) -> GroupedWeight:
+        width = inputs // block.inputs * block.nbytes
+        rows = [raw[role].view(-1, features, width) for role in parts]
+        return BlockRows(block, _rows_in_turns(rows)).decoded()
 
     if block.kind is None:
         own_shape = (experts, inputs, shape[1])
         return replace(_as_values(name, own_shape, block.name, parts, values), is_plain=True)
-    return QuantisedWeight(
-        name,
-        shape,
-        f"{block.name}, rounded to {BITS[block.kind]} bits" if block.is_rounded else block.name,
-        block.kind,
-        Grid(1, block.group),
-        False,
-        parts,
-        decode,
-        block.scales,
-        has_mins=block.has_mins,
-        is_rounded=block.is_rounded,
-        rows=dict.fromkeys(parts, (0, 1)),
-        is_transposed=True,
-    )
+    return replace(_coded(name, shape, block, parts, decode), is_transposed=True)
 
 
 def _rows_in_turns(stacks: list[Tensor]) -> Tensor:

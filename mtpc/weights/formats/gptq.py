@@ -26,7 +26,6 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.formats.stored import (
     KINDS,
     Config,
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
@@ -37,6 +36,7 @@ from mtpc.weights.formats.stored import (
     setting,
     unpack_words,
 )
+from mtpc.weights.grouped import Decoded
 
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 IGNORED: tuple[str, ...] = ()

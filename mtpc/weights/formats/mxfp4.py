@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.weights.formats.stored import Config, Decoded, Grid, QuantisedWeight, Tensors, find_part
+from mtpc.weights.formats.stored import Config, Grid, QuantisedWeight, Tensors, find_part
+from mtpc.weights.grouped import Decoded
 
 LEAVES: tuple[str, ...] = ()
 IGNORED: tuple[str, ...] = ()

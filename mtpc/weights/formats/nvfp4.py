@@ -23,13 +23,13 @@ from torch import Tensor
 
 from mtpc.weights.formats.mxfp4 import unpack_bytes
 from mtpc.weights.formats.stored import (
-    Decoded,
     Grid,
     QuantisedWeight,
     Tensors,
     check_groups,
     find_part,
 )
+from mtpc.weights.grouped import Decoded
 
 GROUP = 16
 """Inputs that share a scale."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_rows import Block, BlockRows
-from mtpc.weights.grouped import GroupedWeight, GroupForm, Kind, values_of
+from mtpc.weights.grouped import Decoded, GroupedWeight, GroupForm, Kind, values_of
 from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -67,24 +67,9 @@ class Grid:
         return min(self.columns, inputs)
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """The contents of a format's tensors for one weight.
-
-    Attributes:
-        codes: uint8 or float8_e4m3fn [N, K].
-        scales: the grid of scales.
-        zeros: uint8, the grid of zero points, or of the scales' dtype, the grid of minima; None if
-            all zero points are 2^(bits - 1).
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-
-
-Decode = Callable[[Mapping[str, Tensor]], Decoded]
-"""Tensors by role -> their contents. Raises CheckpointError if they contradict the config."""
+Decode = Callable[[Mapping[str, Tensor]], Decoded | GroupedWeight]
+"""Tensors by role -> codes [N, K] and grids. Raises CheckpointError if they contradict the config.
+"""
 
 
 @dataclass(frozen=True)

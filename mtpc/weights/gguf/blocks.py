@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.block_rows import Block, Parts, half_at
-from mtpc.weights.grouped import SUPER, GroupForm
+from mtpc.weights.block_rows import Block, half_at
+from mtpc.weights.grouped import SUPER, Decoded, GroupForm
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.quantise import quantise
 
@@ -32,26 +32,26 @@ def _fifth(blocks: Tensor) -> Tensor:
     return ((blocks[..., None] >> places & 1) << 4).flatten(-2)
 
 
-def _q4_0(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
+def _q4_0(blocks: Tensor) -> Decoded:
+    return Decoded(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 4:]), half_at(blocks, 0), -half_at(blocks, 2))
+def _q4_1(blocks: Tensor) -> Decoded:
+    return Decoded(_nibbles(blocks[..., 4:]), half_at(blocks, 0), -half_at(blocks, 2))
 
 
-def _q5_0(blocks: Tensor) -> Parts:
+def _q5_0(blocks: Tensor) -> Decoded:
     codes = _nibbles(blocks[..., 6:]) | _fifth(blocks[..., 2:6])
-    return Parts(codes, half_at(blocks, 0))
+    return Decoded(codes, half_at(blocks, 0))
 
 
-def _q5_1(blocks: Tensor) -> Parts:
+def _q5_1(blocks: Tensor) -> Decoded:
     codes = _nibbles(blocks[..., 8:]) | _fifth(blocks[..., 4:8])
-    return Parts(codes, half_at(blocks, 0), -half_at(blocks, 2))
+    return Decoded(codes, half_at(blocks, 0), -half_at(blocks, 2))
 
 
-def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[..., 2:] ^ 128, half_at(blocks, 0))
+def _q8_0(blocks: Tensor) -> Decoded:
+    return Decoded(blocks[..., 2:] ^ 128, half_at(blocks, 0))
 
 
 def _words(blocks: Tensor, *runs: tuple[int, int]) -> Tensor:
@@ -64,36 +64,32 @@ def _pairs(blocks: Tensor, width: int) -> Tensor:
     return _nibbles(blocks.unflatten(-1, (-1, width))).flatten(-2)
 
 
-def _q4_k(blocks: Tensor) -> Parts:
-    return Parts(_pairs(blocks[..., 16:], 32), _words(blocks, (0, 16)))
+def _q4_k(blocks: Tensor) -> Decoded:
+    return Decoded(_pairs(blocks[..., 16:], 32), _words(blocks, (0, 16)))
 
 
-def _q5_k(blocks: Tensor) -> Parts:
+def _q5_k(blocks: Tensor) -> Decoded:
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((blocks[..., None, 16:48] >> places & 1) << 4).flatten(-2)
-    return Parts(_pairs(blocks[..., 48:], 32) | fifth, _words(blocks, (0, 16)))
+    return Decoded(_pairs(blocks[..., 48:], 32) | fifth, _words(blocks, (0, 16)))
 
 
-def _q6_k(blocks: Tensor) -> Parts:
+def _q6_k(blocks: Tensor) -> Decoded:
     low = _pairs(blocks[..., :128], 64)
     places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places & 3
-    return Parts(low | high.flatten(-3) << 4, _words(blocks, (208, 210), (192, 208)))
+    return Decoded(low | high.flatten(-3) << 4, _words(blocks, (208, 210), (192, 208)))
 
 
-def _iq4_nl(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 2:]), half_at(blocks, 0))
+def _iq4_xs(blocks: Tensor) -> Decoded:
+    return Decoded(_pairs(blocks[..., 8:], 16), _words(blocks, (0, 8)))
 
 
-def _iq4_xs(blocks: Tensor) -> Parts:
-    return Parts(_pairs(blocks[..., 8:], 16), _words(blocks, (0, 8)))
+def _mxfp4(blocks: Tensor) -> Decoded:
+    return Decoded(_nibbles(blocks[..., 1:]), blocks[..., :1])
 
 
-def _mxfp4(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 1:]), blocks[..., :1])
-
-
-def _head(parts: Parts) -> Tensor:
+def _head(parts: Decoded) -> Tensor:
     """The bytes of a scale, with which these blocks begin."""
     return parts.scales.contiguous().view(torch.uint8)
 
@@ -104,24 +100,24 @@ def _halves(codes: Tensor) -> Tensor:
     return low & 15 | high << 4
 
 
-def _to_q5_0(parts: Parts) -> Tensor:
+def _to_q5_0(parts: Decoded) -> Tensor:
     places = torch.arange(8, dtype=torch.uint8)
     fifth = ((parts.codes >> 4).unflatten(-1, (4, 8)) << places).sum(-1, dtype=torch.uint8)
     return torch.cat((_head(parts), fifth, _halves(parts.codes)), -1)
 
 
-def _to_q8_0(parts: Parts) -> Tensor:
+def _to_q8_0(parts: Decoded) -> Tensor:
     return torch.cat((_head(parts), parts.codes ^ 128), -1)
 
 
-def _to_iq4_nl(parts: Parts) -> Tensor:
+def _to_iq4_nl(parts: Decoded) -> Tensor:
     return torch.cat((_head(parts), _halves(parts.codes)), -1)
 
 
 _ROUNDED = GroupSpec(GroupForm("int8", 32), "float16", by_largest=True)
 
 
-def _rounded(blocks: Tensor, name: str) -> Parts:
+def _rounded(blocks: Tensor, name: str) -> Decoded:
     """Codes of 8 bits for what the gguf package makes of a type.
 
     Raises:
@@ -138,7 +134,7 @@ def _rounded(blocks: Tensor, name: str) -> Parts:
     values = torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType[name]))
     weight = quantise(values, _ROUNDED)
     count = blocks.shape[-2]
-    return Parts(*(part.unflatten(-1, (count, -1)) for part in (weight.codes, weight.scales)))
+    return Decoded(*(part.unflatten(-1, (count, -1)) for part in (weight.codes, weight.scales)))
 
 
 def _few_bits(name: str, nbytes: int) -> Block:
@@ -158,7 +154,7 @@ BLOCKS: dict[int, Block] = {
     12: Block("Q4_K", SUPER, 144, "int4", 32, "int16", True, _q4_k, (0, 2)),
     13: Block("Q5_K", SUPER, 176, "int5", 32, "int16", True, _q5_k, (0, 2)),
     14: Block("Q6_K", SUPER, 210, "int6", 16, "int16", False, _q6_k, (208,)),
-    20: Block("IQ4_NL", 32, 18, "iq4", decode=_iq4_nl, halves=(0,), encode=_to_iq4_nl),
+    20: Block("IQ4_NL", 32, 18, "iq4", decode=_q4_0, halves=(0,), encode=_to_iq4_nl),
     23: Block("IQ4_XS", SUPER, 136, "iq4", 32, "int16", False, _iq4_xs, (0,)),
     39: Block("MXFP4", 32, 17, "e2m1", 32, "uint8", False, _mxfp4),
     10: _few_bits("Q2_K", 84),

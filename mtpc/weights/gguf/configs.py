@@ -99,7 +99,8 @@ class Metadata:
         if stored is None:
             return found
         if (stored.block.name, stored.shape) == ("F32", (count,)):
-            found = next(f.numbers(name) for f in self._files if name in f.header.tensors)
+            file = next(f for f in self._files if name in f.header.tensors)
+            found = file.plain(name).tolist()
         if not found or not all(0 < one < inf for one in found):
             raise CheckpointError(
                 f"{self.header.path}: {name} is {stored.block.name}{list(stored.shape)}; expected "
@@ -269,11 +270,6 @@ def layer_kinds(of: Metadata, period: int) -> list[str]:
         period = of.size(name, period)
         slides = [(layer + 1) % period != 0 for layer in range(of.layers)]
     return [("full_attention", "sliding_attention")[each] for each in slides]
-
-
-def llama(of: Metadata) -> dict[str, Any]:
-    biased = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-    return {**dense(of), **{name: of.has(0, leaf) for name, leaf in biased.items()}}
 
 
 def _experts(of: Metadata) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _WINDOW = "attention.sliding_window"
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _named(kind: str, *reads: str, **more: Any) -> Callable[[Metadata], dict[str, Any]]:
+def named(kind: str, *reads: str, **more: Any) -> Callable[[Metadata], dict[str, Any]]:
     """The config of a dense model of a type of transformers', with entries of its own."""
 
     def config(of: Metadata) -> dict[str, Any]:
@@ -145,13 +145,6 @@ _AROUND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Norms before and behind attention and feed-forward, as Gemma has them."""
-_PLAIN = {**names.ATTENTION, **names.PRE_NORM, **names.DENSE}
-_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     modules={**names.ATTENTION, **_AROUND, **names.DENSE},
@@ -160,18 +153,18 @@ _GEMMA3 = Family(
 )
 _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
-    modules={**_PLAIN, "ffn_gate_inp": "mlp.gate"},
+    modules={**names.PLAIN, "ffn_gate_inp": "mlp.gate"},
     config=_qwen_moe("qwen3_moe", normed=True),
 )
 _SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
-    modules=_PLAIN,
-    config=_named("smollm3", no_rope_layer_interval=4),
+    modules=names.PLAIN,
+    config=named("smollm3", no_rope_layer_interval=4),
     changes=llama_changes,
 )
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
-    modules={**_PLAIN, "ffn_gate_inp": "block_sparse_moe.gate"},
+    modules={**names.PLAIN, "ffn_gate_inp": "block_sparse_moe.gate"},
     config=_mixtral,
     changes=llama_changes,
     experts="block_sparse_moe.experts.{}.{}",
@@ -181,8 +174,8 @@ MIXTRAL = Family(
 DERIVED: Mapping[str, Family] = {
     "gemma": Family(
         architecture="GemmaForCausalLM",
-        modules=_PLAIN,
-        config=_named("gemma", **_GELU),
+        modules=names.PLAIN,
+        config=named("gemma", **_GELU),
         changes=_plus_one,
     ),
     "gemma2": replace(_GEMMA3, architecture="Gemma2ForCausalLM", config=_gemma2),
@@ -191,17 +184,13 @@ DERIVED: Mapping[str, Family] = {
     "qwen2moe": replace(
         _QWEN3_MOE,
         architecture="Qwen2MoeForCausalLM",
-        modules={**_QWEN3_MOE.modules, **_SHARED},
+        modules={**_QWEN3_MOE.modules, **names.SHARED},
         config=_qwen_moe("qwen2_moe", normed=False),
         shapes={"ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        modules={
-            **_PLAIN,
-            "attn_qkv": "self_attn.qkv_proj",
-            "ffn_up": "mlp.gate_up_proj",
-        },
+        modules={**names.PLAIN, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         config=_phi3,
     ),
     "glm4": Family(
@@ -219,7 +208,7 @@ DERIVED: Mapping[str, Family] = {
     "granite": replace(
         _SMOLLM3,
         architecture="GraniteForCausalLM",
-        config=_named(
+        config=named(
             "granite",
             *("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
             attention_multiplier=lambda of: of.number("attention.scale", 1.0),
@@ -237,12 +226,12 @@ DERIVED: Mapping[str, Family] = {
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        config=_named("olmo2"),
+        config=named("olmo2"),
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
         modules={**names.ATTENTION, **names.POST_NORM, **names.DENSE},
-        config=_named("seed_oss", attention_out_bias=lambda of: of.has(0, "attn_output.bias")),
+        config=named("seed_oss", attention_out_bias=lambda of: of.has(0, "attn_output.bias")),
     ),
     "gpt-oss": Family(
         architecture="GptOssForCausalLM",
@@ -258,8 +247,8 @@ DERIVED: Mapping[str, Family] = {
     ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
-        modules={**_PLAIN, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        config=_named("starcoder2", use_bias=lambda of: of.has(0, "attn_q.bias")),
+        modules={**names.PLAIN, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        config=named("starcoder2", use_bias=lambda of: of.has(0, "attn_q.bias")),
     ),
 }
 """`general.architecture` -> its family."""

@@ -10,7 +10,7 @@ from typing import Any
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.weights.gguf import configs, names
 from mtpc.weights.gguf.configs import Metadata
-from mtpc.weights.gguf.derived import DERIVED, MIXTRAL
+from mtpc.weights.gguf.derived import DERIVED, MIXTRAL, named
 from mtpc.weights.gguf.family import Family, llama_changes
 from mtpc.weights.gguf.file import Change, GgufFile, Heads
 from mtpc.weights.gguf.header import Header
@@ -176,20 +176,13 @@ _QWEN = Family(
 _QWEN_MOE = replace(
     _QWEN,
     architecture="Qwen3_5MoeForCausalLM",
-    modules={
-        **_QWEN.modules,
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
+    modules={**_QWEN.modules, "ffn_gate_inp": "mlp.gate", **names.SHARED},
     config=configs.qwen35moe,
     shapes={**_QWEN.shapes, "ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
 )
 _DENSE = Family(
     architecture="Qwen3ForCausalLM",
-    modules={**names.ATTENTION, **names.PRE_NORM, **names.DENSE},
+    modules=names.PLAIN,
     config=configs.dense,
 )
 FAMILIES: Mapping[str, Family] = {
@@ -198,7 +191,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": replace(
         _DENSE,
         architecture="LlamaForCausalLM",
-        config=configs.llama,
+        config=named("llama"),
         changes=llama_changes,
         of_experts=MIXTRAL,
     ),
@@ -212,21 +205,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek2": Family(
         architecture="DeepseekV3ForCausalLM",
-        modules={
-            **names.ATTENTION,
-            **names.PRE_NORM,
-            **names.DENSE,
-            **names.ROUTED,
-            **names.LATENT,
-        },
+        modules={**names.PLAIN, **names.ROUTED, **names.LATENT},
         config=configs.deepseek2,
     ),
     "mimo2": Family(
         architecture="MiMoV2FlashForCausalLM",
         modules={
-            **names.ATTENTION,
-            **names.PRE_NORM,
-            **names.DENSE,
+            **names.PLAIN,
             **names.ROUTED,
             "attn_sinks": "self_attn.attention_sink_bias",
         },
@@ -241,9 +226,7 @@ FAMILIES: Mapping[str, Family] = {
     "step35": Family(
         architecture="Step3p5ForCausalLM",
         modules={
-            **names.ATTENTION,
-            **names.PRE_NORM,
-            **names.DENSE,
+            **names.PLAIN,
             "attn_gate": "self_attn.g_proj",
             "ffn_gate_inp": "moe.gate",
             "exp_probs_b": "moe.router_bias",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.gguf.blocks import Block
 from mtpc.weights.gguf.header import (
     MOST_TENSORS,
     TEMPLATE,
@@ -26,8 +24,7 @@ from mtpc.weights.gguf.header import (
     StoredBlocks,
     read_header,
 )
-from mtpc.weights.read_ahead import Span
-from mtpc.weights.tensor_file import DTYPES, StoredTensor, TensorFile, map_file
+from mtpc.weights.tensor_file import DTYPES, TensorFile, map_file
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,14 @@ class Change:
 
 
 @dataclass(frozen=True)
-class GgufTensor(StoredTensor):
+class GgufTensor(StoredBlocks):
     """A tensor of a GGUF file, or a matrix of a stack, under transformers' name.
 
-    Attributes, in addition to those of `StoredTensor`:
-        block: its type in the file; `dtype` is the type's name.
+    Attributes, in addition to those of `StoredBlocks`:
         change: what llama.cpp's converter did to its values.
     """
 
-    block: Block
     change: Change
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) // self.block.inputs * self.block.nbytes
-
-    @property
-    def pieces(self) -> list[Span]:
-        return [self.span]
 
 
 class GgufFile(TensorFile):
@@ -130,7 +117,7 @@ class GgufFile(TensorFile):
             shape: its sizes in transformers, if they differ.
         """
         stored = self.header.tensors[source]
-        made = self._described(stored, change, shape or stored.shape, stored.begin)
+        made = GgufTensor(**{**vars(stored), "shape": shape or stored.shape, "change": change})
         for heads, size in ((change.rows, made.shape[0]), (change.columns, made.shape[-1])):
             if heads is not None and heads.count != size:
                 raise CheckpointError(
@@ -148,21 +135,15 @@ class GgufFile(TensorFile):
                 f"{self.path}: {source} is {list(stored.shape)}; expected a stack of matrices, and "
                 f"at most {MOST_TENSORS} tensors in all"
             )
-        step = prod(matrix) // stored.block.inputs * stored.block.nbytes
+        first = GgufTensor(**{**vars(stored), "shape": tuple(matrix), "change": Change()})
         for index in range(count):
-            begin = stored.begin + index * step
-            made = self._described(stored, Change(), tuple(matrix), begin)
-            self._add(name.format(index), made)
+            begin = stored.begin + index * first.nbytes
+            self._add(name.format(index), replace(first, begin=begin))
 
     def _add(self, name: str, made: GgufTensor) -> None:
         if name in self.tensors:
             raise CheckpointError(f"{self.path}: two tensors are {name}; expected one")
         self.tensors[name] = made
-
-    def _described(
-        self, stored: StoredBlocks, change: Change, shape: tuple[int, ...], begin: int
-    ) -> GgufTensor:
-        return GgufTensor(self.path, stored.block.name, shape, begin, stored.block, change)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as transformers has it; quantised ones as bytes, uint8 [N, bytes of a row].
@@ -195,15 +176,10 @@ class GgufFile(TensorFile):
             end = begin + int.from_bytes(self._map[end:begin], "little")
         return self._map[begin:end].decode("utf-8", "replace")
 
-    def numbers(self, source: str) -> list[float]:
-        """The values of a tensor of float32, by its name in the file."""
-        return [float(value) for value in self.plain(source).flatten()]
-
     def plain(self, source: str) -> Tensor:
         """A tensor of plain numbers as the file has it, by its name there."""
         stored = self.header.tensors[source]
-        made = self._described(stored, Change(), stored.shape, stored.begin)
-        return self._values(made.span, DTYPES[made.dtype]).view(stored.shape)
+        return self._values(stored.span, DTYPES[stored.dtype]).view(stored.shape)
 
     def raw(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of the file."""

@@ -23,6 +23,8 @@ import numpy as np
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import BLOCKS, Block
+from mtpc.weights.read_ahead import Span
+from mtpc.weights.tensor_file import StoredTensor
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -46,18 +48,22 @@ _KEPT, _KEPT_BYTES = 1024, 4096
 
 
 @dataclass(frozen=True)
-class StoredBlocks:
+class StoredBlocks(StoredTensor):
     """A tensor of a GGUF file.
 
-    Attributes:
-        block: its type.
-        shape: its sizes, outermost first.
-        begin: offset of its first byte in the file.
+    Attributes, in addition to those of `StoredTensor`:
+        block: its type in the file; `dtype` is the type's name.
     """
 
     block: Block
-    shape: tuple[int, ...]
-    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // self.block.inputs * self.block.nbytes
+
+    @property
+    def pieces(self) -> list[Span]:
+        return [self.span]
 
 
 @dataclass(frozen=True)
@@ -260,11 +266,10 @@ def _placed(
             )
         if shape[-1] % block.inputs:
             raise cursor.error(f"{name} has rows of {shape[-1]}, no multiple of {block.inputs}")
-        size = prod(shape) // block.inputs * block.nbytes
-        if begin + offset + size > cursor.size:
-            raise cursor.error(
-                f"{name} takes bytes {begin + offset} to {begin + offset + size}, past the end"
-            )
+        made = StoredBlocks(cursor.path, block.name, shape, begin + offset, block)
+        end = made.begin + made.nbytes
+        if end > cursor.size:
+            raise cursor.error(f"{name} takes bytes {made.begin} to {end}, past the end")
         if name in tensors:
             raise cursor.error(f"{name} is there twice")
         if offset % alignment or offset in ends:
@@ -272,8 +277,8 @@ def _placed(
                 f"{name} begins at byte {offset} of the data; expected a multiple of {alignment} "
                 "where no other tensor is"
             )
-        ends[offset] = offset + size
-        tensors[name] = StoredBlocks(block, shape, begin + offset)
+        ends[offset] = end - begin
+        tensors[name] = made
     for before, after in pairwise(sorted(ends)):
         if ends[before] > after:
             raise cursor.error(f"tensors overlap at byte {after} of the data")

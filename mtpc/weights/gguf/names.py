@@ -67,6 +67,15 @@ GATED_DELTA = {
 }
 POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 PRE_NORM = {"ffn_norm": "post_attention_layernorm"}
+PLAIN = {**ATTENTION, **PRE_NORM, **DENSE}
+"""A dense layer, as Llama has it."""
+SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""Qwen's shared expert, which has a gate."""
 
 NORMS = (
     "output_norm",

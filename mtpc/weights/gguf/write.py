@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.block_rows import Block
 from mtpc.weights.checkpoint import is_finite, refuse_not_finite
-from mtpc.weights.gguf.blocks import BLOCKS, Parts
+from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
 from mtpc.weights.gguf.header import MAGIC
+from mtpc.weights.grouped import Decoded
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.tensor_file import StoredTensor
 
@@ -31,25 +32,6 @@ _AT_ONCE = 1 << 24
 """Weights whose blocks are made at once."""
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """How a tensor of the file is rounded.
-
-    Attributes:
-        scheme: a name of `SCHEMES` with a type of blocks.
-        moments: of its inputs in the file's order; see `quantise`.
-    """
-
-    scheme: str
-    moments: Tensor | None
-
-    @property
-    def number(self) -> int:
-        """ggml's number of the type."""
-        name = SCHEMES[self.scheme].block
-        return next(number for number, block in BLOCKS.items() if block.name == name)
-
-
 def names_of(file: GgufFile) -> Mapping[str, str]:
     """A file's names of tensors -> transformers'; of stacks, that of the first matrix."""
     found = {tensor.begin: name for name, tensor in file.tensors.items()}
@@ -60,8 +42,8 @@ def names_of(file: GgufFile) -> Mapping[str, str]:
 def write_rounded(
     file: GgufFile,
     out: Path,
-    matrices: Mapping[str, Matrix],
-    usual: str,
+    matrices: Mapping[str, Tensor | None],
+    scheme: str,
     tell: Callable[[str, float], None],
 ) -> int:
     """Write the tensors of a file, some of them rounded; returns the bytes of all.
@@ -69,31 +51,33 @@ def write_rounded(
     Args:
         file: of plain numbers.
         out: the new file.
-        matrices: by names in the file; others are copied.
-        usual: the scheme that most have.
+        matrices: what is rounded, by names in the file: second moments of its inputs in the file's
+            order, where they are known. Other tensors are copied.
+        scheme: a name of `SCHEMES` with a type of blocks.
         tell: called with progress.
 
     Raises:
         CheckpointError: weights are not finite, or the file cannot be written.
     """
     number_of = {block: number for number, block in BLOCKS.items()}
+    (rounded,) = (block for block in number_of if block.name == SCHEMES[scheme].block)
     types, sizes = dict[str, int](), dict[str, int]()
     for name, stored in file.header.tensors.items():
-        own = number_of[stored.block]
-        types[name] = matrices[name].number if name in matrices else own
-        block = BLOCKS[types[name]]
+        block = rounded if name in matrices else stored.block
+        types[name] = number_of[block]
         sizes[name] = prod(stored.shape) // block.inputs * block.nbytes
     scratch = out.with_name(f".{out.name}.mtpc-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as target:
-            target.write(_header(file, types, sizes, usual))
+            target.write(_header(file, types, sizes, rounded.name))
             for done, (name, stored) in enumerate(file.header.tensors.items()):
                 tell(f"quantise {len(sizes)} tensors", done / len(sizes))
                 _pad(target, file.header.alignment)
                 if name not in matrices:
                     target.write(file.raw(stored.begin, stored.begin + sizes[name]))
                     continue
-                for raw in _rounded(file.plain(name), matrices[name], f"{name} of {file.path}"):
+                tensor, what = file.plain(name), f"{name} of {file.path}"
+                for raw in _rounded(tensor, matrices[name], scheme, rounded, what):
                     target.write(raw)
             _pad(target, file.header.alignment)
         scratch.rename(out)
@@ -111,7 +95,7 @@ def _pad(target: IO[bytes], alignment: int) -> None:
 def _header(
     file: GgufFile, types: Mapping[str, int], sizes: Mapping[str, int], usual: str
 ) -> bytes:
-    header, own = file.header, {_FILE_TYPE: _SAYS[SCHEMES[usual].block or ""], _REVISION: 2}
+    header, own = file.header, {_FILE_TYPE: _SAYS[usual], _REVISION: 2}
     entries = [file.raw(*span) for key, span in header.entries.items() if key not in own]
     entries += [_text(key) + struct.pack("<II", _U32, value) for key, value in own.items()]
     parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(types), len(entries)), *entries]
@@ -129,20 +113,22 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _rounded(tensor: Tensor, matrix: Matrix, what: str) -> Iterator[memoryview]:
+def _rounded(
+    tensor: Tensor, moments: Tensor | None, scheme: str, block: Block, what: str
+) -> Iterator[memoryview]:
     """The blocks of a matrix, or of a stack of them, some rows at a time."""
     if not is_finite(tensor):
         refuse_not_finite([what], "weights")
     rows = tensor.reshape(-1, tensor.shape[-1])
-    spec, block = SCHEMES[matrix.scheme].spec(rows.shape[1], rows.dtype), BLOCKS[matrix.number]
+    spec = SCHEMES[scheme].spec(rows.shape[1], rows.dtype)
     assert spec is not None
     assert block.encode is not None
     count = rows.shape[1] // block.inputs
     step = max(1, _AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), step):
-        weight = quantise(rows[start : start + step], spec, matrix.moments)
+        weight = quantise(rows[start : start + step], spec, moments)
         codes, scales = (t.unflatten(-1, (count, -1)) for t in (weight.codes, weight.scales))
-        yield block.encode(Parts(codes, scales)).contiguous().numpy().data
+        yield block.encode(Decoded(codes, scales)).contiguous().numpy().data
 
 
 def in_file_order(moments: Tensor, stored: StoredTensor) -> Tensor:
