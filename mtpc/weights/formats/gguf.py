@@ -151,11 +151,12 @@ def _turned(name: str, stored: GgufTensor, parts: Mapping[str, str]) -> Quantise
     def values(raw: Mapping[str, Tensor]) -> Tensor:
         return _rows_in_turns([_plain(raw[role], stored) for role in parts]).mT
 
+    def blocks(raw: Mapping[str, Tensor]) -> Tensor:
+        width = inputs // block.inputs * block.nbytes
+        return _rows_in_turns([raw[role].view(-1, features, width) for role in parts])
+
     def decode(raw: Mapping[str, Tensor]) -> Decoded:
-        rows = [
-            raw[role].view(-1, features, inputs // block.inputs * block.nbytes) for role in parts
-        ]
-        weight = BlockRows(block, _rows_in_turns(rows)).decoded()
+        weight = BlockRows(block, blocks(raw)).decoded()
         return Decoded(weight.codes, weight.scales, weight.zeros)
 
     if block.kind is None:
@@ -174,6 +175,8 @@ def _turned(name: str, stored: GgufTensor, parts: Mapping[str, str]) -> Quantise
         has_mins=block.has_mins,
         is_rounded=block.is_rounded,
         rows=dict.fromkeys(parts, (0, 1)),
+        block=None if block.is_rounded else block,
+        raw=blocks,
         is_transposed=True,
     )
 

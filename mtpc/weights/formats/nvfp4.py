@@ -21,7 +21,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtpc.weights.formats.mxfp4 import unpack_bytes
 from mtpc.weights.formats.stored import (
     Decoded,
     Grid,
@@ -29,6 +28,7 @@ from mtpc.weights.formats.stored import (
     Tensors,
     check_groups,
     find_part,
+    unpack_bytes,
 )
 
 GROUP = 16
