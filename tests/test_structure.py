@@ -252,7 +252,7 @@ LINES = {
     "host": 520,
     "integrations": 5110,
     "layout": 1210,
-    "models": 9590,
+    "models": 9600,
     "ops": 2810,
     "passes": 2600,
     "program": 5020,
@@ -260,7 +260,7 @@ LINES = {
     "step": 2010,
     "store": 1010,
     "tuning": 1820,
-    "weights": 8860,
+    "weights": 8970,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
