@@ -252,7 +252,7 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1210,
-    "models": 9290,
+    "models": 9310,
     "ops": 2810,
     "passes": 2600,
     "program": 5030,
@@ -260,7 +260,7 @@ LINES = {
     "step": 2010,
     "store": 1010,
     "tuning": 1820,
-    "weights": 8740,
+    "weights": 8850,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,29 +37,44 @@ def second_moments(
         the head's.
     """
     model: Any = read_target(checkpoint, family_of(checkpoint), "bfloat16")
-    sums: dict[str, Tensor] = {}
+    sums, moments = dict[str, Tensor](), _Moments()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             width = moments_width(module.in_features)
-            sums[f"{name}.weight"] = torch.zeros(module.in_features // width, width, width)
-            module.register_forward_pre_hook(_adding(sums[f"{name}.weight"]))
+            total = sums[f"{name}.weight"] = torch.zeros(module.in_features // width, width, width)
+            module.register_forward_pre_hook(partial(moments.add, total))
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head is not None and head.weight is table.weight
+    if isinstance(head, nn.Linear):
+        _cut(head)
     windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
     for done, window in enumerate(windows):
         tell(f"calibrate by {windows.numel()} tokens", done / len(windows))
         model(window[None], use_cache=False)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is table.weight:
+    if is_tied:
         of = {module: f"{name}.weight" for name, module in model.named_modules()}
         sums[of[table]] = sums[of[head]]
     return {name: total / windows.numel() for name, total in sums.items()}
 
 
-def _adding(total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """A hook that adds the second moments of a layer's inputs."""
+def _cut(head: nn.Linear) -> None:
+    """Leave one row of a head: what it makes of its inputs is not read."""
+    head.weight = nn.Parameter(head.weight[:1])
+    head.bias = None if head.bias is None else nn.Parameter(head.bias[:1])
 
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        rows = inputs[0].flatten(0, -2).float().unflatten(-1, total.shape[:2])
-        blocks = rows.permute(1, 2, 0)
-        total.baddbmm_(blocks, blocks.transpose(1, 2))
 
-    return hook
+class _Moments:
+    """Adds up second moments. Layers that read the same tensor in turn have them computed once."""
+
+    def __init__(self) -> None:
+        self._read = self._found = torch.empty(0)
+        self._version = -1
+
+    def add(self, total: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Add those of a layer's inputs to its total."""
+        if inputs[0] is not self._read or inputs[0]._version != self._version:
+            rows = inputs[0].flatten(0, -2).float().unflatten(-1, total.shape[:2])
+            blocks = rows.permute(1, 2, 0)
+            self._read, self._found = inputs[0], blocks @ blocks.transpose(1, 2)
+            self._version = inputs[0]._version  # It may be written to before another layer.
+        total += self._found

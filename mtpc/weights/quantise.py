@@ -6,9 +6,10 @@ name, in checkpoints and in transformers' modules alike (`stays_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,11 +87,12 @@ HEADS = ("lm_head", "head", "output")
 _OTHERS = ("visual", "vision_model", "vision_tower")
 """Parts of names of modules that mtpc does not run."""
 
-_CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 22
-"""Weights that are rounded at once. On a processor temporaries stay in its caches."""
-_FED_BACK = 1 << 13
-"""Rows that are rounded at once with error feedback."""
-_MOST_THREADS, _LEAST_SPLIT = 8, 4
+_GROUPS, _CHUNK, _CHUNK_ON_GPU = 512, 1 << 16, 1 << 22
+"""Groups whose scales are searched for at once, and the most weights: on a processor temporaries
+stay in its caches."""
+_FED_BACK = 1 << 12
+"""Weights that are rounded at once with error feedback."""
+_MOST_THREADS = 8
 
 
 def stays_plain(name: str) -> bool:
@@ -142,41 +144,64 @@ def quantise(weight: Tensor, spec: GroupSpec, moments: Tensor | None = None) -> 
     codes = torch.empty(flat.shape, dtype=code_type, device=weight.device)
     dtype = getattr(torch, spec.scales)
     scales = torch.empty((len(flat), groups), dtype=dtype, device=weight.device)
-    importance = None
-    if moments is not None:
-        importance = moments.diagonal(dim1=1, dim2=2).reshape(groups, form.group).t()[:, None]
+    step = _rows_at_once(flat, groups)
+    importance = None if moments is None else _importance(moments, form.group, step)
 
-    def fill(rows: slice) -> None:
-        part = flat[rows].float().unflatten(-1, (groups, form.group)).movedim(-1, 0).contiguous()
-        best = scales[rows] = best_scales(part, importance, grid, dtype, spec.by_largest)
-        numbers = grid.nearest(part, inverse_of(best.float()))
-        codes[rows] = grid.codes(numbers).movedim(0, -1).flatten(1)
+    def fill(start: int) -> None:
+        rows = slice(start, start + step)
+        part = flat[rows].float().view(-1, form.group).t().contiguous()
+        of_each = None if importance is None else importance[:, : part.shape[1]]
+        best = best_scales(part, of_each, grid, dtype, spec.by_largest)
+        scales[rows] = best.view(-1, groups)
+        if moments is None:
+            numbers = grid.nearest(part, inverse_of(best.float()))
+            codes[rows] = grid.codes(numbers).t().reshape(-1, flat.shape[1])
 
-    _in_parts(fill, flat)
+    _in_parts(fill, range(0, len(flat), step), weight.is_cuda)
     if moments is not None:
         upper = feedback(moments)
-        for start in range(0, len(flat), _FED_BACK):
-            run = slice(start, start + _FED_BACK)
-            numbers = round_with_feedback(flat[run].float(), scales[run], grid, upper)
-            codes[run] = grid.codes(numbers)
+
+        def feed_back(start: int) -> None:
+            rows = slice(start, start + many)
+            numbers = round_with_feedback(flat[rows].float(), scales[rows], grid, upper)
+            codes[rows] = grid.codes(numbers).t()
+
+        many = max(_FED_BACK // len(upper), 64)
+        _in_parts(feed_back, range(0, len(flat), many), weight.is_cuda)
     shape = (*weight.shape[:-1], groups)
     return GroupedWeight(form, codes.view(weight.shape), scales.view(shape))
 
 
-def _in_parts(fill: Callable[[slice], None], flat: Tensor) -> None:
-    """Call a function for all rows of a matrix, a few at a time, by threads of its own.
+def _rows_at_once(flat: Tensor, groups: int) -> int:
+    """Rows whose scales are searched for at once."""
+    inputs = max(flat.shape[1], 1)
+    if flat.is_cuda:
+        return max(1, _CHUNK_ON_GPU // inputs)
+    return max(1, min(_GROUPS // groups, _CHUNK // inputs))
 
-    PyTorch splits no operation of so few numbers: its threads would wait for each other in each of
-    hundreds of short ones.
+
+def _importance(moments: Tensor, group: int, rows: int) -> Tensor:
+    """How much an error counts, [group, M], for the groups of so many rows."""
+    return moments.diagonal(dim1=1, dim2=2).reshape(-1, group).t().repeat(1, rows)
+
+
+def _in_parts(fill: Callable[[int], None], starts: Sequence[int], is_on_gpu: bool) -> None:
+    """Call a function for all parts of a matrix, by threads of its own.
+
+    PyTorch's threads would wait for each other in each of hundreds of short operations. So each of
+    these threads has no other beside it.
     """
-    step = max(1, (_CHUNK_ON_GPU if flat.is_cuda else _CHUNK) // max(flat.shape[-1], 1))
-    parts = [slice(start, start + step) for start in range(0, len(flat), step)]
-    if flat.is_cuda or len(parts) < _LEAST_SPLIT:
-        for part in parts:
-            fill(part)
+    count = torch.get_num_threads()
+    if is_on_gpu or count == 1:
+        for start in starts:
+            fill(start)
         return
-    with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as threads:
-        list(threads.map(fill, parts))
+    alone = partial(torch.set_num_threads, 1)
+    try:
+        with ThreadPoolExecutor(min(_MOST_THREADS, count), initializer=alone) as threads:
+            list(threads.map(fill, starts))
+    finally:
+        torch.set_num_threads(count)  # Threads that are started from now on have as many again.
 
 
 def quantised_rows(weight: Tensor, spec: GroupSpec) -> GroupedRows:

@@ -1,12 +1,13 @@
 """Rounding numbers to a grid of codes: scales of least squared error, and error feedback.
 
-Weights are [group, ...]: the members of a group come first, so that sums over a group add whole
-rows. The error of a group is sum(importance * (number * scale - weight)^2). Given the numbers, the
+Weights are [group, M]: the members of a group come first, so that sums over a group add whole rows.
+The error of a group is sum(importance * (number * scale - weight)^2). Given the numbers, the
 best scale is sum(i * n * w) / sum(i * n^2), and the error follows from the same two sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +20,10 @@ _DAMPING = 0.01
 """Added to the second moments, as a share of their mean: inputs that a text hardly shows are not
 free to take all errors."""
 _MOST_PAIRED = 1024
-_COLUMNS = 64
-"""Inputs that are rounded before their errors reach all later ones."""
+_TRIED = 12 << 14
+"""Numbers that are tried at once: a few such tensors fit into a processor's caches."""
+_COLUMNS = 4
+"""Inputs whose errors reach each other one by one."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Grid:
             return scaled.round_()
         table = self._table.to(weights.device)
         index = scaled.sub_(low).mul_(2).to(torch.int32).clamp_(0, len(table) - 1)  # NaN is 0.
-        return table.index_select(0, index.flatten()).view(weights.shape)
+        return table.index_select(0, index.flatten()).view(index.shape)
 
     def codes(self, numbers: Tensor) -> Tensor:
         """Codes of numbers of the grid: uint8, or float8_e4m3fn."""
@@ -108,41 +111,59 @@ def best_scales(
     """Scales of least squared error among those tried, as rounded to their dtype.
 
     Args:
-        weights: [group, ...], float32.
-        importance: of each squared error, broadcast; None where all count alike.
+        weights: [group, M], float32.
+        importance: of each squared error, of this shape; None where all count alike.
         grid: of the codes.
         dtype: of the scales.
         by_largest: take the scale that maps the largest magnitude to the highest number.
 
     Returns:
-        [...]; 0 for groups of zeros.
+        [M]; 0 for groups of zeros.
     """
     largest = weights.abs().amax(0)
     if grid.kind in VALUES:  # Its sign counts.
         largest = torch.where(weights.amax(0) == largest, largest, -largest)
     whole = largest / grid.ends[1]
     best, most = whole.to(dtype), torch.full_like(whole, -torch.inf)
-    for factor in () if by_largest else grid.factors:
-        numbers = grid.nearest(weights, inverse_of((whole * factor).to(dtype).float()))
-        counted = numbers if importance is None else numbers * importance
-        squares, products = _sum(numbers * counted), _sum(counted * weights)
+    if by_largest or not grid.factors:
+        return best
+    factors = torch.tensor(grid.factors, device=weights.device)[:, None]
+    weights = weights[:, None]
+    if importance is not None:
+        importance = importance[:, None]
+    for some in factors.split(max(1, _TRIED // max(weights.numel(), 1))):
+        inverse = inverse_of((whole * some).to(dtype).float())
+        products, squares = _sum(_terms(weights, importance, grid.nearest(weights, inverse)))
         fitted = torch.where(squares == 0, 0.0, products / squares).to(dtype)
         wide = fitted.float()
-        gain = wide * (2 * products - wide * squares)
-        best, most = torch.where(gain > most, fitted, best), torch.maximum(gain, most)
+        gain, at = (wide * (2 * products - wide * squares)).max(0)
+        best = torch.where(gain > most, fitted.gather(0, at[None])[0], best)
+        most = torch.maximum(gain, most)
     return best
 
 
+def _terms(weights: Tensor, importance: Tensor | None, numbers: Tensor) -> Tensor:
+    """i * n * w and i * n^2 of numbers [group, tried, M]: [group, 2, tried, M]."""
+    terms = numbers.new_empty(len(numbers), 2, *numbers.shape[1:])
+    products, squares = terms.unbind(1)
+    torch.mul(numbers, numbers, out=squares)
+    if importance is not None:
+        squares *= importance
+        weights = weights * importance
+    torch.mul(numbers, weights, out=products)
+    return terms
+
+
 def _sum(terms: Tensor) -> Tensor:
-    """The sum over the first dimension, in an order that depends on its size alone.
+    """The sum over the first dimension, in place, in an order that depends on its size alone.
 
     So a rank that rounds some rows of a weight finds the scales of the whole; `torch.sum` adds in
     another order where there are fewer columns.
     """
     while len(terms) > 1:
-        half = len(terms) // 2
-        pairs, odd = terms[:half] + terms[half : 2 * half], terms[2 * half :]
-        terms = torch.cat((pairs, odd)) if len(odd) else pairs
+        half = (len(terms) + 1) // 2
+        terms[: len(terms) - half] += terms[half:]
+        terms = terms[:half]
     return terms[0]
 
 
@@ -181,23 +202,70 @@ def round_with_feedback(weight: Tensor, scales: Tensor, grid: Grid, upper: Tenso
         upper: [K / B, B, B] of `feedback`. All blocks go forward together.
 
     Returns:
-        Numbers, float32 [N, K].
+        Numbers, float32 [K, N].
     """
     blocks, width, _ = upper.shape
+    inputs = torch.arange(weight.shape[1]).view(blocks, width)
+    steps = scales.float().t().contiguous()
     rest = weight.t().contiguous().view(blocks, width, -1)
-    steps = scales.float().t().repeat_interleave(weight.shape[1] // scales.shape[1], 0)
-    steps = steps.view(rest.shape)
-    numbers = torch.empty_like(rest)
-    for start in range(0, width, _COLUMNS):
-        stop = min(start + _COLUMNS, width)
-        errors = torch.empty_like(rest[:, start:stop])
-        for at in range(start, stop):
-            step = steps[:, at]
-            row = numbers[:, at] = grid.nearest(rest[:, at], inverse_of(step))
-            error = (rest[:, at] - row * step) / upper[:, at, at, None]
-            errors[:, at - start] = error
-            later = upper[:, at, at + 1 : stop, None]
-            rest[:, at + 1 : stop].baddbmm_(later, error[:, None], alpha=-1)
-        later = upper[:, start:stop, stop:].transpose(1, 2)
-        rest[:, stop:].baddbmm_(later, errors, alpha=-1)
-    return numbers.flatten(0, 1).t()
+    _Rounding(
+        grid,
+        rest,
+        torch.empty_like(rest),
+        upper / upper.diagonal(dim1=1, dim2=2)[..., None],
+        steps,
+        inverse_of(steps),
+        (inputs // (weight.shape[1] // len(steps))).unbind(1),
+    ).run(0, width)
+    return rest.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Rounding of rows input by input. Halves of the inputs follow each other, and halves of these:
+    so most errors reach later inputs by products of large matrices.
+
+    Attributes:
+        grid: of the codes.
+        rest: weights [blocks, B, N], of which those that are rounded become numbers.
+        errors: of those that are rounded, [blocks, B, N].
+        shares: [blocks, B, B], what a later input takes of an error.
+        steps: scales [groups, N].
+        inverse: 1 / scale.
+        groups: of each input, int64 [blocks].
+    """
+
+    grid: Grid
+    rest: Tensor
+    errors: Tensor
+    shares: Tensor
+    steps: Tensor
+    inverse: Tensor
+    groups: Sequence[Tensor]
+
+    @cached_property
+    def inputs(self) -> Sequence[Tensor]:
+        """`rest` of each input, [blocks, N]."""
+        return self.rest.unbind(1)
+
+    def run(self, start: int, stop: int) -> None:
+        """Round the inputs [start, stop) of each block."""
+        if stop - start <= _COLUMNS:
+            for at in range(start, stop):
+                self._round(at, stop)
+            return
+        middle = (start + stop) // 2
+        self.run(start, middle)
+        shares = self.shares[:, start:middle, middle:stop].transpose(1, 2)
+        self.rest[:, middle:stop].baddbmm_(shares, self.errors[:, start:middle], alpha=-1)
+        self.run(middle, stop)
+
+    def _round(self, at: int, stop: int) -> None:
+        """Round one input of each block; its errors reach those before `stop`."""
+        now, group = self.inputs[at], self.groups[at]
+        numbers = self.grid.nearest(now, self.inverse.index_select(0, group))
+        step = self.steps.index_select(0, group)
+        torch.addcmul(now, numbers, step, value=-1, out=self.errors[:, at])
+        now.copy_(numbers)
+        shares, error = self.shares[:, at, at + 1 : stop, None], self.errors[:, at : at + 1]
+        self.rest[:, at + 1 : stop].addcmul_(shares, error, value=-1)

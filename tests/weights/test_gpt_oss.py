@@ -22,6 +22,8 @@ from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.errors import CheckpointError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.weights.block_rows import BlockRows
+from mtpc.weights.checkpoint import Checkpoint
 
 SAYS = {
     "quant_method": "mxfp4",
@@ -32,7 +34,7 @@ SAYS = {
 """As openai/gpt-oss-20b has it."""
 WIDTH = 64
 """Of the hidden state and of an expert, as of the released ones: a stack of down is square."""
-STACKS = ("experts.gate_up_proj", "experts.down_proj")
+STACKS, FIRST = ("experts.gate_up_proj", "experts.down_proj"), "model.layers.0.mlp"
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +267,10 @@ def test_a_gguf_file_without_ups_is_refused(released: tuple[Path, Any], tmp_path
 
 
 def test_text_of_a_gguf_file(file: Path, plain: list[Any]) -> None:
-    """The same codes are kept, so text is that of the released files."""
+    """The same codes are kept, so text is that of the released files; the kernel that packs blocks
+    has them as the file has them."""
+    for part in STACKS:
+        assert isinstance(Checkpoint(file).grouped(f"{FIRST}.{part}").read(0, 1), BlockRows)
     spec = mtpc.compile(file, draft="copy", spec_tokens=3, batch_buckets=(4,), **CPU)
     assert [spec.generate(MORE, LONG, **FREE | asked) for asked in ASKED] == plain
     assert not spec.stats.fallbacks

@@ -159,15 +159,19 @@ def _turned(name: str, stored: GgufTensor, parts: Mapping[str, str]) -> Quantise
     def values(raw: Mapping[str, Tensor]) -> Tensor:
         return _rows_in_turns([_plain(raw[role], stored) for role in parts]).mT
 
-    def decode(raw: Mapping[str, Tensor]) -> GroupedWeight:
+    def blocks(raw: Mapping[str, Tensor]) -> Tensor:
         width = inputs // block.inputs * block.nbytes
-        rows = [raw[role].view(-1, features, width) for role in parts]
-        return BlockRows(block, _rows_in_turns(rows)).decoded()
+        return _rows_in_turns([raw[role].view(-1, features, width) for role in parts])
+
+    def decode(raw: Mapping[str, Tensor]) -> GroupedWeight:
+        return BlockRows(block, blocks(raw)).decoded()
 
     if block.kind is None:
         own_shape = (experts, inputs, shape[1])
         return replace(_as_values(name, own_shape, block.name, parts, values), is_plain=True)
-    return replace(_coded(name, shape, block, parts, decode), is_transposed=True)
+    kept = None if block.is_rounded else block
+    made = _coded(name, shape, block, parts, decode)
+    return replace(made, block=kept, raw=blocks, is_transposed=True)
 
 
 def _rows_in_turns(stacks: list[Tensor]) -> Tensor:

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpc.weights.formats.stored import Config, Grid, QuantisedWeight, Tensors, find_part
+from mtpc.weights.formats.stored import (
+    Config,
+    Grid,
+    QuantisedWeight,
+    Tensors,
+    find_part,
+    unpack_bytes,
+)
 from mtpc.weights.grouped import Decoded
 
 LEAVES: tuple[str, ...] = ()
@@ -65,8 +72,3 @@ def decode(parts: Mapping[str, Tensor]) -> Decoded:
     # Values of codes are doubled, so that they are whole; exponents of scales allow for that.
     exponents = parts["scales"].view(torch.uint8)
     return Decoded(codes.reshape(*exponents.shape[:-1], exponents.shape[-1] * GROUP), exponents)
-
-
-def unpack_bytes(codes: Tensor) -> Tensor:
-    """Codes of two inputs a byte, the first in its low bits: uint8 [..., B] -> [..., 2 B]."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

@@ -21,13 +21,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtpc.weights.formats.mxfp4 import unpack_bytes
 from mtpc.weights.formats.stored import (
     Grid,
     QuantisedWeight,
     Tensors,
     check_groups,
     find_part,
+    unpack_bytes,
 )
 from mtpc.weights.grouped import Decoded
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import lcm, prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.block_rows import Block, BlockRows
 from mtpc.weights.grouped import Decoded, GroupedWeight, GroupForm, Kind, values_of
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, SomeRows, rows_of
 from mtpc.weights.tensor_file import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -70,6 +71,8 @@ class Grid:
 Decode = Callable[[Mapping[str, Tensor]], Decoded | GroupedWeight]
 """Tensors by role -> codes [N, K] and grids. Raises CheckpointError if they contradict the config.
 """
+Raw = Callable[[Mapping[str, Tensor]], Tensor]
+"""Tensors by role -> rows of blocks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class QuantisedWeight:
         rows: role -> (dimension of that tensor along which rows of the weight lie, rows for each of
             its entries). The tensor of a role that is not listed holds for all rows. If empty, the
             weight is decoded as a whole.
-        block: the type of blocks of which "codes" has rows, where a kernel may pack these; None
-            where they must be decoded first.
+        block: the type of blocks that a kernel may pack; None where rows must be decoded first.
+        raw: reads the tensors as rows of such blocks, uint8 [..., N, bytes].
         is_transposed: whether models have the inputs of a stack before its features.
         is_plain: whether the tensors are plain numbers, which are put together. No note counts it.
     """
@@ -116,6 +119,7 @@ class QuantisedWeight:
     is_rounded: bool = False
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     block: Block | None = None
+    raw: Raw = itemgetter("codes")
     is_transposed: bool = False
     is_plain: bool = False
 
@@ -146,18 +150,17 @@ class QuantisedWeight:
             read: name of a tensor -> the tensor.
         """
         tensors = {role: read(name) for role, name in self.parts.items()}
-        block, raw = self.block, tensors["codes"]
-        if block is not None:
-            return GroupedRows(self.shape, lambda start, stop: BlockRows(block, raw[start:stop]))
 
-        def decode(start: int, stop: int) -> GroupedWeight:
+        def some(start: int, stop: int) -> SomeRows:
             assert self.form is not None
+            if self.block is not None:
+                return BlockRows(self.block, self.raw(self._parts(tensors, start, stop)))
             decoded = self._decode(tensors, start, stop)
             return GroupedWeight(self.form, decoded.codes, decoded.scales, decoded.zeros)
 
         if not self.rows:
-            return rows_of(decode(0, self.shape[0]))
-        return GroupedRows(self.shape, decode)
+            return rows_of(some(0, self.shape[0]).decoded())
+        return GroupedRows(self.shape, some)
 
     def values(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> Tensor:
         """The weight that the codes stand for: float32 values, rounded once to `dtype`."""
@@ -197,7 +200,7 @@ class QuantisedWeight:
         """Rows [start, stop), with grids that have a row for each of them."""
         step = lcm(*(count for _, count in self.rows.values())) if self.rows else self.shape[0]
         begin, end = start // step * step, min(-(-stop // step) * step, self.shape[0])
-        decoded = self.decode({r: self._part(r, t, begin, end) for r, t in tensors.items()})
+        decoded = self.decode(self._parts(tensors, begin, end))
         run = slice(start - begin, stop - begin)
 
         def expand(grid: Tensor) -> Tensor:
@@ -206,12 +209,14 @@ class QuantisedWeight:
         zeros = None if decoded.zeros is None else expand(decoded.zeros)
         return Decoded(decoded.codes[run], expand(decoded.scales), zeros)
 
-    def _part(self, role: str, tensor: Tensor, begin: int, end: int) -> Tensor:
-        """The part of a tensor for the rows [begin, end), which begin with an entry of it."""
-        if role not in self.rows:
-            return tensor
-        dim, count = self.rows[role]
-        return tensor.narrow(dim, begin // count, -(-end // count) - begin // count)
+    def _parts(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
+        """The parts of tensors for the rows [begin, end), which begin with an entry of each."""
+        parts = dict(tensors)
+        for role in tensors.keys() & self.rows.keys():
+            dim, count = self.rows[role]
+            first = begin // count
+            parts[role] = tensors[role].narrow(dim, first, -(-end // count) - first)
+        return parts
 
 
 def find_part(
@@ -353,10 +358,15 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
         uint8 [..., W * 32 / bits].
     """
     bytes_ = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return bytes_
-    pairs = bytes_.to(torch.int16)
-    return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
+    return bytes_ if bits == 8 else unpack_bytes(bytes_)
+
+
+def unpack_bytes(codes: Tensor) -> Tensor:
+    """Codes of two inputs a byte, the first in its low bits: uint8 [..., B] -> [..., 2 B]."""
+    pairs = codes.to(torch.int16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    return pairs.view(torch.uint8)
 
 
 def pack_words(codes: Tensor) -> Tensor:
