@@ -106,8 +106,8 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "Tensor parallelism and quantised weights",
             "yes",
-            "SGLang's own layers, which a draft model and the graph of `MTPC` call; on two ranks, "
-            "never with NCCL",
+            "SGLang's own layers, which a draft model and the graph of `MTPC` call; in SGLang's "
+            "whole engine, on two ranks and in FP8 blocks, never with NCCL",
             (
                 *(CONTRACT, PLUGIN),
                 "integrations/test_host_layers.py::test_hosts_layers_are_the_oracles",
@@ -425,7 +425,7 @@ NEVER_RUN = """
 - **Several GPUs**: the tests of two GPUs have been skipped everywhere so far.
 - **Released checkpoints** of the five sources' models: none fits the machines of the project. Tiny models of the same
   classes, and one real model of 0.5B parameters without MTP layers, stand for them.
-- **Hosts on torch 2.14**: vLLM's CPU build, whose kernels both need on a CPU, is for torch 2.13.
+- **vLLM on torch 2.14**: its CPU build is for torch 2.13. SGLang runs on its own torch 2.14.1.
 """  # noqa: E501
 
 

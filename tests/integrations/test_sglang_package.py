@@ -6,8 +6,20 @@ import ast
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
+from typing import Any
 
-from helpers.places import ROOT
+from helpers.places import ROOT, TESTS
+
+
+def assigned(path: Path, name: str) -> Any:
+    """What a module assigns to a name."""
+    (found,) = (
+        node.value
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )
+    return found
 
 
 def test_sglang_is_imported_by_its_own_package_only() -> None:
@@ -31,3 +43,11 @@ def test_the_entry_point_is_there_and_light() -> None:
         "assert not {'sglang', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_the_contract_with_the_host_knows_each_class() -> None:
+    """The script needs the host, and runs seldom: a class that it lacks would go unnoticed."""
+    package = ROOT / "mtpc/integrations/sglang/models/drafts.py"
+    known = ast.literal_eval(assigned(TESTS / "peers/sglang_contract.py", "HOSTS_OWN"))
+    classes = assigned(package, "EntryClass")
+    assert {name for _, name in known.values()} == {ast.unparse(n) for n in classes.elts}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import tiny  # noqa: E402
-from helpers.plans import plan_of  # noqa: E402
+from helpers.plans import of_backend  # noqa: E402
 
 import mtpc  # noqa: E402
 from mtpc.backends import make_backend  # noqa: E402
@@ -50,10 +50,12 @@ class Work:
     Attributes:
         prompts: token ids.
         new_tokens: of each request.
+        max_len: the longest request, in tokens.
     """
 
     prompts: list[list[int]]
     new_tokens: int
+    max_len: int = MAX_LEN
 
 
 def make_work(requests: int, new_tokens: int) -> Work:
@@ -76,13 +78,22 @@ class Decoded:
 
 
 def run_mtpc(
-    directory: Path, spec_tokens: int, work: Work, dtype: str, rules: Mapping[str, Any]
+    directory: Path,
+    spec_tokens: int,
+    work: Work,
+    dtype: str,
+    rules: Mapping[str, Any],
+    backend: str = "eager",
 ) -> list[Decoded]:
-    """Each prompt decoded by mtpc, one after the other, wired as `rules` say."""
-    options = plan_of(spec_tokens=spec_tokens, batch_buckets=(1,), max_len=MAX_LEN)
+    """Each prompt decoded by mtpc, one after the other, wired as `rules` say.
+
+    Drafts may be any token, whichever tokens a drafter was trained for.
+    """
+    sizes = {"batch_buckets": (1,), "max_len": work.max_len}
+    options = of_backend(backend, spec_tokens=spec_tokens, **sizes)
     rows = check_rules(rules)
     loaded = load(directory, dtype, spec_tokens > 0, rows, **tiny.drafter(directory))
-    compiler = StepCompiler(loaded, options, make_backend("eager"))
+    compiler = StepCompiler(loaded, options, make_backend(backend))
     spec = mtpc.SpecModel(loaded.served(), compiler.plan, compiler.compile(), loaded)
     # Servers count all drafts of a request's last step; our statistics only those handed out. So
     # they are counted here, from what each step reports.
@@ -119,28 +130,38 @@ def compare(
 
     Returns:
         How many prompts are `equal`, `differ`, or differ where `rounding` decides; and of the equal
-        ones, how many drafts were `drafted`, and `accepted` by position; and `drafts_differ`, if
-        it is given.
+        ones, how many drafts were `drafted`, and `accepted` by position; with `drafts_differ`, it
+        and those that the server has `accepted_there`, and `drafted_there`.
     """
     pairs = list(zip(work.prompts, ours, theirs, strict=True))
 
     def agree(one: Decoded, other: Decoded) -> bool:
         return one == other or (bool(drafts_differ) and one.tokens == other.tokens)
 
-    equal = [one for _, one, other in pairs if agree(one, other)]
+    equal = [(one, other) for _, one, other in pairs if agree(one, other)]
     unlike = [pair for pair in pairs if not agree(pair[1], pair[2])]
     wrong = [
         pair for pair in unlike if not rounding_decides(pair[0], pair[1].tokens, pair[2].tokens)
     ]
     for prompt, one, other in wrong:
         print(f"prompt {prompt}: mtpc {one}\n  the server {other}")
-    return {
+    found = {
         "equal": len(equal),
         "rounding": len(unlike) - len(wrong),
         "differ": len(wrong),
-        "accepted": [sum(column) for column in zip(*(o.accepted for o in equal), strict=True)],
-        "drafted": sum(one.drafted for one in equal),
-        **({"drafts_differ": drafts_differ} if drafts_differ else {}),
+        **_drafts("", [one for one, _ in equal]),
+    }
+    if drafts_differ:
+        found |= {"drafts_differ": drafts_differ}
+        found |= _drafts("_there", [other for _, other in equal])
+    return found
+
+
+def _drafts(where: str, answers: list[Decoded]) -> Counts:
+    by_position = zip(*(answer.accepted for answer in answers), strict=True)
+    return {
+        f"accepted{where}": [sum(column) for column in by_position],
+        f"drafted{where}": sum(answer.drafted for answer in answers),
     }
 
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 import json
 import sys
 
-import sglang_on_cpu
-
-sglang_on_cpu.declare_torchvision_ops()
-
 
 def main(job: dict) -> None:
     """Decode greedily, batch by batch; answer with tokens and numbers of accepted drafts."""

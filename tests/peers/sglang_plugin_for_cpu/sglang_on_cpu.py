@@ -24,17 +24,14 @@ NAMED = (
 """Modules that look for sizes by the name of the device."""
 
 
-def declare_torchvision_ops() -> None:
-    """Let torchvision, which is built for CUDA, be imported beside a CPU torch. Before sglang."""
-    for name in ("nms", "qnms"):
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        torch.library.define(f"torchvision::{name}", schema)
-
-
-def name_device() -> None:
-    """Give the CPU a name, by which the host looks for files of tuned sizes, and finds none."""
-    for name in NAMED:
+def stay_on_cpu() -> None:
+    """Keep the host from libraries of GPUs, and from their sizes, before it makes a layer."""
+    for name in NAMED:  # By the name it looks for files of tuned sizes, and finds none.
         importlib.import_module(name).get_device_name = lambda *args: "cpu"
+    # It would import vLLM for a rotary kernel that it does not call on a CPU.
+    importlib.import_module("sglang.srt.layers.rotary_embedding.base")._is_cpu = True
+    # torch's build for CUDA brings NCCL, which takes no CPU: a library that is not there.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
 
 
 def start() -> None:
@@ -43,7 +40,7 @@ def start() -> None:
 
     tree = importlib.import_module("sglang.kernels.ops.speculative.spec_tree")
     tree._is_xpu = True  # The branch that launches them, for building and for verifying.
-    name_device()
+    stay_on_cpu()
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
     if LOG in os.environ:
         HookRegistry.register(
