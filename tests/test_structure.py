@@ -260,7 +260,7 @@ LINES = {
     "step": 2010,
     "store": 1010,
     "tuning": 1820,
-    "weights": 8850,
+    "weights": 8860,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

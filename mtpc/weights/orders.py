@@ -75,7 +75,7 @@ class Orders:
             arrange: some matrices of the stack -> new ones of the same form.
 
         Raises:
-            GraphError: it is in another order.
+            GraphError: it is in another order, or `arrange` gives something of another form.
         """
         tensor, self._arrangements[order] = self._weights[name], arrange
         if order_of(tensor) == order:
@@ -84,7 +84,11 @@ class Orders:
         stack = tensor.detach()
         for part in stack.split(max(1, _ARRANGED_BYTES // max(1, stack[0].nbytes))):
             made = arrange(part)
-            assert (made.shape, made.dtype) == (part.shape, part.dtype), f"{order} of {name}"
+            if made.shape != part.shape or made.dtype != part.dtype:
+                raise GraphError(
+                    f"{order} made {made.dtype} {list(made.shape)} of {name}'s {part.dtype} "
+                    f"{list(part.shape)}; expected the same form"
+                )
             part.copy_(made)
         setattr(tensor, _ORDER, order)
 

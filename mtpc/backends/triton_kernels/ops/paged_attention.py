@@ -56,7 +56,7 @@ _WAVES = 4
 
 _FEW = 4096
 """The most sums of a program of 128 threads. On an H100 they are faster than 256 threads."""
-# AMD: products of 16 rows take under 256 registers, so two waves share a unit; of 32 rows one fits.
+# AMD, by Triton 3.9: products of 16 rows take under 256 registers, so that two waves share a unit.
 _CHOICE = Choice(
     (
         Change(threads=256),
