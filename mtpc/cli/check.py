@@ -123,7 +123,7 @@ def _measure(
         served = compiler.loaded.served()
         model = SpecModel(served, compiler.plan, compiler.compile(), compiler.loaded)
         results = model.generate(prompts, new, ignore_eos=True)
-        declared = compiler.trace_model(compiler.keys[0]).drafting.declared
+        declared = compiler.drafter(compiler.keys[0])
         yield Sample(rules, model.stats.acceptance_length, model.stats.drafts, results, declared)
 
 

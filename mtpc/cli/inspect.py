@@ -97,10 +97,7 @@ def _build(
     specs = graph.layout.values()
     of_rank = f", rank 0 of {first.size}" if first else ""
     layouts = [Layout(specs, compiler.layout(k).sizes) for k in keys]
-    drafter = compiler.trace_model(key).drafting.declared
-    if plan.draft_vocab:
-        drafter["head"] = f"{len(plan.draft_vocab)} tokens of the vocabulary"
-    return graph, layouts, backend.name + of_rank, drafter
+    return graph, layouts, backend.name + of_rank, compiler.drafter(key)
 
 
 def _print_certificate(graph: StepGraph, backend: str) -> None:
