@@ -298,11 +298,8 @@ class StepCompiler:
     def drafter(self, key: StepKey) -> dict[str, str]:
         """`Drafting.declared`, with the tokens that the plan leaves to drafts."""
         says, chosen = self.trace_model(key).drafting.declared, len(self.plan.draft_vocab)
-        return (
-            says | {"head": f"{chosen} tokens of the vocabulary"}
-            if chosen and "head" in says
-            else says
-        )
+        named = {"head": f"{chosen} tokens of the vocabulary"}
+        return says | named if chosen and "head" in says else says
 
     def rewrite(
         self, graph: StepGraph, until: str | None = None, seen: Seen = lambda name, graph: None
