@@ -9,10 +9,10 @@
 
 An edit is a function of Python's standard library that the model is to rewrite with type hints. The
 settings take turns at every prompt, each in another order, one request at a time, or with `--batch`
-as many at once, half of them edits. With `--repeats` each answers as often in turns, and its median
-counts. All must give the text of K = 0. Edits and prose alternate, and each prompt is written to
-the results when it is done. A run whose results exist goes on behind them, if its arguments are the
-same.
+as many at once, half of them edits. With `--repeats` each answers as often, in turns; tokens/s are
+of the median, and a gain is the median of the turns' gains. All must give the text of K = 0. Edits
+and prose alternate, and each prompt is written to the results when it is done. A run whose results
+exist goes on behind them, if its arguments are the same.
 
 llama.cpp runs as a process for each prompt and type of `--spec-type`, on a GGUF file: its
 llama-speculative-simple, whose times leave out the loading.
@@ -25,12 +25,12 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
 from pkgutil import resolve_name
-from statistics import geometric_mean
+from statistics import geometric_mean, median_low
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ NOTES = (
     "mixed: as many of each at once.",
     "tokens/step and tokens/s: all tokens of decode steps over all their steps and seconds.",
     "over K=0: geometric mean over the prompts of each one's seconds a token at K = 0 of the same "
-    "engine over its own; least: of the prompt that gained least.",
+    "engine over its own, of repeats the median of those in one turn; least: of the prompt that "
+    "gained least.",
     "same text: prompts whose text is that of K = 0 of the same engine.",
 )
 MTPC, LLAMA = "mtpc", "llama.cpp"
@@ -85,7 +86,7 @@ PLAIN = "0"
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer: `tokens` in `steps` decode steps, which took `seconds`.
+    """One answer: `tokens` in `steps` decode steps, which took `seconds` in each repeat.
 
     Attributes:
         text: the kind of text.
@@ -105,13 +106,18 @@ class Sample:
     setting: str
     tokens: int
     steps: int
-    seconds: float
+    seconds: list[float]
     answer: list[int]
 
     @property
-    def rate(self) -> float:
-        """Seconds a token."""
-        return self.seconds / self.tokens
+    def median(self) -> float:
+        """Seconds of the repeats' median, of two the lower."""
+        return median_low(self.seconds)
+
+    def gain(self, plain: Sample) -> float:
+        """How often as fast as `plain`, by token: the median of what both took in one turn."""
+        turns = zip(plain.seconds, self.seconds, strict=True)
+        return median_low(p / own for p, own in turns) * self.tokens / plain.tokens
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ class Runner:
     def sample(self, text: str, name: str, prompts: list[str]) -> Sample:
         """The answers to prompts of a kind of text."""
         says = (self.engine, self.weights, self.draft, self.setting)
-        return Sample(text, name, *says, *self.run(prompts))
+        tokens, steps, seconds, found = self.run(prompts)
+        return Sample(text, name, *says, tokens, steps, [seconds], found)
 
 
 def prompts(count: int) -> Iterator[tuple[str, str, str]]:
@@ -216,11 +223,11 @@ def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespac
     return mtpc.compile(checkpoint, **options)
 
 
-def median_of(samples: Sequence[Sample]) -> Sample:
-    """Of one answer's repeats the one whose seconds are their median (the lower of two)."""
+def repeated(samples: Sequence[Sample]) -> Sample:
+    """One answer's repeats as one sample."""
     first = samples[0]
     assert all(sample.answer == first.answer for sample in samples), "a repeat has another text"
-    return sorted(samples, key=lambda sample: sample.rate)[(len(samples) - 1) // 2]
+    return replace(first, seconds=[each for sample in samples for each in sample.seconds])
 
 
 def table(record: Record) -> Table:
@@ -239,9 +246,9 @@ def table(record: Record) -> Table:
         groups.setdefault(key, []).append(sample)
     body = list[list[str]]()
     for key, found in groups.items():
-        tokens, seconds = sum(s.tokens for s in found), sum(s.seconds for s in found)
+        tokens, seconds = sum(s.tokens for s in found), sum(s.median for s in found)
         pairs = [(plain[s.text, s.prompt, s.engine], s) for s in found]
-        gains = [before.rate / sample.rate for before, sample in pairs]
+        gains = [sample.gain(before) for before, sample in pairs]
         same = sum(sample.answer == before.answer for before, sample in pairs)
         rates = (f"{tokens / sum(s.steps for s in found):.2f}", f"{tokens / seconds:.1f}")
         speed = (f"{geometric_mean(gains):.2f}x", f"{min(gains):.2f}x")
@@ -268,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         turn = number % len(found)
         taken = [*found[turn:], *found[:turn]]
         rounds = [[r.sample(kind, name, given) for r in taken] for _ in range(args.repeats)]
-        rows += [asdict(median_of(samples)) for samples in zip(*rounds, strict=True)]
+        rows += [asdict(repeated(samples)) for samples in zip(*rounds, strict=True)]
         save("copies", args, {"rows": rows}, table)
         tell(f"{kind} {name}")
     publish("copies", args, {"rows": rows}, table)

@@ -301,7 +301,7 @@ def speeds(record: Record) -> dict[str, dict[str, float]]:
         has_k = sample.engine == copies.MTPC and sample.setting != copies.PLAIN
         label = f"{sample.engine} {draft}{f' K={sample.setting}' * has_k}"
         total = sums.setdefault(label, {}).setdefault(sample.text, np.zeros(2))
-        total += sample.tokens, sample.seconds
+        total += sample.tokens, sample.median
     return {
         label: {text: float(tokens / seconds) for text, (tokens, seconds) in kinds.items()}
         for label, kinds in sums.items()

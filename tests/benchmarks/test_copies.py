@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import copies, plot
-from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, median_of, prompts, table
+from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, prompts, repeated, table
 from benchmarks.harness.results import earlier_rows, new_record
 from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 
@@ -42,7 +42,7 @@ def test_kinds_take_turns() -> None:
 
 def sample(name: str, engine: str, setting: str, steps: int, seconds: float) -> Sample:
     draft = "none" if setting == "0" else "copy"
-    return Sample("edits", name, engine, "bfloat16", draft, setting, 100, steps, seconds, [1])
+    return Sample("edits", name, engine, "bfloat16", draft, setting, 100, steps, [seconds], [1])
 
 
 def test_gains_are_over_the_same_engine() -> None:
@@ -57,12 +57,14 @@ def test_gains_are_over_the_same_engine() -> None:
     assert found[LLAMA, "bfloat16", "copy", "own"][2:4] == ["2.00x", "2.00x"]
 
 
-def test_the_median_of_repeats_counts() -> None:
-    """A disturbed repeat changes nothing; another text is an error."""
-    repeats = [sample("a", MTPC, "0", 100, seconds) for seconds in (1.1, 9.0, 1.0)]
-    assert median_of(repeats) == repeats[0]
+def test_repeats_are_compared_in_their_turn() -> None:
+    """A disturbed repeat changes nothing, nor a slow turn; another text is an error."""
+    plain = repeated([sample("a", MTPC, "0", 100, seconds) for seconds in (2.0, 1.0, 1.0)])
+    found = repeated([sample("a", MTPC, "7", 50, seconds) for seconds in (1.0, 0.5, 9.0)])
+    assert (plain.seconds, found.seconds) == ([2.0, 1.0, 1.0], [1.0, 0.5, 9.0])
+    assert found.gain(plain) == 2.0
     with pytest.raises(AssertionError, match="another text"):
-        median_of([repeats[0], replace(repeats[1], answer=[2])])
+        repeated([plain, replace(plain, answer=[2])])
 
 
 def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
