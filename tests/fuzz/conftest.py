@@ -32,7 +32,7 @@ def chances(request: pytest.FixtureRequest) -> Callable[[], Iterator[random.Rand
             yield Seeded(int(seed))
             return
         end, number = time.monotonic() + seconds, 0
-        while number < 20 or time.monotonic() < end:
+        while number < 60 or time.monotonic() < end:
             yield Seeded(number)
             number += 1
         print(f"{number} seeds")  # `pytest -rP` shows it.
