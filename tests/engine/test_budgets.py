@@ -17,7 +17,7 @@ import mtpc
 from mtpc.engine.budgets import ENOUGH, REPEAT, BudgetPolicy
 from mtpc.errors import OptionError
 from mtpc.layout import DRAFT_COUNTS, StepKey
-from mtpc.step.budget import EXPECTED, chances, choose_drafts
+from mtpc.step.budget import EXPECTED, FADE, CountDrafts, chances, choose_drafts
 
 ASKED: dict[str, Any] = {"batch_buckets": (1, 4), "row_budgets": (2,)}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -157,23 +157,72 @@ def test_one_request_that_verifies_nothing(
     assert sum(spec.stats.drafted) == 0
 
 
+SHAPES = ((0, 1), (1, 2), (3, 2), (3, 3), (3, 4))
+
+
 def test_the_policy_takes_the_best_rate() -> None:
-    policy, costs = BudgetPolicy((1, 2, 3, 4)), {1: 1.0, 2: 1.1, 3: 2.2, 4: 3.3}
+    """Of every K and budget; a change of K waits until it pays."""
+    policy = BudgetPolicy(SHAPES)
+    costs = dict(zip(SHAPES, (1.0, 1.3, 1.5, 2.2, 3.3), strict=True))
 
-    def step(chances: list[list[float]]) -> int:
-        budget = policy.choose(4, chances)
-        policy.observe(4, budget, costs[budget], 100)
-        return budget
+    def step(chances: list[list[float]]) -> tuple[int, int]:
+        shape = policy.choose(4, chances)
+        policy.observe(4, shape, costs[shape], 100)
+        return shape
 
-    first = [step([]) for _ in range(ENOUGH * 4)]
-    assert sorted(set(first)) == [1, 2, 3, 4]
-    some, all_, none = [0.9, 0.8, 0.1], [0.99, 0.98, 0.97], [0.01, 0.0, 0.0]
-    assert step([some, some, none, none]) == 2
-    assert step([none] * 4) == 1
-    costs |= {3: 1.2, 4: 1.3}
-    later = [step([all_] * 4) for _ in range(6 * REPEAT)]
-    assert later[-1] == 4
-    assert later.count(4) > 0.6 * len(later)
+    first = [step([]) for _ in range(ENOUGH * len(SHAPES))]
+    assert sorted(set(first)) == list(SHAPES)
+    some, all_, none = [0.9, 0.8, 0.7], [0.99, 0.98, 0.97], [0.01, 0.0, 0.0]
+    mixed = [step([some, some, none, none]) for _ in range(9)]
+    assert mixed[0] == mixed[-1] == (3, 2)
+    hopeless = [step([none] * 4) for _ in range(9)]
+    assert hopeless == [(0, 1)] * 9
+    few = [step([[0.6, 0.1, 0.0]] * 4) for _ in range(9)]
+    assert few == [(0, 1)] + [(1, 2)] * 8
+    costs |= {(3, 3): 1.55, (3, 4): 1.6}
+    later = [step([all_] * 4) for _ in range(8 * REPEAT)]
+    assert later[-1] == (3, 4)
+    assert later.count((3, 4)) > 0.6 * len(later)
+
+
+def test_steps_that_arrive_are_chosen() -> None:
+    policy = BudgetPolicy(SHAPES)
+    policy.use((0,))
+    assert policy.choose(4, []) == (0, 1)
+    policy.use((0, 3))
+    assert policy.choose(4, []) == (3, 4)
+
+
+@pytest.mark.parametrize("tiers", [(0, 1, 3), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def test_every_k_with_its_budgets(
+    tiers: tuple[int, ...], compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """The policy tries each step; drafts that were not proposed are neither verified nor counted,
+    and plain steps let counts fade."""
+    spec = compiled("mimo", "auto", spec_tiers=tiers, batch_buckets=(4,), row_budgets=(2, 3))
+    plain = [oracle("mimo").generate(prompt, 2 * NEW, stop=False) for prompt in PROMPTS[:4]]
+    poison(spec)
+    assert spec.generate(PROMPTS[:4], 2 * NEW, **GREEDY) == plain
+    ran = {(k.spec_tokens, k.bucket.query_len) for k in spec.stats.replays if k.phase == "decode"}
+    assert ran == set(spec.options.shapes)
+    for change in (random_counts, reversed_counts):
+        poison(spec)
+        with adversary(spec, change):
+            assert spec.generate(PROMPTS[:4], 2 * NEW, **GREEDY) == plain, change.__name__
+
+
+def test_drafts_that_do_not_exist_are_not_judged() -> None:
+    """Two of three drafts were proposed: the first was accepted, the second not."""
+    counts, tokens = torch.zeros(2, 3, 2), torch.tensor([[0] * 4, [5, 6, 7, -1]])
+    slots, active = torch.tensor([1]), torch.tensor([True])
+    rows = (slots, active, torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1]))
+    verified, found = CountDrafts()(counts, tokens, *rows)
+    assert verified.tolist() == [2]
+    assert counts[1].tolist() == [[1, 1], [1, 0], [0, 0]]
+    nothing = (slots, active, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0]))
+    CountDrafts()(counts, tokens, *nothing)
+    assert counts[1].flatten().tolist() == pytest.approx([FADE, FADE, FADE, 0, 0, 0])
+    assert found.shape == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +230,6 @@ def test_the_policy_takes_the_best_rate() -> None:
     [
         ({"spec_tokens": 2, "row_budgets": (4,)}, "expected at most 3"),
         ({"spec_tokens": 2, "row_budgets": (0,)}, "row_budgets is 0"),
-        ({"spec_tokens": "auto", "row_budgets": (2,)}, "one of them alone"),
         ({"spec_tokens": 3, "row_budgets": (2,), "draft": "copy"}, "one of them alone"),
         ({"row_budgets": "ab"}, "expected numbers of rows"),
     ],
