@@ -180,7 +180,7 @@ def test_the_policy_takes_the_best_rate() -> None:
     few = [step([[0.6, 0.1, 0.0]] * 4) for _ in range(9)]
     assert few == [(0, 1)] + [(1, 2)] * 8
     costs |= {(3, 3): 1.55, (3, 4): 1.6}
-    later = [step([all_] * 4) for _ in range(8 * REPEAT)]
+    later = [step([all_] * 4) for _ in range(20 * REPEAT)]
     assert later[-1] == (3, 4)
     assert later.count((3, 4)) > 0.6 * len(later)
 
