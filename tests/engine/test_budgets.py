@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import mtpc
 from mtpc.engine.budgets import ENOUGH, REPEAT, BudgetPolicy
 from mtpc.errors import OptionError
-from mtpc.layout import DRAFT_COUNTS, StepKey
-from mtpc.step.budget import EXPECTED, FADE, CountDrafts, chances, choose_drafts
+from mtpc.layout import DRAFT_COUNTS, NO_TOKEN, StepKey
+from mtpc.step.budget import EXPECTED, FADE, AcceptPacked, CountDrafts, chances, choose_drafts
 
 ASKED: dict[str, Any] = {"batch_buckets": (1, 4), "row_budgets": (2,)}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -211,18 +211,57 @@ def test_every_k_with_its_budgets(
             assert spec.generate(PROMPTS[:4], 2 * NEW, **GREEDY) == plain, change.__name__
 
 
-def test_drafts_that_do_not_exist_are_not_judged() -> None:
-    """Two of three drafts were proposed: the first was accepted, the second not."""
-    counts, tokens = torch.zeros(2, 3, 2), torch.tensor([[0] * 4, [5, 6, 7, -1]])
-    slots, active = torch.tensor([1]), torch.tensor([True])
-    rows = (slots, active, torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1]))
-    verified, found = CountDrafts()(counts, tokens, *rows)
-    assert verified.tolist() == [2]
-    assert counts[1].tolist() == [[1, 1], [1, 0], [0, 0]]
-    nothing = (slots, active, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0]))
-    CountDrafts()(counts, tokens, *nothing)
-    assert counts[1].flatten().tolist() == pytest.approx([FADE, FADE, FADE, 0, 0, 0])
-    assert found.shape == (1, 3)
+def test_what_is_judged() -> None:
+    """Drafts that exist and have a row, up to the first that is refused; old counts fade."""
+    counts = torch.zeros(3, 3, 2)
+
+    def step(drafts: list[int], num_rows: int, accepted: int, slot: int = 1) -> list[float]:
+        tokens = torch.full((3, 4), -1)
+        tokens[slot, : 1 + len(drafts)] = torch.tensor([5, *drafts])
+        rows = (torch.tensor([slot]), torch.tensor([True]))
+        starts = torch.tensor([0, num_rows], dtype=torch.int32)
+        verified, found = CountDrafts()(counts, tokens, *rows, starts, torch.tensor([accepted]))
+        assert (verified.tolist(), found.shape) == ([min(len(drafts), num_rows - 1)], (1, 3))
+        return counts[slot].flatten().tolist()
+
+    assert step([6, 7], 4, 1) == [1, 1, 1, 0, 0, 0]
+    assert step([], 1, 0) == pytest.approx([FADE, FADE, FADE, 0, 0, 0])
+    assert step([6, 7, 8], 4, 0, slot=2) == [1, 0, 0, 0, 0, 0]
+    assert step([6, 7, 8], 3, 2, slot=2) == pytest.approx([FADE + 1, 1, 1, 1, 0, 0])
+    assert step([], 1, 0)[0] == pytest.approx(FADE**2)
+
+
+def test_the_next_request_has_no_draft_of_this_one() -> None:
+    """Two requests share three rows; the second begins with the token that the first chose."""
+    reports = [torch.zeros(2, 3, dtype=torch.int64), *torch.zeros(3, 2, dtype=torch.int32)]
+    chosen = torch.tensor([7, 7, 7, 8, 9, 9])
+    ids, starts = torch.tensor([5, 7, 8]), torch.tensor([0, 1, 3], dtype=torch.int32)
+    lens, active = torch.tensor([4, 4], dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    limits = (torch.full((3,), 9, dtype=torch.int32), torch.full((3, 1), -1), torch.tensor([1, 2]))
+    given = (*reports, chosen, torch.ones(6, dtype=torch.bool), ids, starts, lens, active, *limits)
+    AcceptPacked()(*given)
+    num_accepted, num_emitted = reports[1].tolist(), reports[2].tolist()
+    assert (num_accepted, num_emitted) == ([0, 1], [1, 2])
+
+
+def test_what_was_not_proposed_is_no_draft(
+    compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with one draft clears the further ones of the step before, and a request that joins
+    has no counts of one before it."""
+    spec = compiled("mimo", "auto", spec_tiers=(1, 3), batch_buckets=(1,), row_budgets=(2,))
+    shapes = iter([(3, 2), (1, 2), (3, 2)])
+    monkeypatch.setattr(spec.engine.runner.budgets, "choose", lambda *_: next(shapes))
+    shared, steps = spec.program.shared, spec.stats.decode_steps
+    shared[DRAFT_COUNTS].fill_(7.0)
+    request = spec.engine.add(PROMPTS[0], NEW, stop_ids=())
+    seen = []
+    while spec.stats.decode_steps < steps + 3:
+        spec.engine.step()
+        seen.append((shared["state.token_ids"][1] == NO_TOKEN).tolist())
+        assert shared[DRAFT_COUNTS][1].max() <= 3
+    assert seen[-3:] == [[False] * 4, [False, False, True, True], [False] * 4]
+    spec.engine.abort(request)
 
 
 @pytest.mark.parametrize(
