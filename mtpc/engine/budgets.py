@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from mtpc.engine.estimates import StepCosts
 
-REPEAT = 50
+REPEAT = 100
 """Steps of a bucket after which the step that was measured longest ago is measured again."""
 ENOUGH = 2
 """Samples of a step before its time counts: the first may take too long."""

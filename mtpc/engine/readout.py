@@ -158,8 +158,8 @@ class PendingStep:
         tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = sum(request.num_tokens for request in turn.decoding)
-            took = (self.readout.replay_s, context)
-            tiers.observe(key.bucket.num_reqs, key.spec_tokens, *took)
-            if budgets is not None:
-                shape = (key.spec_tokens, key.bucket.query_len)
-                budgets.observe(key.bucket.num_reqs, shape, *took)
+            num_reqs, took = key.bucket.num_reqs, (self.readout.replay_s, context)
+            if budgets is None:
+                tiers.observe(num_reqs, key.spec_tokens, *took)
+            else:
+                budgets.observe(num_reqs, (key.spec_tokens, key.bucket.query_len), *took)
