@@ -6,16 +6,20 @@ Weights are random, and acceptance is synthetic: its mean is that of a published
 (`mtpc.acceptance.GOLDEN_LENGTHS`), from which easy requests are as far above as hard ones are
 below. A table by committed length says what a step accepts, so easy requests have short prompts,
 and hard ones prompts that begin where the table changes. Each case decodes all requests of a batch
-at once; cases take turns.
+at once, until the first of them ends; cases take turns. "budget" chooses K, too.
+
+Two bounds say what any choice of rows could reach. A step with B rows is taken to cost what the
+fixed K at both sides of B cost, so drafts that are proposed and not verified cost nothing. One
+bound knows the rates of each request, and the other which drafts will be accepted.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -42,8 +46,10 @@ EASY, HARD = 32, 288
 SPREAD = 0.8
 """How far the rates of easy and hard requests lie from the mean, of what is possible."""
 NOTES = (
-    "tokens a step: of each request, those that it waited for included.",
-    "budget: the engine chooses how many rows a step verifies, the step which.",
+    "tokens a step: of each request.",
+    "budget: the engine chooses K and how many rows a step verifies, the step which.",
+    "rates known, drafts known: what no choice of rows exceeds that knows these, where drafts that "
+    "are not verified cost nothing.",
     SAMPLES_NOTE,
 )
 
@@ -73,21 +79,25 @@ class Case(Sampled[Taken]):
         return f"{self.name} batch {self.batch}"
 
     def sample(self, new_tokens: int) -> Taken:
-        """Decode one batch."""
+        """Decode one batch until a request has its new tokens."""
         model, vocab = self.model, 1000
         prompts = [
             [(7 * row + place) % vocab for place in range(HARD if row % 2 else EASY)]
             for row in range(self.batch)
         ]
-        model.engine.reset_prefix_cache()
+        engine = model.engine
+        engine.reset_prefix_cache()
         model.generate(prompts, 2, ignore_eos=True)  # The prompts' pages are there afterwards.
-        steps, watch = model.stats.request_steps, CpuWatch()
-        start = time.perf_counter()
-        model.generate(prompts, new_tokens, ignore_eos=True)
-        seconds = time.perf_counter() - start
-        count = self.batch * new_tokens
-        per_step = count / max(model.stats.request_steps - steps, 1)
-        return Taken(count / seconds, per_step, watch.foreign_share())
+        ids = [engine.add(prompt, new_tokens) for prompt in prompts]
+        engine.step()
+        before, watch = model.stats.decode_counts(), CpuWatch()
+        while not any(output.finish_reason for output in engine.step()):
+            pass
+        for each in ids:
+            engine.abort(each)
+        used = model.stats.decode_counts() - before
+        per_step = used.tokens / used.request_steps
+        return Taken(used.tokens / used.seconds, per_step, watch.foreign_share())
 
 
 @dataclass(frozen=True)
@@ -117,9 +127,43 @@ def set_acceptance(model: mtpc.SpecModel, length: str) -> None:
     model.program.write(table, torch.where(is_hard, hard, easy))
 
 
+def bounds(fixed: Sequence[Row], each: Sequence[tuple[float, ...]]) -> list[Row]:
+    """The most tokens per second of a batch, by what a choice of rows knows.
+
+    Args:
+        fixed: the rows of K = 0 to the largest.
+        each: the rates of easy and of hard requests.
+    """
+    batch, most = fixed[0].batch, len(fixed) - 1
+    times = [batch * row.tokens_per_step / row.tokens_per_s for row in fixed]
+
+    def seconds(num_rows: float) -> float:
+        k = min(int(num_rows / batch) - 1, most - 1)
+        return times[k] + (times[k + 1] - times[k]) * (num_rows / batch - k - 1)
+
+    def best(case: str, emitted: Iterable[tuple[float, float]]) -> Row:
+        """Of pairs of tokens and rows."""
+        tokens, num_rows = max(emitted, key=lambda pair: pair[0] / seconds(pair[1]))
+        figures = (batch, tokens / seconds(num_rows), tokens / batch)
+        return Row(case, *figures, samples=0, discarded=0, disturbed=False, taken=())
+
+    chances = sorted((c for row in range(batch) for c in each[row % 2]), reverse=True)
+    sums = [batch + gain for gain in accumulate(chances, initial=0.0)]
+    means = [batch * row.tokens_per_step for row in fixed]
+    return [
+        best("rates known", zip(sums, range(batch, batch * (most + 1) + 1), strict=True)),
+        best("drafts known", zip(means, means, strict=True)),
+    ]
+
+
 def table(record: Record) -> Table:
     """A record's table."""
     rows = [Row(**row) for row in record["rows"]]
+    asked = record["arguments"]
+    each = rates(asked["length"], asked["spec_tokens"])
+    for batch in dict.fromkeys(row.batch for row in rows):
+        fixed_rows = [row for row in rows if row.batch == batch and row.case.startswith("K")]
+        rows += bounds(fixed_rows, each)
 
     def fixed(row: Row) -> list[float]:
         """Tokens per second of each fixed K at a row's batch, from K = 0 on."""
@@ -146,19 +190,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = command.write_mimo(args, workdir, tell).directory
         most = args.spec_tokens
         asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
-        asked["budget"] = {"spec_tokens": most, "row_budgets": tuple(range(1, most + 2))}
+        chosen = {"spec_tokens": "auto", "spec_tiers": range(most + 1)}
+        asked["auto"] = chosen
+        asked["budget"] = chosen | {"row_budgets": range(2, most + 2)}
         for name, options in asked.items():
             tell(f"compile {name}")
+            count = options["spec_tokens"] if "spec_tiers" not in options else most
             model = mtpc.compile(
                 directory,
                 batch_buckets=tuple(args.batches),
                 max_len=HARD + args.new_tokens + command.HEADROOM,
                 backend=args.backend,
                 quantize=args.quantize,
-                synthetic_acceptance_rates=(0.0,) * options["spec_tokens"],
+                synthetic_acceptance_rates=(0.0,) * count,
                 **options,
             )
-            if options["spec_tokens"]:
+            if model.options.spec_tokens:
                 set_acceptance(model, args.length)
             cases += [Case(name, batch, model) for batch in args.batches]
         for case in cases:  # Warms up, and teaches costs.
@@ -184,7 +231,7 @@ def _row(case: Case, max_foreign: float) -> Row:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser(
         "budgets", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
-        spec_tokens=3, batches=[4, 8], new_tokens=128, repeats=3,
+        spec_tokens=3, batches=[4, 8], new_tokens=240, repeats=3,
     )  # fmt: skip
     add = parser.add_argument
     add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")

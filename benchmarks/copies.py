@@ -207,19 +207,18 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
-    """A model of one setting: a number of drafts, "auto" among several, or a budget of rows."""
+    """A model of one setting: a number of drafts, or one that is chosen, with budgets or not."""
     options: dict[str, Any] = dict(
         batch_buckets=(args.batch,), max_len=args.max_len, dtype=args.dtype
     )
     if setting != PLAIN:
         options["draft"] = draft
-    if setting == "auto":
-        options |= dict(spec_tokens=setting, spec_tiers=args.tiers)
-    elif setting == "budget":
-        most = max(args.tiers)
-        options |= dict(spec_tokens=most, row_budgets=tuple(range(1, most + 2)))
+    if setting in ("auto", "budget"):
+        options |= dict(spec_tokens="auto", spec_tiers=args.tiers)
     else:
         options["spec_tokens"] = int(setting)
+    if setting == "budget":
+        options["row_budgets"] = range(2, max(args.tiers) + 2)
     return mtpc.compile(checkpoint, **options)
 
 
@@ -295,7 +294,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=[0, 1, 3, 7],
         metavar="K",
-        help="of auto; the largest is a budget's",
+        help="of auto and budget",
     )
     add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
     add("--new-tokens", type=positive, default=200, metavar="N")

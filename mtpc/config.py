@@ -84,9 +84,9 @@ class CompileOptions:
             the accepted drafts.
         spec_tiers: with "auto", the values of K to choose from; () is 0 to 3.
         row_budgets: rows a request, on average, that decode steps verify, from 1 to K + 1; for
-            each there are steps, among which the engine chooses. A step gives its rows to the
-            drafts that are likeliest to be accepted, whatever request they are of
-            (`mtpc.step.budget`). () verifies all drafts.
+            each, and with "auto" for each K, there are steps, among which the engine chooses. A
+            step gives its rows to the drafts that are likeliest to be accepted, whatever request
+            they are of (`mtpc.step.budget`). () verifies all drafts.
         batch_buckets: numbers of requests to capture steps for, ascending. A batch is padded to the
             smallest bucket that holds it.
         max_len: longest sequence (prompt and new tokens), in tokens. None is 4096, or the model's
@@ -421,9 +421,10 @@ def _check_budgets(found: dict[str, Any]) -> None:
             f"row_budgets is {budgets!r} with spec_tokens {most}; expected at most {most + 1}, the "
             "last token of a request and its drafts"
         )
-    if found["spec_tiers"] or drafters_of(found["draft"])[0]:
-        other = "spec_tokens='auto'" if found["spec_tiers"] else f"draft={found['draft']!r}"
-        raise OptionError(f"row_budgets is {budgets!r} with {other}; expected one of them alone")
+    if drafters_of(found["draft"])[0]:
+        raise OptionError(
+            f"row_budgets is {budgets!r} with draft={found['draft']!r}; expected one of them alone"
+        )
 
 
 def _ranks(found: dict[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,12 @@ class Plan(CompileOptions):
         return self.spec_tiers or (self.spec_tokens,)
 
     @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The decode steps of a bucket: K, and the rows a request; most rows come last."""
+        fitting = ((k, [b for b in self.row_budgets if b <= k + 1]) for k in self.tiers)
+        return tuple((k, b) for k, budgets in fitting for b in (k and budgets) or (k + 1,))
+
+    @property
     def copies(self) -> bool:
         """Whether drafts may be copies of a request's own text (`mtpc.step.copying`)."""
         return drafters_of(self.draft)[0]

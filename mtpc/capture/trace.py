@@ -193,7 +193,7 @@ def trace_step(
     buffers.add_module("state", shared.get_submodule("state"))
     buffers.add_module("batch", _allocate_batch(layout, shared))
     drafts = key.spec_tokens > 0
-    has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout and drafts)
+    has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout)
     pieces = _pieces(key, traces, layout)
     choice = Choice()
     if SAMPLING_INTS in layout:
@@ -232,6 +232,7 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
         pieces.add_module(name, piece)
     samples = SAMPLING_INTS in layout
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
-    pieces.record, pieces.advance = Record(), Advance(SYNTHETIC_DRAWS in layout)
+    marks_unused = SYNTHETIC_DRAWS in layout or DRAFT_COUNTS in layout
+    pieces.record, pieces.advance = Record(), Advance(marks_unused)
     pieces.dictate, pieces.count_drafts = Dictate(key.max_emitted), CountDrafts()
     return pieces

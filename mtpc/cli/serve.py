@@ -76,15 +76,15 @@ def _logged(level: str) -> Iterator[None]:
 def adaptive(given: dict[str, Any]) -> dict[str, Any]:
     """The server's default of K: adapted to load, with steps built while the server runs.
 
-    K is fixed with several ranks, with a budget of rows, and if no other process can build steps:
-    on other backends than cpu, without a cache, or with a cache that is only read.
+    K is fixed with several ranks, and if no other process can build steps: on other backends than
+    cpu, without a cache, or with a cache that is only read.
     """
     from mtpc.backends import first_choice
 
     row = first_choice(given.get("backend", mtpc.CompileOptions.backend))
     is_kept = given.get("use_cache", True) and row is not None and row.makes_files
     is_fixed = given.get("spec_tokens", AUTO) != AUTO or given.get("tensor_parallel_size", 1) > 1
-    if is_fixed or not is_kept or given.keys() & {"frozen", "require_sha256", "row_budgets"}:
+    if is_fixed or not is_kept or given.keys() & {"frozen", "require_sha256"}:
         return {}
     return {"spec_tokens": AUTO, "build_in_background": True}
 

@@ -1,57 +1,87 @@
-"""Chooses the budget of rows of each decode step: the most expected tokens per second.
+"""Chooses K and the budget of rows of each decode step: the most expected tokens per second.
 
-A step reports the chance of each draft that it proposed. A budget of B rows verifies the likeliest
-ones that fit, so the sum of their chances, and one token for each request, is what the next step is
-expected to emit. Divided by the measured time of such steps that is a rate.
+A step reports the chance of each draft that may come next. A step with K drafts and a budget of B
+rows verifies the likeliest ones that fit, so the sum of their chances, and one token for each
+request, is what such steps are expected to emit. Divided by their measured time that is a rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from mtpc.engine.estimates import StepCosts
 
-REPEAT = 250
-"""Steps of a bucket after which the budget that was measured longest ago is measured again."""
+REPEAT = 100
+"""Steps of a bucket after which the step that was measured longest ago is measured again."""
 ENOUGH = 2
-"""Steps that measure a budget before its time counts: the first may take too long."""
+"""Samples of a step before its time counts: the first may take too long."""
+CHANGE = 0.2
+"""Steps' time that waiting has lost when K changes; the first step with more drafts has none to
+verify."""
+Shape = tuple[int, int]
+"""A decode step of a bucket: K, and its rows a request."""
 
 
 class BudgetPolicy:
-    """Chooses among budgets from measured times and from chances.
+    """Chooses among decode steps from measured times and from chances.
 
     Args:
-        budgets: rows a request, ascending.
+        shapes: the steps that there are; most rows come last.
     """
 
-    def __init__(self, budgets: Sequence[int]):
-        self.budgets, self._costs = tuple(budgets), dict[int, StepCosts]()
+    def __init__(self, shapes: Sequence[Shape]):
+        self._all, self._costs = tuple(shapes), dict[int, StepCosts[Shape]]()
+        self._waited = 0.0
+        self.use({k for k, _ in shapes})
 
-    def choose(self, num_reqs: int, chances: Sequence[Sequence[float]]) -> int:
-        """The budget of the next decode step.
+    def use(self, tiers: Collection[int]) -> None:
+        """Choose among the steps of these K from the next step on."""
+        self.shapes = tuple(shape for shape in self._all if shape[0] in tiers)
+        self.current, self._costs = self.shapes[-1], {}
+
+    def choose(self, num_reqs: int, chances: Sequence[Sequence[float]]) -> Shape:
+        """The next decode step.
 
         Args:
             num_reqs: of the bucket.
             chances: of each request's drafts; () of a request of which no step has told any.
         """
         costs = self._costs.get(num_reqs)
-        if len(self.budgets) == 1 or costs is None:
-            return self.budgets[-1]
-        new = [b for b, count in zip(costs.tiers, costs.counts, strict=True) if count < ENOUGH]
+        if len(self.shapes) == 1 or costs is None:
+            return self.shapes[-1]
+        new = [s for s, count in zip(costs.tiers, costs.counts, strict=True) if count < ENOUGH]
         if new:
             return new[-1]
         if sum(costs.counts) % REPEAT == 0:
             return min(zip(costs.last, costs.tiers, strict=True))[1]
-        gains = [0.0, *accumulate(sorted((c for row in chances for c in row), reverse=True))]
+        rates = self._rates(costs, num_reqs, chances)
+        best = max(rates, key=rates.__getitem__)
+        alike = max((s for s in rates if s[0] == self.current[0]), key=rates.__getitem__)
+        self._waited = self._waited + 1 - rates[alike] / rates[best] if alike != best else 0.0
+        self.current = best if self._waited >= CHANGE else alike
+        return self.current
 
-        def rate(budget: int) -> float:
-            room = max(budget * num_reqs - len(chances), 0)
-            return (len(chances) + gains[min(room, len(gains) - 1)]) / costs.seconds(budget)
+    def _rates(
+        self, costs: StepCosts[Shape], num_reqs: int, chances: Sequence[Sequence[float]]
+    ) -> dict[Shape, float]:
+        """Expected tokens per second of each step."""
+        gains = {
+            k: [0.0, *accumulate(sorted((c for row in chances for c in row[:k]), reverse=True))]
+            for k, _ in self.shapes
+        }
+        rates = {}
+        for k, rows in self.shapes:
+            room = max(rows * num_reqs - len(chances), 0)
+            tokens = len(chances) + gains[k][min(room, len(gains[k]) - 1)]
+            rates[k, rows] = tokens / costs.seconds((k, rows))
+        return rates
 
-        return max(self.budgets, key=rate)
-
-    def observe(self, num_reqs: int, budget: int, seconds: float, context: int) -> None:
+    def observe(self, num_reqs: int, shape: Shape, seconds: float, context: int) -> None:
         """Record a decode step: of a bucket's rows, with the tokens of all its requests."""
-        costs = self._costs.setdefault(num_reqs, StepCosts(self.budgets))
-        costs.add(budget, seconds, sum(costs.counts) + 1, context)
+        if num_reqs not in self._costs:
+            # A draft is some half of a row's work.
+            work = [rows - 1 + k / 2 for k, rows in self.shapes]
+            self._costs[num_reqs] = StepCosts(self.shapes, work)
+        costs = self._costs[num_reqs]
+        costs.add(shape, seconds, sum(costs.counts) + 1, context)

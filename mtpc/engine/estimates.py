@@ -7,9 +7,10 @@ share of accepted drafts at position i, among those whose earlier drafts were al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
+from typing import Generic, TypeVar
 
 # The weight that older samples keep at each new step: for all requests in the long run and lately,
 # for one request, and for the comparison of these; and how many samples the prior counts for.
@@ -31,6 +32,7 @@ SPIKE = 0.15
 """A surprise, as a logarithm, counts up to this much if the estimate was more certain than that:
 other processes may have used the processor. A second one in a row counts in full, because the costs
 have changed, of all K alike or of this K alone."""
+T = TypeVar("T", bound=Hashable)
 CellCosts = Mapping[int, tuple[float, bool]]
 """By K, the seconds of a cell's steps, and whether they ran several times or that is a guess."""
 
@@ -130,16 +132,18 @@ def _more(share: float, known: float, accepted: int) -> float:
     return math.log(max(hit, LEAST) / max(usual, LEAST))
 
 
-class StepCosts:
+class StepCosts(Generic[T]):
     """What the steps of a cell cost: one estimate for all K, while the machine's speed changes.
 
-    A step measures its own K alone. So the estimate has the logarithms of all seconds, with a
-    covariance (a Kalman filter): a step corrects the cost of its own K, and the others as far as
-    they move together with it. A machine gets slower in two ways: everything takes longer, or only
-    the memory reads that every K has. Between steps the covariance grows in both directions.
+    K is T, an int; with budgets T is K and a number of rows. A step measures its own K alone. So
+    the estimate has the logarithms of all seconds, with a covariance (a Kalman filter): a step
+    corrects the cost of its own K, and the others as far as they move together with it. A machine
+    gets slower in two ways: everything takes longer, or only the memory reads that every K has.
+    Between steps the covariance grows in both directions.
 
     Args:
         tiers: ascending.
+        work: of each, in rows of each request beyond the first; for all K it is K.
         step: number of the first step.
         like: the costs of a nearby cell, whose ratios are kept.
         found: the costs of an earlier run. All of the machine may be slower or faster now.
@@ -154,18 +158,19 @@ class StepCosts:
 
     def __init__(
         self,
-        tiers: Sequence[int],
+        tiers: Sequence[T],
+        work: Sequence[float],
         step: int = 0,
-        like: StepCosts | None = None,
-        found: CellCosts | None = None,
+        like: StepCosts[T] | None = None,
+        found: Mapping[T, tuple[float, bool]] | None = None,
     ):
         self.tiers, self._step, self.changed, self._context = tuple(tiers), step, step, 0
         self.allowed, self.surprises = dict.fromkeys(tiers, 0.0), dict.fromkeys(tiers, 0.0)
         self.counts, self.last = [0] * len(self.tiers), [-1] * len(self.tiers)
         own, common = [0.0] * len(self.tiers), ANY
         # One more row may cost nothing, or as much as a whole step. A third is between these.
-        self._logs = [math.log(3 + k) for k in self.tiers]
-        slopes = [3 * k / (3 + k) for k in self.tiers]
+        self._logs = [math.log(3 + rows) for rows in work]
+        slopes = [3 * rows / (3 + rows) for rows in work]
         self._cov = [[SLOPE * one * other for other in slopes] for one in slopes]
         if found is not None:
             self._logs = [math.log(found[k][0]) for k in self.tiers]
@@ -181,7 +186,7 @@ class StepCosts:
         for i, row in enumerate(self._cov):
             row[:] = [value + common + (i == j) * own[i] for j, value in enumerate(row)]
 
-    def add(self, tier: int, seconds: float, step: int, context: int = 0) -> None:
+    def add(self, tier: T, seconds: float, step: int, context: int = 0) -> None:
         """Enter a sample of a step.
 
         If the tokens of all its requests differ from the last step's, requests came or went. The
@@ -234,22 +239,22 @@ class StepCosts:
             ]
             row[i] += passed * OWN_DRIFT
 
-    def is_known(self, tier: int) -> bool:
+    def is_known(self, tier: T) -> bool:
         """Whether a K has several samples, the newest of all K among them."""
         place = self.tiers.index(tier)
         return self.counts[place] > 1 and self.last[place] == max(self.last)
 
     @property
-    def known(self) -> CellCosts:
+    def known(self) -> dict[T, tuple[float, bool]]:
         """What a later run may know of them."""
         counts = zip(self.tiers, self.counts, strict=True)
         return {tier: (self.seconds(tier), count > 1) for tier, count in counts}
 
-    def seconds(self, tier: int) -> float:
+    def seconds(self, tier: T) -> float:
         """A K's seconds."""
         return math.exp(self._logs[self.tiers.index(tier)])
 
-    def doubt(self, tier: int, other: int) -> float:
+    def doubt(self, tier: T, other: T) -> float:
         """The standard error of the logarithm of the ratio of two K's costs."""
         i, j, cov = self.tiers.index(tier), self.tiers.index(other), self._cov
         return math.sqrt(max(cov[i][i] + cov[j][j] - 2 * cov[i][j], 0.0))

@@ -158,7 +158,8 @@ class PendingStep:
         tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = sum(request.num_tokens for request in turn.decoding)
-            tiers.observe(key.bucket.num_reqs, key.spec_tokens, self.readout.replay_s, context)
-            if budgets is not None and key.spec_tokens:
-                shape = (key.bucket.num_reqs, key.bucket.query_len)
-                budgets.observe(*shape, self.readout.replay_s, context)
+            num_reqs, took = key.bucket.num_reqs, (self.readout.replay_s, context)
+            if budgets is None:
+                tiers.observe(num_reqs, key.spec_tokens, *took)
+            else:
+                budgets.observe(num_reqs, (key.spec_tokens, key.bucket.query_len), *took)

@@ -48,7 +48,7 @@ class StepRunner:
 
     Attributes:
         tiers: chooses K for each decode step, if the program has steps for several K.
-        budgets: chooses the rows of each decode step, if the program has a budget of rows.
+        budgets: chooses K and the rows of each decode step, if the program has a budget of rows.
         states: the memory of snapshots.
     """
 
@@ -77,7 +77,8 @@ class StepRunner:
         if options.row_budgets:
             from mtpc.engine.budgets import BudgetPolicy  # Few starts have budgets.
 
-            self.budgets = BudgetPolicy(options.row_budgets)
+            self.budgets = BudgetPolicy(options.shapes)
+            self.budgets.use(program.tiers)
         self._masks = GrammarMasks(program, vocab_size)
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
@@ -140,18 +141,7 @@ class StepRunner:
             chunks = (len(turn.decoding), turn.prompts, turn.chunks)
             write_chunks(self.program, key, *chunks, self._vocab_size)
         else:
-            while self.program.arrived:
-                self.tiers.use(self.program.take())
-            num_reqs = self.program.bucket_for(len(turn.requests))
-            each = [request.acceptance for request in turn.decoding]
-            context = sum(request.num_tokens for request in turn.decoding)
-            idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
-            tier = self.tiers.choose(num_reqs, context, each, idle)
-            budget = None
-            if self.budgets is not None and tier:
-                known = [request.draft_chances for request in turn.decoding]
-                budget = self.budgets.choose(num_reqs, known)
-            key = StepKey.decode(num_reqs, tier, budget)
+            key = self._choose(self.program.bucket_for(len(turn.requests)), turn)
         self._masks.write(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
@@ -161,6 +151,21 @@ class StepRunner:
         for request, most in emitting.items():
             request.num_unread += most
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
+
+    def _choose(self, num_reqs: int, turn: Turn) -> StepKey:
+        """The decode step of a turn, of a bucket's rows."""
+        while self.program.arrived:
+            tiers = self.program.take()
+            self.tiers.use(tiers)
+            if self.budgets is not None:
+                self.budgets.use(tiers)
+        if self.budgets is not None:
+            known = [request.draft_chances for request in turn.decoding]
+            return StepKey.decode(num_reqs, *self.budgets.choose(num_reqs, known))
+        each = [request.acceptance for request in turn.decoding]
+        context = sum(request.num_tokens for request in turn.decoding)
+        idle = TEXT_IDS in self.program.shared and turn.has_no_drafts
+        return StepKey.decode(num_reqs, self.tiers.choose(num_reqs, context, each, idle))
 
     def _collect(self, pending: PendingStep) -> None:
         """Wait for a step's results, count them, and give them to its requests."""

@@ -63,7 +63,7 @@ class TierPolicy:
     """
 
     def __init__(self, tiers: Sequence[int], known: Costs | None = None):
-        self._known, self._cells = dict(known or {}), dict[Place, StepCosts]()
+        self._known, self._cells = dict(known or {}), dict[Place, StepCosts[int]]()
         self.switches = self.steps = 0
         self.spent = self.lost = 0.0
         self.rests = False
@@ -78,7 +78,7 @@ class TierPolicy:
         self._known = self.costs()
         self.tiers = tuple(sorted(set(tiers)))
         self._cells = {
-            place: StepCosts(self.tiers, found=found)
+            place: StepCosts(self.tiers, self.tiers, found=found)
             for place, found in self._known.items()
             if tuple(sorted(found)) == self.tiers
         }
@@ -127,7 +127,7 @@ class TierPolicy:
         for own, worth in zip(each, cycle(worths), strict=False):
             own.worth = worth
 
-    def _prefer(self, cell: StepCosts) -> None:
+    def _prefer(self, cell: StepCosts[int]) -> None:
         """Change the preferred K once waiting has lost as much time as a change there and back.
 
         The first step verifies drafts of a prefill step, which has the most: any K begins at once.
@@ -141,7 +141,7 @@ class TierPolicy:
             self.switches += 1
         self.current, self._waited = best, 0.0
 
-    def _next_trial(self, cell: StepCosts) -> int | None:
+    def _next_trial(self, cell: StepCosts[int]) -> int | None:
         """Another K than the preferred one to try now, or None.
 
         With more drafts than the preferred K, a trial has two steps: the first one verifies only
@@ -174,16 +174,16 @@ class TierPolicy:
         self._left, self._wins = int(tier > self.current), False
         return tier
 
-    def _loss(self, cell: StepCosts, tier: int) -> float:
+    def _loss(self, cell: StepCosts[int], tier: int) -> float:
         """The seconds that a step is expected to lose, if its K is better than it seems."""
         return cell.seconds(tier) * (1 - self._hope(cell, tier))
 
-    def _hope(self, cell: StepCosts, tier: int) -> float:
+    def _hope(self, cell: StepCosts[int], tier: int) -> float:
         """A K's rate over the preferred one's, at most 1, if its cost is a standard error lower."""
         ratio = self._rate(cell, tier) / self._rate(cell, self.current)
         return min(ratio * exp(cell.doubt(tier, self.current)), 1.0)
 
-    def _change_cost(self, cell: StepCosts, tier: int) -> float:
+    def _change_cost(self, cell: StepCosts[int], tier: int) -> float:
         """The seconds lost by going from the preferred K to another and back.
 
         The first step of the larger K verifies no more drafts than the smaller one proposes.
@@ -199,7 +199,7 @@ class TierPolicy:
             return
         place = _place(num_reqs, context)
         if place not in self._cells:
-            self._cells[place] = StepCosts(self.tiers, self.steps, self._nearest(place))
+            self._cells[place] = StepCosts(self.tiers, self.tiers, self.steps, self._nearest(place))
         cell = self._cells[place]
         cell.add(tier, seconds, self.steps, context)
         # What another process took of one step says nothing of drafts.
@@ -217,7 +217,7 @@ class TierPolicy:
             self.lost += lost
         self._compare(cell, tier, seconds)
 
-    def _compare(self, cell: StepCosts, tier: int, seconds: float) -> None:
+    def _compare(self, cell: StepCosts[int], tier: int, seconds: float) -> None:
         """Count what a step lost to the smallest K."""
         plain = self._rate(cell, self.tiers[0])
         lost = seconds - self._tokens / plain if tier > self.tiers[0] else 0.0
@@ -245,11 +245,11 @@ class TierPolicy:
         self._tokens = 1 + accepted / (sum(worths) or 1.0)
         self.experience.add(drafts, each)
 
-    def _rate(self, cell: StepCosts, tier: int) -> float:
+    def _rate(self, cell: StepCosts[int], tier: int) -> float:
         """Tokens per second: L(K) / T(K)."""
         return self._lengths[tier] / cell.seconds(tier)
 
-    def _nearest(self, place: Place) -> StepCosts | None:
+    def _nearest(self, place: Place) -> StepCosts[int] | None:
         """The cell of a place, or else the nearest, by requests as a ratio, and then by length."""
 
         def distance(other: Place) -> tuple[float, int]:

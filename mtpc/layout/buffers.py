@@ -261,9 +261,9 @@ def budget_specs() -> tuple[BufferSpec, ...]:
                "of them were accepted; old ones count less. Written at join: 0", HOST + PROPOSE),
         _result("num_verified", (R,), torch.int32,
                "result, with a budget of rows: number of drafts that this step verified"),
-        replace(_result("draft_chances", (R, K), torch.float32,
-               "result, with a budget of rows: the chance that a draft to verify next and all "
-               "before it are accepted; 0 in an inactive row"), writers=PROPOSE),
+        replace(_result("draft_chances", (R, K_MAX), torch.float32,
+               "result, with a budget of rows: the chance that the next draft of a position and "
+               "all before it are accepted; 0 in an inactive row"), writers=PROPOSE),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class StepKey:
         Args:
             num_reqs: R.
             spec_tokens: K.
-            budget: rows a request, on average; None: K + 1, which each request then has.
+            budget: rows a request, on average; None: K + 1. With K + 1 each request has these.
         """
         return cls("decode", Bucket(num_reqs, budget or spec_tokens + 1), spec_tokens)
 
@@ -88,10 +88,7 @@ def step_name(key: StepKey, part: Part) -> str:
 def step_keys(plan: Plan) -> tuple[StepKey, ...]:
     """The steps of a plan: a decode step per bucket, tier and budget, and a prefill step."""
     decode = tuple(
-        StepKey.decode(num_reqs, k, budget)
-        for k in plan.tiers
-        for budget in (k and plan.row_budgets) or (None,)
-        for num_reqs in plan.batch_buckets
+        StepKey.decode(num_reqs, *shape) for shape in plan.shapes for num_reqs in plan.batch_buckets
     )
     return (*decode, StepKey.prefill(*plan.prefill_shape, plan.spec_tokens))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpc.step.synthetic import NO_DRAFT
+from mtpc.layout import NO_TOKEN
 
 
 class Advance(nn.Module):
     """Write each request's new state to its slot; a request that is off writes the scratch slot.
 
     Args:
-        marks_unused: whether columns of `token_ids` for which this step has no draft get NO_DRAFT.
+        marks_unused: whether columns of `token_ids` for which this step has no draft get NO_TOKEN.
             Otherwise they keep their values, and a later step with more drafts verifies these.
     """
 
@@ -45,5 +45,5 @@ class Advance(nn.Module):
         remaining_tokens.index_copy_(0, state_slots, remaining)
         unused = token_ids[state_slots][:, next_token_ids.shape[1] :]
         if self.marks_unused:
-            unused = torch.full_like(unused, NO_DRAFT)
+            unused = torch.full_like(unused, NO_TOKEN)
         token_ids.index_copy_(0, state_slots, torch.cat([next_token_ids, unused], 1))

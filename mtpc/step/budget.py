@@ -148,6 +148,7 @@ class CountDrafts(nn.Module):
     def forward(
         self,
         draft_counts: Tensor,
+        token_ids: Tensor,
         state_slots: Tensor,
         active: Tensor,
         query_start_loc: Tensor,
@@ -160,6 +161,7 @@ class CountDrafts(nn.Module):
 
         Args:
             draft_counts: float32 [S, K_max, 2].
+            token_ids: int64 [S, K_max + 1], the last token and the drafts of each request.
             state_slots: int64 [R].
             active: bool [R].
             query_start_loc: int32 [R+1].
@@ -172,7 +174,8 @@ class CountDrafts(nn.Module):
         """
         decodes = active if is_decoding is None else active & (is_decoding != 0)
         lens = query_start_loc[1:] - query_start_loc[:-1]
-        verified = torch.where(decodes, lens - 1, 0).clamp(min=0)
+        exist = leading(token_ids[state_slots][:, 1:] != NO_TOKEN)
+        verified = torch.where(decodes, torch.minimum(lens - 1, exist), 0)
         column = torch.arange(draft_counts.shape[1], device=lens.device)
         accepted = torch.minimum(num_accepted, verified)[:, None]
         is_judged = (column < verified[:, None]) & (column <= accepted)
@@ -186,6 +189,7 @@ def count_drafts(step: Step, begun: Begun) -> None:
     """Call the piece `count_drafts` on what a step accepted, and report its results."""
     state, batch = step.state, step.batch
     rows = (begun.state_slots, begun.active, begun.query_start_loc, batch.num_accepted)
-    results = step.pieces.count_drafts(state.draft_counts, *rows, *step.is_decoding)
+    held = (state.draft_counts, state.token_ids)
+    results = step.pieces.count_drafts(*held, *rows, *step.is_decoding)
     aten.copy_.default(batch.num_verified, results[0])
     aten.copy_.default(batch.draft_chances, results[1])

@@ -25,8 +25,6 @@ from mtpc.step.records import Begun, Chosen, Metadata
 if TYPE_CHECKING:
     from mtpc.step.step import Step
 
-NO_DRAFT = -1
-"""Stands in `state.token_ids` where a step proposed fewer drafts than the row holds."""
 _SEED = 0
 
 
@@ -77,7 +75,7 @@ class Dictate(nn.Module):
             context_lens: int32 [R], committed tokens.
             active: bool [R].
             state_indices: int64 [R].
-            token_ids: int64 [S, K_max + 1]; NO_DRAFT where a request has no draft.
+            token_ids: int64 [S, K_max + 1]; NO_TOKEN where a request has no draft.
             table: int64 [P], see `draws`.
             is_decoding: int32 [R], 0 where the rows are a prompt's; None: all requests decode.
 

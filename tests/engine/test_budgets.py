@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import mtpc
 from mtpc.engine.budgets import ENOUGH, REPEAT, BudgetPolicy
 from mtpc.errors import OptionError
-from mtpc.layout import DRAFT_COUNTS, StepKey
-from mtpc.step.budget import EXPECTED, chances, choose_drafts
+from mtpc.layout import DRAFT_COUNTS, NO_TOKEN, StepKey
+from mtpc.step.budget import EXPECTED, FADE, AcceptPacked, CountDrafts, chances, choose_drafts
 
 ASKED: dict[str, Any] = {"batch_buckets": (1, 4), "row_budgets": (2,)}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -157,23 +157,111 @@ def test_one_request_that_verifies_nothing(
     assert sum(spec.stats.drafted) == 0
 
 
+SHAPES = ((0, 1), (1, 2), (3, 2), (3, 3), (3, 4))
+
+
 def test_the_policy_takes_the_best_rate() -> None:
-    policy, costs = BudgetPolicy((1, 2, 3, 4)), {1: 1.0, 2: 1.1, 3: 2.2, 4: 3.3}
+    """Of every K and budget; a change of K waits until it pays."""
+    policy = BudgetPolicy(SHAPES)
+    costs = dict(zip(SHAPES, (1.0, 1.3, 1.5, 2.2, 3.3), strict=True))
 
-    def step(chances: list[list[float]]) -> int:
-        budget = policy.choose(4, chances)
-        policy.observe(4, budget, costs[budget], 100)
-        return budget
+    def step(chances: list[list[float]]) -> tuple[int, int]:
+        shape = policy.choose(4, chances)
+        policy.observe(4, shape, costs[shape], 100)
+        return shape
 
-    first = [step([]) for _ in range(ENOUGH * 4)]
-    assert sorted(set(first)) == [1, 2, 3, 4]
-    some, all_, none = [0.9, 0.8, 0.1], [0.99, 0.98, 0.97], [0.01, 0.0, 0.0]
-    assert step([some, some, none, none]) == 2
-    assert step([none] * 4) == 1
-    costs |= {3: 1.2, 4: 1.3}
-    later = [step([all_] * 4) for _ in range(6 * REPEAT)]
-    assert later[-1] == 4
-    assert later.count(4) > 0.6 * len(later)
+    first = [step([]) for _ in range(ENOUGH * len(SHAPES))]
+    assert sorted(set(first)) == list(SHAPES)
+    some, all_, none = [0.9, 0.8, 0.7], [0.99, 0.98, 0.97], [0.01, 0.0, 0.0]
+    mixed = [step([some, some, none, none]) for _ in range(9)]
+    assert mixed[0] == mixed[-1] == (3, 2)
+    hopeless = [step([none] * 4) for _ in range(9)]
+    assert hopeless == [(0, 1)] * 9
+    few = [step([[0.6, 0.1, 0.0]] * 4) for _ in range(9)]
+    assert few == [(0, 1)] + [(1, 2)] * 8
+    costs |= {(3, 3): 1.55, (3, 4): 1.6}
+    later = [step([all_] * 4) for _ in range(20 * REPEAT)]
+    assert later[-1] == (3, 4)
+    assert later.count((3, 4)) > 0.6 * len(later)
+
+
+def test_steps_that_arrive_are_chosen() -> None:
+    policy = BudgetPolicy(SHAPES)
+    policy.use((0,))
+    assert policy.choose(4, []) == (0, 1)
+    policy.use((0, 3))
+    assert policy.choose(4, []) == (3, 4)
+
+
+@pytest.mark.parametrize("tiers", [(0, 1, 3), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def test_every_k_with_its_budgets(
+    tiers: tuple[int, ...], compiled: Callable[..., Any], oracle: Callable[..., Oracle]
+) -> None:
+    """The policy tries each step; drafts that were not proposed are neither verified nor counted,
+    and plain steps let counts fade."""
+    spec = compiled("mimo", "auto", spec_tiers=tiers, batch_buckets=(4,), row_budgets=(2, 3))
+    plain = [oracle("mimo").generate(prompt, 2 * NEW, stop=False) for prompt in PROMPTS[:4]]
+    poison(spec)
+    assert spec.generate(PROMPTS[:4], 2 * NEW, **GREEDY) == plain
+    ran = {(k.spec_tokens, k.bucket.query_len) for k in spec.stats.replays if k.phase == "decode"}
+    assert ran == set(spec.options.shapes)
+    for change in (random_counts, reversed_counts):
+        poison(spec)
+        with adversary(spec, change):
+            assert spec.generate(PROMPTS[:4], 2 * NEW, **GREEDY) == plain, change.__name__
+
+
+def test_what_is_judged() -> None:
+    """Drafts that exist and have a row, up to the first that is refused; old counts fade."""
+    counts = torch.zeros(3, 3, 2)
+
+    def step(drafts: list[int], num_rows: int, accepted: int, slot: int = 1) -> list[float]:
+        tokens = torch.full((3, 4), -1)
+        tokens[slot, : 1 + len(drafts)] = torch.tensor([5, *drafts])
+        rows = (torch.tensor([slot]), torch.tensor([True]))
+        starts = torch.tensor([0, num_rows], dtype=torch.int32)
+        verified, found = CountDrafts()(counts, tokens, *rows, starts, torch.tensor([accepted]))
+        assert (verified.tolist(), found.shape) == ([min(len(drafts), num_rows - 1)], (1, 3))
+        return counts[slot].flatten().tolist()
+
+    assert step([6, 7], 4, 1) == [1, 1, 1, 0, 0, 0]
+    assert step([], 1, 0) == pytest.approx([FADE, FADE, FADE, 0, 0, 0])
+    assert step([6, 7, 8], 4, 0, slot=2) == [1, 0, 0, 0, 0, 0]
+    assert step([6, 7, 8], 3, 2, slot=2) == pytest.approx([FADE + 1, 1, 1, 1, 0, 0])
+    assert step([], 1, 0)[0] == pytest.approx(FADE**2)
+
+
+def test_the_next_request_has_no_draft_of_this_one() -> None:
+    """Two requests share three rows; the second begins with the token that the first chose."""
+    reports = [torch.zeros(2, 3, dtype=torch.int64), *torch.zeros(3, 2, dtype=torch.int32)]
+    chosen = torch.tensor([7, 7, 7, 8, 9, 9])
+    ids, starts = torch.tensor([5, 7, 8]), torch.tensor([0, 1, 3], dtype=torch.int32)
+    lens, active = torch.tensor([4, 4], dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    limits = (torch.full((3,), 9, dtype=torch.int32), torch.full((3, 1), -1), torch.tensor([1, 2]))
+    given = (*reports, chosen, torch.ones(6, dtype=torch.bool), ids, starts, lens, active, *limits)
+    AcceptPacked()(*given)
+    num_accepted, num_emitted = reports[1].tolist(), reports[2].tolist()
+    assert (num_accepted, num_emitted) == ([0, 1], [1, 2])
+
+
+def test_what_was_not_proposed_is_no_draft(
+    compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with one draft clears the further ones of the step before, and a request that joins
+    has no counts of one before it."""
+    spec = compiled("mimo", "auto", spec_tiers=(1, 3), batch_buckets=(1,), row_budgets=(2,))
+    shapes = iter([(3, 2), (1, 2), (3, 2)])
+    monkeypatch.setattr(spec.engine.runner.budgets, "choose", lambda *_: next(shapes))
+    shared, steps = spec.program.shared, spec.stats.decode_steps
+    shared[DRAFT_COUNTS].fill_(7.0)
+    request = spec.engine.add(PROMPTS[0], NEW, stop_ids=())
+    seen = []
+    while spec.stats.decode_steps < steps + 3:
+        spec.engine.step()
+        seen.append((shared["state.token_ids"][1] == NO_TOKEN).tolist())
+        assert shared[DRAFT_COUNTS][1].max() <= 3
+    assert seen[-3:] == [[False] * 4, [False, False, True, True], [False] * 4]
+    spec.engine.abort(request)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +269,6 @@ def test_the_policy_takes_the_best_rate() -> None:
     [
         ({"spec_tokens": 2, "row_budgets": (4,)}, "expected at most 3"),
         ({"spec_tokens": 2, "row_budgets": (0,)}, "row_budgets is 0"),
-        ({"spec_tokens": "auto", "row_budgets": (2,)}, "one of them alone"),
         ({"spec_tokens": 3, "row_budgets": (2,), "draft": "copy"}, "one of them alone"),
         ({"row_budgets": "ab"}, "expected numbers of rows"),
     ],

@@ -71,6 +71,7 @@ _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_rea
 _LEVELS = "engine/test_tiers.py::test_every_layer_keeps_its_kv_at_any_k"
 _COPIES = "ops/test_copy_drafts.py"
 _COPIED_TEXTS = "engine/test_copies.py"
+_BUDGETS = "engine/test_budgets.py"
 _RESTART = "test_theorem.py::test_restarts_change_no_text_and_no_draft"
 _DERIVED_MTP = "models/test_derived_mtp.py::test_rows_are_transformers_own"
 _DERIVED_DRAFTS = "models/test_derived_mtp.py::test_drafts_and_text_are_transformers_own"
@@ -1650,6 +1651,70 @@ FAULTS = (
         "is_useful = is_draft & active",
         "is_useful = active",
         f"{_COPIED_TEXTS}::test_a_draft_that_does_not_exist_has_no_row",
+    ),
+    # A budget of rows.
+    Fault(
+        "a budget verifies the least likely drafts",
+        "step/budget.py",
+        "flat[None, :] > flat[:, None]",
+        "flat[None, :] < flat[:, None]",
+        f"{_BUDGETS}::test_the_likeliest_drafts_are_chosen",
+    ),
+    Fault(
+        "a packed row has the token of another request",
+        "step/budget.py",
+        "token_ids[state_indices[request], place",
+        "token_ids[state_indices[request * 0], place",
+        f"{_BUDGETS}::test_the_text_is_that_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "drafts take the rows of the requests' last tokens",
+        "step/budget.py",
+        "num_tokens - active.long().sum()",
+        "torch.tensor(num_tokens)",
+        f"{_BUDGETS}::test_the_text_is_that_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "a draft that has no row is accepted",
+        "step/budget.py",
+        "torch.where(is_row, given.ids[rows], NO_TOKEN)",
+        "given.ids[rows]",
+        f"{_BUDGETS}::test_the_next_request_has_no_draft_of_this_one",
+    ),
+    Fault(
+        "drafts that were not proposed are judged",
+        "step/budget.py",
+        "torch.minimum(lens - 1, exist)",
+        "(lens - 1)",
+        f"{_BUDGETS}::test_what_is_judged",
+    ),
+    Fault(
+        "drafts behind one that was refused are judged",
+        "step/budget.py",
+        "(column < verified[:, None]) & (column <= accepted)",
+        "(column < verified[:, None])",
+        f"{_BUDGETS}::test_what_is_judged",
+    ),
+    Fault(
+        "drafts of an earlier step stay drafts",
+        "capture/trace.py",
+        "SYNTHETIC_DRAWS in layout or DRAFT_COUNTS in layout",
+        "SYNTHETIC_DRAWS in layout",
+        f"{_BUDGETS}::test_what_was_not_proposed_is_no_draft",
+    ),
+    Fault(
+        "a request has the chances of the one before it in its slot",
+        "engine/rows.py",
+        "{COPY_COUNTS, DRAFT_SOURCE, DRAFT_COUNTS} & shared.keys()",
+        "{COPY_COUNTS, DRAFT_SOURCE} & shared.keys()",
+        f"{_BUDGETS}::test_what_was_not_proposed_is_no_draft",
+    ),
+    Fault(
+        "a smaller K is worth the chances of the largest",
+        "engine/budgets.py",
+        "for c in row[:k]",
+        "for c in row",
+        f"{_BUDGETS}::test_the_policy_takes_the_best_rate",
     ),
     Fault(
         "a step without copies counts K drafts",
