@@ -243,7 +243,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14880,
+    "backends": 14800,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
@@ -253,7 +253,7 @@ LINES = {
     "integrations": 5060,
     "layout": 1210,
     "models": 9310,
-    "ops": 2810,
+    "ops": 2720,
     "passes": 2600,
     "program": 5040,
     "server": 4350,

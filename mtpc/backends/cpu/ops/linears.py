@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.grouped import grouped_linear
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, largest_of, operator
 
 
-@operator(Traits("row", "sums", rows="x"))
+@operator(
+    Traits("row", "sums", rows="x"),
+    lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32),
+)
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, computed in float32 from operands as they are stored: routers in 16-bit models.
 
@@ -31,12 +32,7 @@ def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
-@float32_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), largest_of)
 def grouped_linear_max(
     x: Tensor,
     codes: Tensor,
@@ -49,8 +45,3 @@ def grouped_linear_max(
     """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
     values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
     return values, indices
-
-
-@grouped_linear_max.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
