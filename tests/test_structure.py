@@ -184,7 +184,10 @@ def test_operators_of_a_backend_are_its_own(backend: str, other: str) -> None:
 
 
 def test_a_pass_is_named_once() -> None:
-    """In its class: backends take the name from there, commands ask for passes by policy."""
+    """By its class: backends take the name from there, commands ask for passes by policy.
+
+    Two have other names than their classes, of which the plan reads one.
+    """
     from mtpc.backends.pipeline import pass_names
 
     names = pass_names()
@@ -194,7 +197,7 @@ def test_a_pass_is_named_once() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     )
-    assert found == Counter(names)
+    assert found == {"shard": 1, "skip-idle-rows": 1}
 
 
 def test_backends_choose_passes_that_leave_it_to_them() -> None:
@@ -243,7 +246,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14800,
+    "backends": 14760,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
@@ -254,7 +257,7 @@ LINES = {
     "layout": 1210,
     "models": 9310,
     "ops": 2720,
-    "passes": 2600,
+    "passes": 2570,
     "program": 5040,
     "server": 4350,
     "step": 2010,

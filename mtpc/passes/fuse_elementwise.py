@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +12,7 @@ from mtpc.capture.graph import StepGraph
 from mtpc.ops.traits import traits_of
 from mtpc.passes.base import (
     GETITEM,
-    Policy,
+    Pass,
     cast,
     either_way,
     emit,
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FuseElementwise:
+class FuseElementwise(Pass, policy="backend"):
     """Replace chains of elementwise operators on bfloat16 rows by the ops of `mtpc.ops.fused`.
 
     Nearly all of a layer's work between linears and attention is three such chains: a residual sum
@@ -36,9 +36,6 @@ class FuseElementwise:
     passes over each row once, and uses more threads only if that pays. The kernels round at the
     same places as the chains. On by default on the cpu and on GPUs.
     """
-
-    name: ClassVar[str] = "fuse-elementwise"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout.buffers import R, T
-from mtpc.passes.base import Policy
+from mtpc.passes.base import Pass
 
 aten = torch.ops.aten
 
@@ -19,7 +18,7 @@ _OPEN_END = 2**62
 
 
 @dataclass(frozen=True)
-class ResizeMetadata:
+class ResizeMetadata(Pass, policy="required"):
     """Resize the metadata buffers that a step with several tokens per request overruns.
 
     Plain decoding has one token per request, so `positions` and `slot_mapping` are declared [R]. A
@@ -29,9 +28,6 @@ class ResizeMetadata:
     are used. If necessary, it replaces the size R by R*Q, or a larger multiple of R, and
     reallocates the buffer. The verifier checks the sizes again.
     """
-
-    name: ClassVar[str] = "resize-metadata"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import (
-    Policy,
+    Pass,
     cast,
     emit,
     emit_named,
@@ -41,7 +41,7 @@ _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
 
 @dataclass(frozen=True)
-class PackWeights:
+class PackWeights(Pass, policy="backend"):
     """Replace linears and experts on bfloat16 weights by ops that read packed weights.
 
     On by default on backends with kernels for them (cpu). Linears that share an input (q/k/v,
@@ -52,9 +52,6 @@ class PackWeights:
     that. So that it holds for the whole model, the pass also replaces float32 linears (routers) if
     it or pack-groups has replaced a linear of the target. Their weights stay as they are.
     """
-
-    name: ClassVar[str] = "pack-weights"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))

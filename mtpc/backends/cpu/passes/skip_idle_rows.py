@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.layout import LOGITS_STARTS, StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
-from mtpc.passes.base import GETITEM, Policy, emit, is_call
+from mtpc.passes.base import GETITEM, Pass, emit, is_call
 from mtpc.plan import SKIP_IDLE_ROWS
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 
 
 @dataclass(frozen=True)
-class SkipIdleRows:
+class SkipIdleRows(Pass, policy="backend", name=SKIP_IDLE_ROWS):
     """Pass the number of leading rows in use to the kernels that can leave out the others.
 
     A decode step is compiled for all rows of its bucket, and a prefill step for a whole chunk. So a
@@ -31,9 +31,6 @@ class SkipIdleRows:
     rows, so rows in use do not change. Idle rows of a result are undefined; the pass clears them
     where any other operator reads them. On by default on backends with such kernels (cpu).
     """
-
-    name: ClassVar[str] = SKIP_IDLE_ROWS
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph, graph.key)
