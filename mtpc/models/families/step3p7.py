@@ -28,7 +28,7 @@ from torch import Tensor
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import kv_specs
-from mtpc.models.families.glm4_moe import NEXTN_WIRING
+from mtpc.models.families.nextn import NEXTN_WIRING
 from mtpc.models.family import ModelFamily, VisionParts, nextn_layers
 from mtpc.models.seams import StandIn
 from mtpc.ops.experts import experts
