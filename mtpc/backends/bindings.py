@@ -110,8 +110,10 @@ class BindKernels(Pass, policy="required", name="legalise-gpu"):
             chosen = self._choose(node, graph)
             if chosen is not None:
                 if chosen.order is not None:
-                    orders[chosen.target] = chosen.order
-                    _arrange(node, graph, chosen.order)
+                    order = orders[chosen.target] = chosen.order
+                    for name in order.weights:
+                        weight = str(arguments(node)[name].target)
+                        graph.weights.orders.arrange(weight, order.name, order.arrange)
                 self._bind(node, graph, chosen)
                 rewrites += 1
         _check_orders(graph, orders)
@@ -183,11 +185,6 @@ def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str 
         if reason is not None:
             return reason
     return None
-
-
-def _arrange(node: fx.Node, graph: StepGraph, order: Order) -> None:
-    for operand in (arguments(node)[name] for name in order.weights):
-        graph.weights.orders.arrange(str(operand.target), order.name, order.arrange)
 
 
 def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:

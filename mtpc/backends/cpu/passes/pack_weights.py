@@ -61,7 +61,12 @@ class PackWeights(Pass, policy="backend"):
         is_ours = packed or any(
             is_call(node, *_GROUPED) and node not in draft for node in graph.graph.nodes
         )
-        return packed + (_widen_linears(graph) if is_ours else 0)
+        wide = [
+            node
+            for node in graph.graph.nodes
+            if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
+        ]
+        return packed + (exchange(graph, wide, _widened) if is_ours else 0)
 
 
 def _packed_linear(group: LinearGroup) -> fx.Node:
@@ -69,17 +74,8 @@ def _packed_linear(group: LinearGroup) -> fx.Node:
     return group.emit(torch.ops.mtpc.packed_linear.default, packed, group.features, *bias)
 
 
-def _widen_linears(graph: StepGraph) -> int:
-    """Replace every linear with float32 results, and the casts before it; returns how many."""
-    found = [
-        node
-        for node in graph.graph.nodes
-        if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
-    ]
-    return exchange(graph, found, _widened)
-
-
 def _widened(graph: StepGraph, node: fx.Node) -> fx.Node:
+    """A linear with float32 results, without the casts before it."""
     x, weight, bias = (_before_widening(operand) for operand in arguments(node).values())
     args = (x, weight, *([] if bias is None else [bias]))
     return emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)

@@ -106,8 +106,12 @@ class _Counts:
                 self.published[name] = value
             if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
                 self._count(node)
-            if name == LOGITS_STARTS and isinstance(value, fx.Node):
-                self._count_logits(node, value)
+            # With one row of logits per request, the count of requests serves.
+            is_ragged = name == LOGITS_STARTS and self.key.max_emitted != 1
+            if is_ragged and isinstance(value, fx.Node):
+                with self.graph.inserting_before(node.next):  # The largest of their starts.
+                    count = emit(self.graph, aten.amax.default, (value, [0], True), node)
+                self.logits = (self.key.num_logits, count)
         elif is_call(node, torch.ops.mtpc.accept.default):
             self.logits = None  # From here on rows are selected for each request alone.
         elif _has_features(node):
@@ -150,17 +154,6 @@ class _Counts:
             tokens = emit(self.graph, aten.index_select.default, (starts, 0, requests), node)
         self.requests = (num_reqs, requests)
         self.tokens = (positions.meta["val"].shape[0], tokens)
-
-    def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
-        """Emit, after a node, the count of rows of logits, which is the largest of their starts.
-
-        With one row of logits per request, the count of requests serves.
-        """
-        if self.key.max_emitted == 1:
-            return
-        with self.graph.inserting_before(node.next):
-            count = emit(self.graph, aten.amax.default, (starts, [0], True), node)
-        self.logits = (self.key.num_logits, count)
 
 
 def _has_features(node: fx.Node) -> bool:
