@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Pass, emit, is_call, tidy
+from mtpc.passes.base import Pass, aten, emit, is_call, tidy
 
-aten = torch.ops.aten
 mtpc = torch.ops.mtpc
 
 

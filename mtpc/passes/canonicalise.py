@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import StepGraph, first_argument
-from mtpc.passes.base import Pass
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten
 
 
 @dataclass(frozen=True)

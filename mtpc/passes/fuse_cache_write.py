@@ -9,10 +9,8 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Pass, emit, is_call, is_narrow, operands, tidy
+from mtpc.passes.base import Pass, aten, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
-
-aten = torch.ops.aten
 
 _WRITE = torch.ops.mtpc.write_cache.default
 _ATTEND = torch.ops.mtpc.paged_attention.default

@@ -13,6 +13,7 @@ from mtpc.ops.traits import traits_of
 from mtpc.passes.base import (
     GETITEM,
     Pass,
+    aten,
     cast,
     either_way,
     emit,
@@ -22,8 +23,6 @@ from mtpc.passes.base import (
 )
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,8 @@ class FuseElementwise(Pass, policy="backend"):
     """
 
     def apply(self, graph: StepGraph) -> int:
-        rewrites = 0
-        for node in list(graph.graph.nodes):
-            for fuse in (_fuse_norm, _fuse_activation, _fuse_rotary):
-                if fuse(graph.graph, node):
-                    rewrites += 1
-                    break
-        return tidy(graph, rewrites)
+        fuses, nodes = (_fuse_norm, _fuse_activation, _fuse_rotary), list(graph.graph.nodes)
+        return tidy(graph, sum(any(fuse(graph.graph, node) for fuse in fuses) for node in nodes))
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:

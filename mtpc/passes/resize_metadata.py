@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout.buffers import R, T
-from mtpc.passes.base import Pass
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten
 
 _OPEN_END = 2**62
 """A slice without an end is traced with a larger integer than this."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.traits import traits_of
-from mtpc.passes.base import Pass, emit, emit_named, operands, refresh_values, sweep
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten, emit, emit_named, operands, refresh_values, sweep
 
 _ELEMENTWISE = ("broadcast", "cast", "same")
 _FIRST_ARGUMENT_ONLY = ("linear", "reduce", "drop")

@@ -10,11 +10,9 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Pass, emit, emit_attribute, emit_weight, is_call, operands, sweep
+from mtpc.passes.base import Pass, aten, emit, emit_attribute, emit_weight, is_call, operands, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.weights.recipes import Rows
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Pass, emit, emit_named, exchange, is_call, operands
-
-aten = torch.ops.aten
+from mtpc.passes.base import GETITEM, Pass, aten, emit, emit_named, exchange, is_call, operands
 
 _MAXIMA: dict[Any, Any] = {
     torch.ops.mtpc.grouped_linear.default: torch.ops.mtpc.grouped_linear_max.default,

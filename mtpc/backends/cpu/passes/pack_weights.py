@@ -11,6 +11,7 @@ from torch import fx
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import (
     Pass,
+    aten,
     cast,
     emit,
     emit_named,
@@ -32,8 +33,6 @@ from mtpc.passes.linears import (
 )
 from mtpc.weights.packing import can_pack
 from mtpc.weights.recipes import Blocks, Packed
-
-aten = torch.ops.aten
 
 _GROUPED = (torch.ops.mtpc.grouped_linear.default, torch.ops.mtpc.grouped_experts.default)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,10 +11,8 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.layout import LOGITS_STARTS, StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
-from mtpc.passes.base import GETITEM, Pass, emit, is_call
+from mtpc.passes.base import GETITEM, Pass, aten, emit, is_call
 from mtpc.plan import SKIP_IDLE_ROWS
-
-aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Metadata buffers of a forward, in the order in which the step writes them."""

@@ -11,9 +11,7 @@ from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import value_of
-from mtpc.passes.base import Pass, emit, emit_named, tidy
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten, emit, emit_named, tidy
 
 _LINEAR = torch.ops.mtpc.batch_invariant_linear.default
 _ROW_SUM = torch.ops.mtpc.row_sum.default

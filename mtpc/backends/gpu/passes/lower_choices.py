@@ -11,9 +11,7 @@ from torch import Tensor, fx
 from mtpc.backends.gpu.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Pass, cast, emit, exchange, is_call, operands, sweep
-
-aten = torch.ops.aten
+from mtpc.passes.base import GETITEM, Pass, aten, cast, emit, exchange, is_call, operands, sweep
 
 
 @dataclass(frozen=True)
