@@ -246,7 +246,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14730,
+    "backends": 14700,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
@@ -255,14 +255,14 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1210,
-    "models": 9270,
+    "models": 9250,
     "ops": 2720,
-    "passes": 2570,
+    "passes": 2540,
     "program": 5030,
     "server": 4350,
     "step": 2010,
     "store": 1010,
-    "tuning": 1820,
+    "tuning": 1810,
     "weights": 8840,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""

@@ -13,8 +13,7 @@ from mtpc.models.families.nemotron_h import NEMOTRON_H
 from mtpc.models.families.nextn import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GLM4V_MOE
 from mtpc.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtpc.models.families.qwen4_exp import QWEN4_EXP
-from mtpc.models.families.step3p5 import STEP3P5
-from mtpc.models.families.step3p7 import STEP3P7
+from mtpc.models.families.step3p7 import STEP3P5, STEP3P7
 from mtpc.models.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (

@@ -1,4 +1,5 @@
-"""Linear layers in float32 (routers), and the largest feature of one on a weight in groups."""
+"""Linear layers in float32 (routers), the largest feature of one on a weight in groups, and rows of
+results that are not in use."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.grouped import grouped_linear
+from mtpc.ops.ragged import keep_rows
 from mtpc.ops.traits import Traits, largest_of, operator
 
 
@@ -45,3 +47,17 @@ def grouped_linear_max(
     """The largest feature of `grouped_linear` of bfloat16 x; else as `packed_linear_max`."""
     values, indices = grouped_linear(x, codes, scales, zeros, features, bias, rows).max(-1)
     return values, indices
+
+
+@operator(Traits("row", "moves", rows="x"), mutates_args=("x",))
+def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
+    """Write zeros to rows that are not in use.
+
+    Args:
+        x: [..., F...], dense.
+        rows: int32 or int64 [1], how many leading rows are in use.
+        features: how many last dimensions a row has.
+    """
+    lead = x.shape[: x.dim() - features]
+    flat = x.view(lead.numel(), -1)
+    flat.copy_(keep_rows(flat, rows))
