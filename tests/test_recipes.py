@@ -24,18 +24,15 @@ FILES = {
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, aten, is_call, sweep
+from mtpc.passes.base import Pass, aten, is_call, sweep
 
 
 @dataclass(frozen=True)
-class DropDoubleNegation:
+class DropDoubleNegation(Pass, policy="on"):
     """drop-double-negation: x instead of -(-x)."""
-
-    name: ClassVar[str] = "drop-double-negation"
-    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

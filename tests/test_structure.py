@@ -184,7 +184,10 @@ def test_operators_of_a_backend_are_its_own(backend: str, other: str) -> None:
 
 
 def test_a_pass_is_named_once() -> None:
-    """In its class: backends take the name from there, commands ask for passes by policy."""
+    """By its class: backends take the name from there, commands ask for passes by policy.
+
+    Two have other names than their classes, of which the plan reads one.
+    """
     from mtpc.backends.pipeline import pass_names
 
     names = pass_names()
@@ -194,7 +197,7 @@ def test_a_pass_is_named_once() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     )
-    assert found == Counter(names)
+    assert found == {"shard": 1, "skip-idle-rows": 1}
 
 
 def test_backends_choose_passes_that_leave_it_to_them() -> None:
@@ -243,7 +246,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2430,
-    "backends": 14880,
+    "backends": 14700,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
@@ -252,15 +255,15 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1210,
-    "models": 9310,
-    "ops": 2810,
-    "passes": 2600,
-    "program": 5040,
+    "models": 9250,
+    "ops": 2720,
+    "passes": 2540,
+    "program": 5030,
     "server": 4350,
     "step": 2010,
     "store": 1010,
-    "tuning": 1820,
-    "weights": 8860,
+    "tuning": 1810,
+    "weights": 8840,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

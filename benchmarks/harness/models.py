@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.models import FAMILIES, ModelFamily
-from mtpc.models.families.glm4_moe import GLM4_MOE
+from mtpc.models.families.nextn import GLM4_MOE
 from mtpc.models.family import find_norm_class
 from mtpc.models.hf import MTPLayer, model_class
 from mtpc.models.mtp_layers import stored_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -13,7 +13,7 @@ from mtpc.errors import GraphError
 from mtpc.layout.specs import is_buffer_name
 from mtpc.ops.collectives import is_collective
 from mtpc.ops.signatures import arguments_of
-from mtpc.passes.base import Policy
+from mtpc.passes.base import Pass
 from mtpc.passes.linears import weight_of
 
 Limits = Callable[[fx.Node, StepGraph], str | None]
@@ -85,7 +85,7 @@ class Binding:
 
 
 @dataclass(frozen=True)
-class BindKernels:
+class BindKernels(Pass, policy="required", name="legalise-gpu"):
     """legalise-gpu: replace each reference op by the first kernel that can take the call.
 
     If none can, the reference op stays. It runs on any device, slowly. Refusals are noted.
@@ -101,8 +101,6 @@ class BindKernels:
 
     bindings: Sequence[Binding]
     note: Callable[[str], None] = field(default=lambda line: None)
-    name: ClassVar[str] = "legalise-gpu"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites, orders = 0, dict[Any, Order]()
@@ -112,8 +110,10 @@ class BindKernels:
             chosen = self._choose(node, graph)
             if chosen is not None:
                 if chosen.order is not None:
-                    orders[chosen.target] = chosen.order
-                    _arrange(node, graph, chosen.order)
+                    order = orders[chosen.target] = chosen.order
+                    for name in order.weights:
+                        weight = str(arguments(node)[name].target)
+                        graph.weights.orders.arrange(weight, order.name, order.arrange)
                 self._bind(node, graph, chosen)
                 rewrites += 1
         _check_orders(graph, orders)
@@ -185,11 +185,6 @@ def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str 
         if reason is not None:
             return reason
     return None
-
-
-def _arrange(node: fx.Node, graph: StepGraph, order: Order) -> None:
-    for operand in (arguments(node)[name] for name in order.weights):
-        graph.weights.orders.arrange(str(operand.target), order.name, order.arrange)
 
 
 def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:

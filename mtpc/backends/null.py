@@ -192,11 +192,8 @@ class _Recorder(TorchDispatchMode):
         super().__exit__(*error)
         with torch.inference_mode():
             for op, call in self._calls:
-                self._tape.entries.append(TapeEntry(op, *map_aggregate(call, _at_place)))
-
-
-def _at_place(value: Any) -> Any:
-    return value.tensor() if isinstance(value, Place) else value
+                call = map_aggregate(call, lambda v: v.tensor() if isinstance(v, Place) else v)
+                self._tape.entries.append(TapeEntry(op, *call))
 
 
 def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from mtpc.backends.expand import Traced, expand
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.experts import spelled_experts
-from mtpc.passes.base import Policy, exchange
+from mtpc.passes.base import Pass, exchange
 
 
 @dataclass(frozen=True)
-class SpellExperts:
+class SpellExperts(Pass, policy="required"):
     """Put `spelled_experts` in place of each call of `mtpc::biased_experts` that is left.
 
     Kernels of experts with biases read codes only, and pack-blocks has replaced the calls that have
     them. A step computes all experts of the others, for all rows.
     """
-
-    name: ClassVar[str] = "spell-experts"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         traced: Traced = {}

@@ -105,11 +105,6 @@ class BufferSpec:
     is_paged: bool = False
 
     @property
-    def is_host_only(self) -> bool:
-        """Whether the step only reads it."""
-        return self.writers == HOST
-
-    @property
     def shared(self) -> bool:
         """Whether all buckets use the same tensor."""
         return not self.name.startswith("batch.")

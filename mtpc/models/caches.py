@@ -280,7 +280,10 @@ class CachePool(nn.Module):
             pages = (tensors["ring_k"].shape[0] - 1) // (self.num_slots - 1)
             return RingKV(tensors["ring_k"], tensors["ring_v"], pages)
         for kind in self.kinds:
-            if not _fits(kind, set(roles)):
+            # It has a field for each role, and a role for each required field.
+            declared = fields(kind)
+            required = {each.name for each in declared if each.default is MISSING}
+            if not required <= tensors.keys() <= {each.name for each in declared}:
                 continue
             if self.shifts is not None and layer in self.shifts.attentions:
                 tensors["k_shift"] = partial(self.shifts, layer)
@@ -289,10 +292,3 @@ class CachePool(nn.Module):
             f"layer {layer} has the buffers {sorted(roles)}; expected those of a known cache; "
             "correct `cache_specs` or `cache_kinds` of its family"
         )
-
-
-def _fits(kind: Any, roles: set[str]) -> bool:
-    """Whether a dataclass has a field for each role and a role for each required field."""
-    declared = fields(kind)
-    required = {field.name for field in declared if field.default is MISSING}
-    return required <= roles <= {field.name for field in declared}

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.families.glm4_moe import GLM4_MOE
+from mtpc.models.families.nextn import GLM4_MOE
 from mtpc.models.families.qwen3_next import QWEN3_NEXT
 from mtpc.models.family import ModelFamily, nextn_layers
 from mtpc.models.hf import StepParts

@@ -179,7 +179,8 @@ class ShardPlan:
                 f"expected one that says how its weights are cut; {advice}"
             )
         if expert_parallel:  # As in transformers, rules for experts replace those for tensors.
-            rules = {n: s for n, s in rules.items() if not _is_below(n, experts)} | experts
+            below = tuple(f"{module}." for module in experts)
+            rules = {n: s for n, s in rules.items() if not f"{n}.".startswith(below)} | experts
         rules |= {f"mtp.*.{name}": style for name, style in self._drafter.items()}
         unknown = sorted({style for style in rules.values() if style not in STYLES})
         if unknown:
@@ -253,7 +254,3 @@ class ShardPlan:
 def _starred(name: str) -> str:
     """A name with "*" for each number, as rules have it."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _is_below(name: str, modules: Mapping[str, str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ REPORTS = ("out_token_ids", "num_accepted", "num_emitted", "stop_reason")
         slots="remaining_tokens stop_ids",
         features=None,
     ),
+    lambda context_lens: empty_outcome(context_lens),
     mutates_args=REPORTS,
 )
 def accept(
@@ -142,15 +141,6 @@ def stop(
     )
     left = torch.where(emits & (reason == RUNNING), remaining - num, 0)
     return num.int(), left.int(), reason.int()
-
-
-@accept.register_fake
-def _(
-    out_token_ids: Tensor, num_accepted: Tensor, num_emitted: Tensor, stop_reason: Tensor,
-    chosen: Tensor, finite: Tensor, ids: Tensor, query_start_loc: Tensor, context_lens: Tensor,
-    *_: Any, **__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return empty_outcome(context_lens)
 
 
 def empty_outcome(context_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,12 +13,11 @@ the device to the host.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Cut, Traits, operator
+from mtpc.ops.traits import Cut, Traits, operator, with_features
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -186,7 +185,10 @@ def _by_head(
     return torch.where(attended[..., 0], own, 0).repeat_interleave(groups, 1).T
 
 
-@operator(replace(ATTENDS, rows="q", pages=_CACHES, cuts=(Cut(_BY_HEAD, 1),)))
+@operator(
+    replace(ATTENDS, rows="q", pages=_CACHES, cuts=(Cut(_BY_HEAD, 1),)),
+    lambda q, v_cache: with_features(q, v_cache.shape[3]),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -251,12 +253,10 @@ def paged_attention(
     return out.contiguous()  # As the fake says; where() follows the strides of einsum.
 
 
-@paged_attention.register_fake
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
-
-
-@operator(replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1}, 1),)))
+@operator(
+    replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1}, 1),)),
+    lambda q, latent_rank: with_features(q, latent_rank),
+)
 def latent_attention(
     q: Tensor,
     latent_cache: Tensor,
@@ -288,15 +288,10 @@ def latent_attention(
     return paged_attention(q, keys, values, block_table, seq_lens, query_start_loc, scale)
 
 
-@latent_attention.register_fake
-def _(
-    q: Tensor, latent_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, scale: float, latent_rank: int,
-) -> Tensor:  # fmt: skip
-    return q.new_empty((q.shape[0], q.shape[1], latent_rank))
-
-
-@operator(replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1, "kv_up": 0}, 1),)))
+@operator(
+    replace(ATTENDS, rows="q", pages="latent_cache", cuts=(Cut({"q": 1, "kv_up": 0}, 1),)),
+    lambda q, kv_up, nope_dim: with_features(q, kv_up.shape[0] // q.shape[1] - nope_dim),
+)
 def expanded_latent_attention(
     q: Tensor,
     latent_cache: Tensor,
@@ -335,12 +330,3 @@ def expanded_latent_attention(
     keys = torch.cat([expanded[..., :nope_dim], shared], -1)
     values = expanded[..., nope_dim:]
     return paged_attention(q, keys, values, block_table, seq_lens, query_start_loc, scale)
-
-
-@expanded_latent_attention.register_fake
-def _(
-    q: Tensor, latent_cache: Tensor, kv_up: Tensor, block_table: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, scale: float, nope_dim: int,
-) -> Tensor:  # fmt: skip
-    value_dim = kv_up.shape[0] // q.shape[1] - nope_dim
-    return q.new_empty((q.shape[0], q.shape[1], value_dim))

@@ -14,7 +14,14 @@ _ROWS = 64
 """Rows that the reference scores at a time, because it holds their scores for all heads."""
 
 
-@operator(replace(ATTENDS, rows="query weights", pages="index_cache"))
+def _slots(query: Tensor, index_cache: Tensor, block_table: Tensor, count: int) -> Tensor:
+    context = block_table.shape[1] * index_cache.shape[1]
+    # Not `min`, which while a model is traced leaves a number that depends on the size.
+    chosen = count if count <= context else context
+    return query.new_empty((query.shape[0], chosen), dtype=torch.int32)
+
+
+@operator(replace(ATTENDS, rows="query weights", pages="index_cache"), _slots)
 def choose_slots(
     query: Tensor,
     weights: Tensor,
@@ -72,14 +79,3 @@ def _scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         )
     ]
     return torch.cat(parts)
-
-
-@choose_slots.register_fake
-def _(
-    query: Tensor, weights: Tensor, index_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    query_start_loc: Tensor, count: int,
-) -> Tensor:  # fmt: skip
-    context = block_table.shape[1] * index_cache.shape[1]
-    # Not `min`, which while a model is traced leaves a number that depends on the size.
-    chosen = count if count <= context else context
-    return query.new_empty((query.shape[0], chosen), dtype=torch.int32)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, largest_of, operator
 
 
 def parts_of(part: Tensor, group: str) -> list[Tensor]:
@@ -45,7 +45,7 @@ def group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
-@operator(Traits("row", "elements", rows="part"))
+@operator(Traits("row", "elements", rows="part"), "part")
 def all_reduce(part: Tensor, group: str) -> Tensor:
     """The sum of all ranks' tensors, in the order of the ranks.
 
@@ -71,7 +71,12 @@ def summed(part: Tensor, group: str) -> Tensor:
     return total.to(part.dtype)
 
 
-@operator(Traits("dims", "moves", dims="along"))
+@operator(
+    Traits("dims", "moves", dims="along"),
+    lambda part, dim, size: part.new_empty(
+        [size if i == dim else n for i, n in enumerate(part.shape)]
+    ),
+)
 def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     """All ranks' parts as one tensor.
 
@@ -90,7 +95,12 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     return torch.cat(parts_of(filled, group), dim).narrow(dim, 0, size).contiguous()
 
 
-@operator(Traits("dims", "moves", dims="along"))
+@operator(
+    Traits("dims", "moves", dims="along"),
+    lambda whole, dim, ranks: whole.new_empty(
+        [n // ranks if i == dim else n for i, n in enumerate(whole.shape)]
+    ),
+)
 def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of a tensor that every rank has, cut into equal parts.
 
@@ -104,7 +114,10 @@ def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
-@operator(Traits("row", "moves", rows="ids", features=0))
+@operator(
+    Traits("row", "moves", rows="ids", features=0),
+    lambda rows, ids: rows.new_empty([*ids.shape, rows.shape[1]]),
+)
 def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     """Rows of an embedding that is cut by its vocabulary.
 
@@ -126,7 +139,7 @@ def vocab_embedding(rows: Tensor, ids: Tensor, step: int, group: str) -> Tensor:
     return all_reduce(summand, group)
 
 
-@operator(Traits("row", "compares", rows="logits"))
+@operator(Traits("row", "compares", rows="logits"), lambda logits: largest_of(logits))
 def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     """The largest logit and its id, of logits that are cut by the vocabulary.
 
@@ -150,7 +163,7 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
     return found.to(logits.dtype), chosen.long()
 
 
-@operator(Traits("row", "moves", rows="value", features=0))
+@operator(Traits("row", "moves", rows="value", features=0), "value")
 def first_rank(value: Tensor, group: str) -> Tensor:
     """The first rank's tensor, on every rank: for choices on which all must agree.
 
@@ -161,29 +174,3 @@ def first_rank(value: Tensor, group: str) -> Tensor:
     told = value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(told, group=group_of(group), group_src=0)
     return told
-
-
-@all_gather.register_fake
-def _(part: Tensor, dim: int, size: int, group: str) -> Tensor:
-    return part.new_empty([size if i == dim else length for i, length in enumerate(part.shape)])
-
-
-@rank_part.register_fake
-def _(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    sizes = [n // ranks if i == dim else n for i, n in enumerate(whole.shape)]
-    return whole.new_empty(sizes)
-
-
-@vocab_embedding.register_fake
-def _(rows: Tensor, ids: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty([*ids.shape, rows.shape[1]])
-
-
-@vocab_max.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[:-1]
-    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
-
-
-all_reduce.register_fake(as_first)
-first_rank.register_fake(as_first)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,10 @@ SHORTEST, LONGEST = 3, 32
         requests="query_start_loc context_lens anchors active state_slots",
         slots="text_ids",
         features=0,
+    ),
+    lambda context_lens, anchors, num_drafts: (
+        anchors.new_empty(anchors.shape[0], num_drafts),
+        context_lens.new_empty(anchors.shape[0]),
     ),
     mutates_args=("text_ids",),
 )
@@ -93,12 +95,3 @@ def _continue(text: Tensor, lens: Tensor, num_drafts: int) -> tuple[Tensor, Tens
     drafts = text.gather(1, source.clamp(max=width - 1)).long()
     found = length >= SHORTEST
     return torch.where(found, drafts, NO_TOKEN), torch.where(found, length, 0).int().flatten()
-
-
-@copy_drafts.register_fake
-def _(
-    text_ids: Tensor, ids: Tensor, next_ids: Tensor, query_start_loc: Tensor, context_lens: Tensor,
-    anchors: Tensor, active: Tensor, state_slots: Tensor, num_drafts: int, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    requests = anchors.shape[0]
-    return anchors.new_empty(requests, num_drafts), context_lens.new_empty(requests)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.traits import SUM, Cut, Traits, as_first, operator
+from mtpc.ops.traits import SUM, Cut, Traits, operator
 
 _ROWS = "x expert_ids expert_weights"
 
 
-@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"gate_up": 1, "down": 2}, SUM),)))
+@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"gate_up": 1, "down": 2}, SUM),)), "x")
 def experts(
     x: Tensor,
     gate_up: Tensor,
@@ -65,7 +65,7 @@ def _weighted_sum(
     return out
 
 
-@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"up": 1, "down": 2}, SUM),)))
+@operator(Traits("row", "sums", rows=_ROWS, cuts=(Cut({"up": 1, "down": 2}, SUM),)), "x")
 def relu2_experts(
     x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
 ) -> Tensor:
@@ -108,7 +108,7 @@ def spelled_experts(
     return _weighted_sum(x, down.shape[0], expert_ids, expert_weights, run)
 
 
-@operator(Traits("row", "sums", rows=_ROWS))
+@operator(Traits("row", "sums", rows=_ROWS), "x")
 def biased_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -188,8 +188,3 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 def squared_relu(rows: Tensor) -> Tensor:
     """relu(rows)^2, the activation of `relu2_experts`."""
     return rows.relu().square()
-
-
-relu2_experts.register_fake(as_first)
-biased_experts.register_fake(as_first)
-experts.register_fake(as_first)

@@ -6,20 +6,18 @@ sums.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mtpc.ops.attention import write_cache
 from mtpc.ops.experts import swiglu
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, operator, with_features
 
 _CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), "x")
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, rows: Tensor | None = None
 ) -> Tensor:
@@ -43,7 +41,9 @@ def rms_norm(
     return keep_rows(scaled.to(x.dtype).contiguous(), rows)
 
 
-@operator(Traits("row", "sums", rows="x added"))
+@operator(
+    Traits("row", "sums", rows="x added"), lambda x: (x.new_empty(x.shape), x.new_empty(x.shape))
+)
 def add_rms_norm(
     x: Tensor,
     added: Tensor,
@@ -69,12 +69,10 @@ def add_rms_norm(
     return total, rms_norm(total, weight, epsilon, plus_one, rows)
 
 
-@add_rms_norm.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@operator(Traits("row", "elements", rows="gate_up"))
+@operator(
+    Traits("row", "elements", rows="gate_up"),
+    lambda gate_up: with_features(gate_up, gate_up.shape[-1] // 2),
+)
 def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     """SwiGLU's activation (https://arxiv.org/abs/2002.05202), silu(gate) * up.
 
@@ -88,11 +86,6 @@ def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
     return keep_rows(swiglu(gate_up, limit=0.0, limit_input=False), rows)
 
 
-@silu_and_mul.register_fake
-def _(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
 
@@ -104,7 +97,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos[:, None] + across * sin[:, None], plain], -1)
 
 
-@operator(Traits("row", "elements", rows="x cos sin", features=None))
+@operator(Traits("row", "elements", rows="x cos sin", features=None), "x")
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
     """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves of a head paired.
 
@@ -132,6 +125,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> T
         features=None,
         writes_as="write_cache",
     ),
+    "q",
     mutates_args=_CACHES,
 )
 def rotate_and_write(
@@ -172,8 +166,3 @@ def rotate_and_write(
     write_cache(k_cache, keys if k_shift is None else keys - k_shift, slot_mapping, k_scale)
     write_cache(v_cache, v, slot_mapping, v_scale)
     return rotate(q, cos, sin, rows)
-
-
-rms_norm.register_fake(as_first)
-rotate.register_fake(as_first)
-rotate_and_write.register_fake(as_first)

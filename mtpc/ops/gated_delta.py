@@ -7,13 +7,13 @@ Yang et al., Gated Delta Networks (arXiv:2412.06464), as transformers computes i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, run_recurrence
+from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, by_head, run_recurrence
 from mtpc.ops.traits import operator
 
 _EPSILON = 1e-6
@@ -68,7 +68,7 @@ def _unit(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-@operator(RECURS, mutates_args=STATE)
+@operator(RECURS, by_head, mutates_args=STATE)
 def gated_delta_rule(
     rows: Tensor,
     conv_weight: Tensor,
@@ -108,11 +108,3 @@ def gated_delta_rule(
     rule = _GatedDelta(conv_weight, a_log, dt_bias, recurrent.shape[2], recurrent.shape[3])
     at = (state_slots, seq_lens, query_start_loc, certain_lens)
     return run_recurrence(rule, rows, RequestState(recurrent, history, standing, *at))
-
-
-@gated_delta_rule.register_fake
-def _(
-    rows: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, recurrent: Tensor,
-    *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
-    return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mtpc.ops.experts import clamped_swiglu, sum_experts, swiglu
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, operator, with_features
 from mtpc.weights.grouped import GroupedWeight, codes_of, form_of, unpack_codes, unpack_scales
 from mtpc.weights.packing import TILE
 
@@ -20,7 +18,7 @@ TINY = 2.0**-100
 """Inputs of a group whose largest magnitude is smaller count as zeros."""
 
 
-@operator(Traits("row", "sums", rows="x", gated="grouped_gated_linear"))
+@operator(Traits("row", "sums", rows="x", gated="grouped_gated_linear"), with_features)
 def grouped_linear(
     x: Tensor,
     codes: Tensor,
@@ -114,14 +112,7 @@ def _float_sums(x: Tensor, weight: GroupedWeight) -> Tensor:
     return out
 
 
-@grouped_linear.register_fake
-def _(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, features: int, *_: Any, **__: Any
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), lambda x, features: with_features(x, features // 2))
 def grouped_gated_linear(
     x: Tensor,
     codes: Tensor,
@@ -146,14 +137,10 @@ def grouped_gated_linear(
     return silu_and_mul(grouped_linear(x, codes, scales, zeros, features, None, rows), rows)
 
 
-@grouped_gated_linear.register_fake
-def _(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, features: int, *_: Any, **__: Any
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features // 2))
-
-
-@operator(Traits("row", "elements", rows="ids", features=0))
+@operator(
+    Traits("row", "elements", rows="ids", features=0),
+    lambda ids, inputs: ids.new_empty((*ids.shape, inputs), dtype=torch.bfloat16),
+)
 def grouped_embedding(
     ids: Tensor,
     codes: Tensor,
@@ -189,14 +176,7 @@ def grouped_embedding(
     return keep_rows(weight.dequantise().bfloat16().view(*ids.shape, inputs), rows)
 
 
-@grouped_embedding.register_fake
-def _(
-    ids: Tensor, codes: Tensor, scales: Tensor, zeros: Any, inputs: int, *_: Any, **__: Any
-) -> Tensor:
-    return ids.new_empty((*ids.shape, inputs), dtype=torch.bfloat16)
-
-
-@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"), "x")
 def grouped_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -245,10 +225,7 @@ def grouped_experts(
     return keep_rows(out.to(x.dtype), rows)
 
 
-grouped_experts.register_fake(as_first)
-
-
-@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"), "x")
 def grouped_biased_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -292,6 +269,3 @@ def grouped_biased_experts(
 
     out = sum_experts(x, down.shape[0], expert_ids, expert_weights, run)
     return keep_rows(out.to(x.dtype), rows)
-
-
-grouped_biased_experts.register_fake(as_first)

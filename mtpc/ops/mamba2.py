@@ -7,13 +7,13 @@ Dao and Gu, Transformers are SSMs (arXiv:2405.21060), as transformers computes i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, run_recurrence
+from mtpc.ops.recurrence import RECURS, STATE, RequestState, Rule, by_head, run_recurrence
 from mtpc.ops.traits import operator
 
 
@@ -63,7 +63,7 @@ class _SelectiveScan(Rule):
         return (state * terms.c[..., None]).sum(-2) + terms.skipped
 
 
-@operator(RECURS, mutates_args=STATE)
+@operator(RECURS, by_head, mutates_args=STATE)
 def mamba2_scan(
     rows: Tensor,
     conv_weight: Tensor,
@@ -109,11 +109,3 @@ def mamba2_scan(
     rule = _SelectiveScan(*weights, recurrent.shape[2], groups)
     at = (state_slots, seq_lens, query_start_loc, certain_lens)
     return run_recurrence(rule, rows, RequestState(recurrent, history, standing, *at))
-
-
-@mamba2_scan.register_fake
-def _(
-    rows: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, a_log: Tensor, skip: Tensor,
-    dt_bias: Tensor, recurrent: Tensor, *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
-    return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))

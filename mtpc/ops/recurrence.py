@@ -40,6 +40,11 @@ RECURS = Traits(
 )
 
 
+def by_head(rows: Tensor, recurrent: Tensor) -> Tensor:
+    """The result of an operator, uninitialised: [T, HV, DV]."""
+    return rows.new_empty((rows.shape[0], recurrent.shape[1], recurrent.shape[3]))
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """A recurrence after a convolution of its first C inputs over W positions."""

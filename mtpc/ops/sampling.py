@@ -14,8 +14,6 @@ References compute in float64. They copy nothing from the device to the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,8 @@ from mtpc.sampling_params import FLOATS, INTS
         "stop_ids",
         skips_idle=True,
         chooses=True,
-    )
+    ),
+    lambda ids: ids.new_empty(ids.shape[0]),
 )
 def sample(
     logits: Tensor,
@@ -110,11 +109,6 @@ def sample(
         x = torch.where(greedy, x, torch.where(kept, x + noise, float("-inf")))
     best, token = x.max(-1)
     return torch.where(usable & torch.isfinite(best), token, -1)
-
-
-@sample.register_fake
-def _(logits: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-    return ids.new_empty(ids.shape[0])
 
 
 def _is_plain(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, operator
 
 
-@operator(Traits("row", "sums", rows="logits", features=None))
+@operator(Traits("row", "sums", rows="logits", features=None), "logits")
 def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
     """Make square matrices nearly doubly stochastic.
 
@@ -31,6 +31,3 @@ def sinkhorn(logits: Tensor, rounds: int, epsilon: float) -> Tensor:
         mixed = mixed / (mixed.sum(-1, keepdim=True) + epsilon)
         mixed = mixed / (mixed.sum(-2, keepdim=True) + epsilon)
     return mixed
-
-
-sinkhorn.register_fake(as_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, operator
 
 
 @operator(
@@ -15,7 +15,8 @@ from mtpc.ops.traits import Traits, as_first, operator
         rows="query fresh row_slots sees_ring sees_fresh entry_counts chosen_entries",
         slots="ring entries",
         features=None,
-    )
+    ),
+    "query",
 )
 def slot_attention(
     query: Tensor,
@@ -65,9 +66,6 @@ def slot_attention(
             place = torch.arange(chosen_entries.shape[1], device=query.device)
         seen.append(place[None] < entry_counts[:, None])
     return _attend(query, torch.cat(keys, 1), torch.cat(seen, 1), fresh, sees_fresh, sinks, scale)
-
-
-slot_attention.register_fake(as_first)
 
 
 def _attend(

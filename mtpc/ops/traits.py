@@ -7,6 +7,7 @@ no pass keeps a list of names for what is true of an operator by itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -101,26 +102,47 @@ _DECLARED: dict[str, Traits] = {}
 
 
 def operator(
-    traits: Traits, mutates_args: tuple[str, ...] = ()
+    traits: Traits,
+    result: str | Callable[..., Any] | None = None,
+    mutates_args: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Declare the operator `mtpc::NAME`; NAME is the name of the function, its reference.
 
     Args:
         traits: of the operator.
+        result: what makes its results, uninitialised and dense, of arguments by their names; or the
+            name of the argument that its only result is like. None: it has none.
         mutates_args: the arguments that it writes, as `torch.library.custom_op` has them.
     """
+    make = (lambda like: like.new_empty(like.shape)) if isinstance(result, str) else result
 
     def declare(reference: Callable[..., Any]) -> CustomOpDef:
-        name = reference.__name__
+        name, signature = reference.__name__, inspect.signature(reference)
         _DECLARED[name] = traits
-        return torch.library.custom_op(f"mtpc::{name}", reference, mutates_args=mutates_args)
+        made = torch.library.custom_op(f"mtpc::{name}", reference, mutates_args=mutates_args)
+        if make is None:
+            return made
+        read = [result] if isinstance(result, str) else [*inspect.signature(make).parameters]
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return make(*(given.arguments[argument] for argument in read))
+
+        made.register_fake(fake)
+        return made
 
     return declare
 
 
-def as_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The fake of operators whose result is as their first argument, and dense."""
-    return first.new_empty(first.shape)
+def with_features(x: torch.Tensor, features: int) -> torch.Tensor:
+    """The result of linears of x [..., K]: [..., features]."""
+    return x.new_empty((*x.shape[:-1], features))
+
+
+def largest_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of a maximum of x [..., N]: its values, and its places, int64."""
+    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
 _ATEN: tuple[tuple[Arithmetic, Dims | None, str], ...] = (

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, is_call, tidy
+from mtpc.passes.base import Pass, aten, emit, is_call, tidy
 
-aten = torch.ops.aten
 mtpc = torch.ops.mtpc
 
 
 @dataclass(frozen=True)
-class AbsorbLatent:
+class AbsorbLatent(Pass, policy="on"):
     """Rewrite `expanded_latent_attention` to `latent_attention` (DeepSeek-V2, section 2.1.2).
 
     q . (W_k c) = (W_k^T q) . c, and sum_j a_j (W_v c_j) = W_v (sum_j a_j c_j). So the pass
@@ -24,9 +23,6 @@ class AbsorbLatent:
     or value is expanded, and attention reads rank + rope values per cached token. The result is
     equal up to rounding.
     """
-
-    name: ClassVar[str] = "absorb-latent"
-    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         found = [n for n in graph.graph.nodes if is_call(n, mtpc.expanded_latent_attention.default)]

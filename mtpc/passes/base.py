@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
@@ -29,22 +31,27 @@ Policy = Literal["required", "on", "backend", "off"]
 is enabled."""
 
 
-class Pass(Protocol):
+class Pass(ABC):
     """A rewrite: a valid StepGraph in, a valid StepGraph out, changed in place.
 
     Implementations are frozen dataclasses whose fields are their options.
 
     Attributes:
-        name: as in the options `enabled_passes` and `disabled_passes`.
+        name: as in the options `enabled_passes` and `disabled_passes`; by default that of the
+            class, in words.
         policy: when it runs.
     """
 
     name: ClassVar[str]
     policy: ClassVar[Policy]
 
+    def __init_subclass__(cls, policy: Policy, name: str = "") -> None:
+        cls.policy = policy
+        cls.name = name or re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
+
+    @abstractmethod
     def apply(self, graph: StepGraph) -> int:
         """Rewrite; returns the number of rewrites, 0 where nothing was changed."""
-        ...
 
 
 def run_pipeline(

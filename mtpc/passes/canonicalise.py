@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import eliminate_dead_nodes, storages
 from mtpc.capture.graph import StepGraph, first_argument
-from mtpc.passes.base import Policy
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten
 
 
 @dataclass(frozen=True)
-class Canonicalise:
+class Canonicalise(Pass, policy="on"):
     """Replace identity nodes by their input and erase dead nodes; counts the nodes removed."""
-
-    name: ClassVar[str] = "canonicalise"
-    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         return drop_identities(graph.graph)

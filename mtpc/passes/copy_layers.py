@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -21,7 +21,7 @@ from mtpc.capture.graph import StepGraph, get_tensor, module_of
 from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.layout.layers import LayerPattern
 from mtpc.layout.specs import is_buffer_name
-from mtpc.passes.base import Policy
+from mtpc.passes.base import Pass
 from mtpc.weights.recipes import substitute
 
 
@@ -31,7 +31,7 @@ class LayersDiffer(Exception):
 
 
 @dataclass(frozen=True)
-class CopyLayers:
+class CopyLayers(Pass, policy="required"):
     """Give a graph of the first layers all of them; counts the periods that it copies.
 
     Its copies keep the values of the verified calls that they are made of.
@@ -46,8 +46,6 @@ class CopyLayers:
 
     pattern: LayerPattern
     shared: Mapping[str, Tensor]
-    name: ClassVar[str] = "copy-layers"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         calls = [node for node in graph.graph.nodes if node.op == "call_function"]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, is_call, is_narrow, operands, tidy
+from mtpc.passes.base import Pass, aten, emit, is_call, is_narrow, operands, tidy
 from mtpc.passes.rotary import Rotary, match_rotary, rows_of
-
-aten = torch.ops.aten
 
 _WRITE = torch.ops.mtpc.write_cache.default
 _ATTEND = torch.ops.mtpc.paged_attention.default
 
 
 @dataclass(frozen=True)
-class FuseCacheWrite:
+class FuseCacheWrite(Pass, policy="backend"):
     """Replace what stands between projections and attention by `mtpc::rotate_and_write`.
 
     These are four operators: the rotary embeddings of queries and keys, and the cache writes of
@@ -28,9 +26,6 @@ class FuseCacheWrite:
     hold codes; the operator rounds at the same places. On by default on backends with such a kernel
     (cpu, cuda).
     """
-
-    name: ClassVar[str] = "fuse-cache-write"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         seen = _Seen()

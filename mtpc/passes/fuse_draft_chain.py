@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from mtpc.capture.graph import StepGraph
 from mtpc.capture.inline import Inliner
-from mtpc.passes.base import Policy, sweep
+from mtpc.passes.base import Pass, sweep
 
 
 @dataclass(frozen=True)
-class FuseDraftChain:
+class FuseDraftChain(Pass, policy="required"):
     """Inline every piece at the bucket's sizes; counts the pieces inlined.
 
     The draft layer was traced once with symbolic sizes. The pass inlines that trace for the R*Q
@@ -24,8 +23,6 @@ class FuseDraftChain:
         buffer_names: tensor id -> layout name, for state that pieces hold (`kv.*`).
     """
 
-    name: ClassVar[str] = "fuse-draft-chain"
-    policy: ClassVar[Policy] = "required"
     buffer_names: Mapping[int, str] = field(repr=False)
 
     def apply(self, graph: StepGraph) -> int:

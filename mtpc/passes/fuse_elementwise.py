@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +12,8 @@ from mtpc.capture.graph import StepGraph
 from mtpc.ops.traits import traits_of
 from mtpc.passes.base import (
     GETITEM,
-    Policy,
+    Pass,
+    aten,
     cast,
     either_way,
     emit,
@@ -23,11 +24,9 @@ from mtpc.passes.base import (
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
-class FuseElementwise:
+class FuseElementwise(Pass, policy="backend"):
     """Replace chains of elementwise operators on bfloat16 rows by the ops of `mtpc.ops.fused`.
 
     Nearly all of a layer's work between linears and attention is three such chains: a residual sum
@@ -37,17 +36,9 @@ class FuseElementwise:
     same places as the chains. On by default on the cpu and on GPUs.
     """
 
-    name: ClassVar[str] = "fuse-elementwise"
-    policy: ClassVar[Policy] = "backend"
-
     def apply(self, graph: StepGraph) -> int:
-        rewrites = 0
-        for node in list(graph.graph.nodes):
-            for fuse in (_fuse_norm, _fuse_activation, _fuse_rotary):
-                if fuse(graph.graph, node):
-                    rewrites += 1
-                    break
-        return tidy(graph, rewrites)
+        fuses, nodes = (_fuse_norm, _fuse_activation, _fuse_rotary), list(graph.graph.nodes)
+        return tidy(graph, sum(any(fuse(graph.graph, node) for fuse in fuses) for node in nodes))
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:

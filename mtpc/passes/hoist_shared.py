@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.effects import Effects, Root, analyse
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, sweep
+from mtpc.passes.base import GETITEM, Pass, sweep
 
 
 @dataclass(frozen=True)
-class HoistShared:
+class HoistShared(Pass, policy="on"):
     """Common-subexpression elimination that respects mutation.
 
     Each draft step computes the same constants, weight casts and metadata again. After
@@ -23,9 +23,6 @@ class HoistShared:
     and arguments, and if nothing in between writes memory that they read. The pass never shares a
     result that is mutated.
     """
-
-    name: ClassVar[str] = "hoist-shared"
-    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

@@ -12,12 +12,10 @@ from torch import Tensor, fx
 
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor
 from mtpc.layout.specs import is_buffer_name
-from mtpc.passes.base import emit, emit_weight, exchange, is_call, tidy
+from mtpc.passes.base import aten, emit, emit_weight, exchange, is_call, tidy
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
 from mtpc.weights.recipes import Grouped, Join, Packed, Recipe
-
-aten = torch.ops.aten
 
 EXPERT_WEIGHTS = ("gate_up", "down")
 """Arguments of `mtpc::experts` that are stacks of weights."""

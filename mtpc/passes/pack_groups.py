@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.errors import OptionError
-from mtpc.passes.base import Policy, emit, emit_named, exchange, is_call, is_narrow, tidy
+from mtpc.passes.base import Pass, emit, emit_named, exchange, is_call, is_narrow, tidy
 from mtpc.passes.linears import (
     EXPERT_WEIGHTS,
     LinearGroup,
@@ -37,7 +37,7 @@ SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
 
 
 @dataclass(frozen=True)
-class PackBlocks:
+class PackBlocks(Pass, policy="backend"):
     """Replace linears, experts and embeddings on weights of blocks by ops that read them as stored.
 
     Such weights have codes of 5 or 6 bits, codes that are places in a table, or scales of
@@ -50,8 +50,6 @@ class PackBlocks:
         scheme: as `PackGroups` has it.
     """
 
-    name: ClassVar[str] = "pack-blocks"
-    policy: ClassVar[Policy] = "backend"
     scheme: str = ""
 
     def apply(self, graph: StepGraph) -> int:
@@ -64,7 +62,7 @@ class PackBlocks:
 
 
 @dataclass(frozen=True)
-class PackGroups:
+class PackGroups(Pass, policy="backend"):
     """Replace linears and experts on grouped weights by ops that read the codes.
 
     The checkpoint stores these weights in groups or, with a scheme, the pass rounds all weights
@@ -77,8 +75,6 @@ class PackGroups:
         scheme: of `mtpc.weights.quantise`; "" rounds nothing.
     """
 
-    name: ClassVar[str] = "pack-groups"
-    policy: ClassVar[Policy] = "backend"
     scheme: str = ""
 
     def apply(self, graph: StepGraph) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor, fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy
+from mtpc.passes.base import Pass
 from mtpc.passes.linears import draft_nodes
 from mtpc.passes.pack_groups import place_groups
 from mtpc.weights.grouped import PACKED_INPUTS
@@ -17,7 +16,7 @@ from mtpc.weights.quantise import scheme_spec
 
 
 @dataclass(frozen=True)
-class QuantiseDraft:
+class QuantiseDraft(Pass, policy="off"):
     """Replace the linears and experts of the MTP layers, and the draft head, by int8 products.
 
     A draft then reads half the bytes of bfloat16, and an int8 instruction does twice the work. The
@@ -25,9 +24,6 @@ class QuantiseDraft:
     accepted drafts can change. The int8 copy of the head takes memory beside the target's head. Off
     by default; `mtpc bench --compare quantise-draft` measures what it gains and costs.
     """
-
-    name: ClassVar[str] = "quantise-draft"
-    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         draft = draft_nodes(graph.graph)

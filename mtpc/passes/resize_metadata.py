@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.layout.buffers import R, T
-from mtpc.passes.base import Policy
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten
 
 _OPEN_END = 2**62
 """A slice without an end is traced with a larger integer than this."""
 
 
 @dataclass(frozen=True)
-class ResizeMetadata:
+class ResizeMetadata(Pass, policy="required"):
     """Resize the metadata buffers that a step with several tokens per request overruns.
 
     Plain decoding has one token per request, so `positions` and `slot_mapping` are declared [R]. A
@@ -29,9 +25,6 @@ class ResizeMetadata:
     are used. If necessary, it replaces the size R by R*Q, or a larger multiple of R, and
     reallocates the buffer. The verifier checks the sizes again.
     """
-
-    name: ClassVar[str] = "resize-metadata"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from mtpc.passes.base import emit, is_narrow, operands
-
-aten = torch.ops.aten
+from mtpc.passes.base import aten, emit, is_narrow, operands
 
 _END = 2**63 - 1
 """The end of a slice that has none."""

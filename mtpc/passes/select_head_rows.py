@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.traits import traits_of
-from mtpc.passes.base import Policy, emit, emit_named, operands, refresh_values, sweep
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten, emit, emit_named, operands, refresh_values, sweep
 
 _ELEMENTWISE = ("broadcast", "cast", "same")
 _FIRST_ARGUMENT_ONLY = ("linear", "reduce", "drop")
@@ -21,7 +18,7 @@ _FIRST_ARGUMENT_ONLY = ("linear", "reduce", "drop")
 
 
 @dataclass(frozen=True)
-class SelectHeadRows:
+class SelectHeadRows(Pass, policy="on"):
     """Move `index_select(f(x), rows)` to `f(index_select(x, rows))` through row-wise f.
 
     Prefill needs logits of one row per request, and the draft layer's first step those of the
@@ -29,9 +26,6 @@ class SelectHeadRows:
     select the same rows, the selection moves above it: through the head (the largest matrix of the
     model), the final norm, and the last block's feed-forward, up to attention.
     """
-
-    name: ClassVar[str] = "select-head-rows"
-    policy: ClassVar[Policy] = "on"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

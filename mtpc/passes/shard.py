@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +15,7 @@ from mtpc.capture.inline import fake_call, fake_mode_of
 from mtpc.errors import GraphError, UnsupportedModelError
 from mtpc.ops.attention import HEADS
 from mtpc.ops.traits import SUM, Cut, traits_of
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, emit_weight, is_call, tidy
+from mtpc.passes.base import GETITEM, Pass, emit, emit_named, emit_weight, is_call, tidy
 from mtpc.passes.held import Call, NeedsWholeError, Shape, follow
 from mtpc.passes.trim_draft_head import runs
 from mtpc.weights.recipes import Rows
@@ -62,7 +62,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class ShardStep:
+class ShardStep(Pass, policy="required", name="shard"):
     """Cut the weights and caches of a flat step, and add the operators by which ranks exchange
     values.
 
@@ -76,8 +76,6 @@ class ShardStep:
         sharding: this rank's part; None leaves the step whole.
     """
 
-    name: ClassVar[str] = "shard"
-    policy: ClassVar[Policy] = "required"
     sharding: Sharding | None = None
 
     def apply(self, graph: StepGraph) -> int:

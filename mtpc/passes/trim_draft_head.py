@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy, emit, emit_attribute, emit_weight, is_call, operands, sweep
+from mtpc.passes.base import Pass, aten, emit, emit_attribute, emit_weight, is_call, operands, sweep
 from mtpc.passes.linears import draft_nodes, weight_of
 from mtpc.weights.recipes import Rows
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
-class TrimDraftHead:
+class TrimDraftHead(Pass, policy="on"):
     """Restrict drafts to `token_ids`: the draft head reads only these rows of the head.
 
     The head is the largest matrix that a draft reads, and frequent tokens make up most of any text
@@ -31,8 +29,6 @@ class TrimDraftHead:
             lowest id wins, as in the whole head.
     """
 
-    name: ClassVar[str] = "trim-draft-head"
-    policy: ClassVar[Policy] = "on"
     token_ids: tuple[int, ...] = ()
 
     def apply(self, graph: StepGraph) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from mtpc.capture.effects import Effects, analyse, storages
 from mtpc.capture.graph import StepGraph, arguments, operators
 from mtpc.errors import GraphError
-from mtpc.layout.specs import is_buffer_name
+from mtpc.layout.specs import HOST, is_buffer_name
 from mtpc.ops.traits import traits_of
 from mtpc.passes.base import evaluate
 from mtpc.passes.resize_metadata import row_demands
@@ -129,7 +129,7 @@ def check_writers(graph: StepGraph, effects: Effects, pass_name: str) -> None:
                     f"after {pass_name}: {node} ({node.target}) writes the weight {root}; a step "
                     "must not change weights"
                 )
-            if root in graph.layout and graph.layout[root].is_host_only:
+            if root in graph.layout and graph.layout[root].writers == HOST:
                 raise GraphError(
                     f"after {pass_name}: {node} writes {root}, which only the host may write"
                 )

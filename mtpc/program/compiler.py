@@ -173,7 +173,10 @@ class StepCompiler:
         self._begins = begins
         self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
-        self._cut = self._cut_caches()
+        state = self.loaded.state_specs
+        cut = {spec.name for spec in state if self.share and self.share.cuts(spec)}
+        # The caches of which this rank has some heads.
+        self._cut = {name: tensor for name, tensor in self.shared.items() if name in cut}
         self._pools = self._traced_pools()
         names = {id(t): name for name, t in (*self.shared.items(), *self._pools.items())}
         sharding = self.share.sharding(self._cut) if self.share else None
@@ -259,13 +262,6 @@ class StepCompiler:
         for name, tensor in tensors.items():
             set_tensor(module, name, tensor)
         return tensors, module
-
-    def _cut_caches(self) -> dict[str, Tensor]:
-        """The caches of which this rank has some heads."""
-        if self.share is None:
-            return {}
-        cut = {spec.name for spec in self.loaded.state_specs if self.share.cuts(spec)}
-        return {name: tensor for name, tensor in self.shared.items() if name in cut}
 
     def _traced_pools(self) -> dict[str, Tensor]:
         """State to trace models over: caches, and what images bring.

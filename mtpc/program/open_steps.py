@@ -207,11 +207,12 @@ class _Road(Generic[T]):
         """The caches of all ranks, None for this one; only `require_sha256` needs the others."""
         if self.ranks is None or not self.plan.require_sha256:
             return (None,)
+        place = self.ranks.place
         return tuple(
             None
-            if place.rank == self.ranks.rank
-            else open_cache(self.source, self.plan, self.report, place)
-            for place in self.ranks.all_places
+            if rank == place.rank
+            else open_cache(self.source, self.plan, self.report, replace(place, rank=rank))
+            for rank in range(place.size)
         )
 
     def _of_files(self, built: BuiltSteps) -> Prepared:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +27,7 @@ from mtpc.models.shards import ShardPlan
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.ops.attention import HEADS
 from mtpc.ops.collectives import is_collective
-from mtpc.passes import Policy, Sharding
+from mtpc.passes import Pass, Sharding
 from mtpc.passes.shard import CutWeight
 from mtpc.weights.recipes import Recipe
 from mtpc.weights.stored import StoredWeights
@@ -163,7 +163,7 @@ _CHOICE = "configs"
 
 
 @dataclass(frozen=True)
-class AgreeOnCalls:
+class AgreeOnCalls(Pass, policy="required"):
     """agree-on-calls: give each call the configuration that rank 0 has chosen for it.
 
     Every rank runs it on the same steps, bound to kernels and not lowered yet. It counts the calls
@@ -177,8 +177,6 @@ class AgreeOnCalls:
     """
 
     ranks: Ranks
-    name: ClassVar[str] = "agree-on-calls"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         calls, ranks = dict(_named(graph)), self.ranks

@@ -66,11 +66,6 @@ class Ranks:
         """A copy without the process group, for another process that builds for this rank."""
         return replace(self, control=None)
 
-    @property
-    def all_places(self) -> tuple[Ranks, ...]:
-        """All ranks in order, without the process group."""
-        return tuple(replace(self.place, rank=rank) for rank in range(self.size))
-
     def compare(self, source: Any, plan: Plan) -> None:
         """Check that all ranks have the same versions, model and options.
 

@@ -149,11 +149,6 @@ class ServerOptions:
         is_default = self.max_body_bytes == _TEXT_BODY_BYTES
         return replace(self, max_body_bytes=_IMAGES_BODY_BYTES) if is_default else self
 
-    @property
-    def most_choices(self) -> int:
-        """The most choices that the server holds at once, including waiting ones."""
-        return self.max_requests + self.max_queue
-
 
 def require_packages(
     user: str = "the server", names: Sequence[str] = _NEEDED, extra: str = "serve"

@@ -163,7 +163,7 @@ class Service:
                 many; 503, see `check_ready`.
         """
         self.check_ready()
-        most = self.options.most_choices
+        most = self.options.max_requests + self.options.max_queue
         if count > most:
             raise ApiError(400, f"the request makes {count} texts; this server has room for {most}")
         if self.in_flight + count > most:

@@ -29,7 +29,7 @@ from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.place import place
 from mtpc.models.seams import share_model
 from mtpc.store.machine import cpu_flags
-from mtpc.tuning.experts import ROUNDED_EXPERTS, rounded_experts
+from mtpc.tuning.products import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
 

@@ -102,13 +102,6 @@ class GroupForm:
         """Elements of the scales of a row that belong to no group."""
         return _ROW_BYTES if self.two_level else 0
 
-    @property
-    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What scales may be: words of super-blocks, bytes of two levels, floats or exponents."""
-        if self.super_block:
-            return (torch.int16,)
-        return (torch.int8,) if self.two_level else _SCALES
-
     def count_scales(self, inputs: int) -> int:
         """Elements of the scales of a row of so many inputs."""
         if self.super_block:
@@ -193,7 +186,9 @@ class GroupedWeight:
         if why is not None:
             raise ValueError(f"a weight {list(self.codes.shape)} of {self.form}: {why}")
         codes = torch.float8_e4m3fn if self.form.kind == "float8" else torch.uint8
-        scales = self.form.scale_dtypes
+        # Words of super-blocks, bytes of two levels, floats or exponents.
+        scales = (torch.int8,) if self.form.two_level else _SCALES
+        scales = (torch.int16,) if self.form.super_block else scales
         shape = torch.Size((*rows, inputs // self.form.group))
         zeros = self.scales.dtype if self.form.has_mins else torch.uint8
         for name, tensor, dtypes, wanted in (

@@ -249,26 +249,13 @@ def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtyp
     Raises:
         TypeError: the recipe packs something.
     """
-    if isinstance(recipe, str):
-        return list(tensor_of(recipe).shape), tensor_of(recipe).dtype
-    if isinstance(recipe, (Packed, Grouped)):
-        raise TypeError("a packed weight cannot be joined or packed again")
-    parts = [shape_of(part, tensor_of) for part in parts_of(recipe)]
-    (first, *inner), dtype = parts[0]
-    if isinstance(recipe, Cast):
-        return [first, *inner], getattr(torch, recipe.dtype)
-    if isinstance(recipe, Rows):
-        shape = [first, *inner]
-        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
-        return shape, dtype
-    if isinstance(recipe, Blocks):
-        matrix = [recipe.stop - recipe.start, *inner]
-        return [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)], dtype
-    if recipe.op == "stack":
-        return [len(parts), first, *inner], dtype
-    if recipe.op == "cat_rows":
-        return [first, sum(shape[1] for shape, _ in parts), *inner[1:]], dtype
-    return [sum(shape[0] for shape, _ in parts), *inner], dtype
+
+    def form(name: str) -> Tensor:
+        held = tensor_of(name)
+        return held if held.is_meta else torch.empty_like(held, device="meta")
+
+    made = _plain(recipe, Held(form).read)
+    return [*made.shape], made.dtype
 
 
 def allocate(

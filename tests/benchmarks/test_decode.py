@@ -27,7 +27,7 @@ from benchmarks.harness.models import (
     write_checkpoint,
 )
 from benchmarks.harness.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
-from mtpc.models.families.glm4_moe import GLM4_MOE
+from mtpc.models.families.nextn import GLM4_MOE
 
 K = 1
 ARGUMENTS = (

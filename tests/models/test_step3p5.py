@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.families.step3p5 import step3p5_class
+from mtpc.models.families.step3p7 import step3p5_class
 from mtpc.models.load import load
 
 FEW: dict[str, Any] = {"batch_buckets": (4,)}

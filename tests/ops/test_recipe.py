@@ -28,7 +28,11 @@ from torch import Tensor
 from mtpc.ops.traits import Traits, operator
 
 
-@operator(Traits("row", "elements", rows="x counts", features=0), mutates_args=("counts",))
+@operator(
+    Traits("row", "elements", rows="x counts", features=0),
+    lambda x, counts: (x.new_empty(x.shape), counts.new_empty(counts.shape)),
+    mutates_args=("counts",),
+)
 def halve(
     x: Tensor, counts: Tensor, times: int, plus_one: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -36,11 +40,6 @@ def halve(
     counts += times
     out = x / 2**times + (1.0 if plus_one else 0.0)
     return out if bias is None else out + bias, counts.clone()
-
-
-@halve.register_fake
-def _(x: Tensor, counts: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), counts.new_empty(counts.shape)
 '''
 
 KERNEL = """\

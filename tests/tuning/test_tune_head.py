@@ -24,7 +24,7 @@ from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.load import family_of
 from mtpc.tuning.chain import Teacher, TrainedModel, _largest
-from mtpc.tuning.experts import ROUNDED_EXPERTS
+from mtpc.tuning.products import ROUNDED_EXPERTS
 from mtpc.tuning.run import Plan, Tuning, _write_prepared
 from mtpc.tuning.store import Rows, TargetRows
 from mtpc.tuning.texts import Texts

@@ -52,7 +52,8 @@ def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) ->
         return f"{what} with {found.heads} heads; it takes up to {found.rows}"
     devices = found.prompts if rows is None else found.devices
     if not devices:
-        return f"{what} with {found.heads} heads; it takes them with {_heads_of_prompts()}"
+        known = " or ".join(str(each.heads) for each in HEADS.values() if each.prompts)
+        return f"{what} with {found.heads} heads; it takes them with {known}"
     if device not in (*devices, None):
         return f"{what} with {found.heads} heads on {device}; it takes them on {devices[0]}"
     return None
@@ -61,10 +62,6 @@ def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) ->
 def latent_rows(tokens: int, num_reqs: int, phase: str) -> int | None:
     """Rows of each request; None where they may have different numbers."""
     return tokens // num_reqs if phase == "decode" and tokens % num_reqs == 0 else None
-
-
-def _heads_of_prompts() -> str:
-    return " or ".join(str(each.heads) for each in HEADS.values() if each.prompts)
 
 
 def experts(call: Mapping[str, Any], phase: str, device: str | None) -> str | None:

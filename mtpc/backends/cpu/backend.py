@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
@@ -23,7 +22,7 @@ from mtpc.capture.step_mode import StepMode
 from mtpc.errors import OptionError
 from mtpc.layout.progress import Report, silent
 from mtpc.layout.specs import is_buffer_name
-from mtpc.passes.base import Pass, Policy
+from mtpc.passes.base import Pass
 from mtpc.passes.fuse_cache_write import FuseCacheWrite
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.pack_groups import PackBlocks, PackGroups
@@ -31,16 +30,13 @@ from mtpc.store.entries import EntryStore
 
 
 @dataclass(frozen=True)
-class UseCpuKernels:
+class UseCpuKernels(Pass, policy="required", name="legalise-cpu"):
     """legalise-cpu: replace the reference ops by the C++ kernels.
 
     Raises:
         OptionError: a pass ran that chooses operators by the number of rows. With those a row of a
             batch would be rounded otherwise than alone.
     """
-
-    name: ClassVar[str] = "legalise-cpu"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         for record in graph.history:

@@ -87,8 +87,10 @@ def generate() -> dict[str, str]:
     """
     schemas = _schemas(SOURCE_DIR.glob("*.cpp"))
     header = _HEADER.format(declarations="\n".join(map(_declaration, schemas)))
+    # Kernels take sizes as they are, never symbols.
+    local = [str(schema).partition("::")[2].replace("SymInt", "int") for schema in schemas]
     source = _SOURCE.format(
-        definitions="\n".join(f'  library.def("{_local_schema(s)}");' for s in schemas),
+        definitions="\n".join(f'  library.def("{each}");' for each in local),
         kernels="\n".join(
             f'  library.impl("{name}", TORCH_BOX(&mtpc::{name}));' for name in map(_name, schemas)
         ),
@@ -135,11 +137,6 @@ def _declaration(schema: Any) -> str:
     tensors = ["Tensor"] * len(schema.returns)
     result = f"std::tuple<{', '.join(tensors)}>" if len(tensors) > 1 else "".join(tensors) or "void"
     return f"{result} {_name(schema)}({parameters});"
-
-
-def _local_schema(schema: Any) -> str:
-    """The schema without its namespace. Kernels take sizes as they are, never symbols."""
-    return str(schema).partition("::")[2].replace("SymInt", "int")
 
 
 def _function(schema: Any) -> str:

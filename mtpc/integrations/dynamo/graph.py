@@ -32,14 +32,12 @@ from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.errors import BackendError
 from mtpc.layout import Layout, StepKey
-from mtpc.passes.base import Pass, is_call, run_pipeline
+from mtpc.passes.base import Pass, aten, is_call, run_pipeline
 from mtpc.passes.canonicalise import Canonicalise
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.pack_groups import PackGroups
 from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
-
-aten = torch.ops.aten
 
 _SEPARATORS = re.compile("_modules_|_parameters_")
 _SWITCHES: Mapping[Any, int] = {

@@ -22,7 +22,7 @@ from mtpc import ops
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import P
 from mtpc.models.caches import paged_latent_specs, paged_spec
-from mtpc.models.families.deepseek_v3 import DEEPSEEK_V3
+from mtpc.models.families.nextn import DEEPSEEK_V3
 from mtpc.models.family import layers_after
 from mtpc.models.seams import StandIn
 from mtpc.ops.choose_slots import choose_slots

@@ -8,6 +8,11 @@ Each MTP layer has an output head of its own. The target's hidden state from bef
 is fed to MTP layer 0, and what layer i gives before its own final norm to layer i + 1, in every
 row. The embedding comes first in the concatenation.
 
+Step-3.5-Flash is the text model by itself. transformers (5.17 to 5.24) has it and its config
+(`Step3p7TextModel`, model type "step3p5"), but a causal language model only inside Step-3.7's
+multimodal one. The class here adds the head, under the names of the released checkpoints. Of its
+config and tensor names the source is vLLM's step3p5.
+
 Source: transformers' Step3p7 for the target; for MTP layers the authors' own vLLM
 (github.com/stepfun-ai/vllm, step3p5_mtp.py and multi_layer_eagle.py) and the released tensor names.
 transformers' MtpModel differs in four points: it feeds features after both norms, it uses the
@@ -20,15 +25,16 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import kv_specs
-from mtpc.models.families.glm4_moe import NEXTN_WIRING
+from mtpc.models.families.nextn import NEXTN_WIRING
 from mtpc.models.family import ModelFamily, VisionParts, nextn_layers
 from mtpc.models.seams import StandIn
 from mtpc.ops.experts import experts
@@ -123,4 +129,53 @@ STEP3P7 = ModelFamily(
             "multi_modal_projector": ("vit_large_projector.", "model.multi_modal_projector."),
         },
     ),
+)
+
+CLASS_NAME = "Step3p5ForCausalLM"
+
+
+@cache
+def step3p5_class() -> type[nn.Module]:
+    """The causal language model. The first call makes it, as importing its bases takes long."""
+    from transformers import GenerationMixin
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.step3p7 import modeling_step3p7 as hf
+
+    from mtpc.models.seams import CACHE
+
+    class Step3p5ForCausalLM(hf.Step3p7PreTrainedModel, GenerationMixin):
+        """`Step3p7TextModel` with a head that is not tied to the embedding."""
+
+        config_class = hf.Step3p7TextConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.model = hf.Step3p7TextModel(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
+            """Token ids [B, L] -> logits [B, L, V], as in transformers' causal language models."""
+            out = self.model(input_ids=input_ids, **options)
+            logits = self.lm_head(out.last_hidden_state)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: out[CACHE]})
+
+    # Step-3.7's conversion of stored names, without the rules that nest the text model.
+    known = get_checkpoint_conversion_mapping("step3p7")
+    inner = [t for t in known if any("moe" in p or "share" in p for p in t.source_patterns)]
+    register_checkpoint_conversion_mapping(CLASS_NAME, inner, overwrite=True)
+    return Step3p5ForCausalLM
+
+
+STEP3P5 = replace(
+    STEP3P7,
+    name="step3p5",
+    architectures=(CLASS_NAME,),
+    own_class=step3p5_class,
+    stored_prefixes=(),
+    vision=None,
 )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from mtpc.backends.cpu.ops.packed import packed_gated_linear, packed_linear
 from mtpc.ops.fused import add_rms_norm
 from mtpc.ops.grouped import grouped_gated_linear, grouped_linear
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, operator, with_features
 from mtpc.weights.packing import TILE
 
 LINEAR, BIASED, GATED, NORM, NORM_PLUS_ONE = "LBGNP"
@@ -86,7 +85,19 @@ def _operand_names(letter: str) -> list[str]:
     return names
 
 
-@operator(Traits("row", "sums", rows="x residual"))
+def _results(
+    x: Tensor, residual: Tensor, kinds: str, operands: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    for stage in _stages(kinds, operands):
+        if stage.kind == GATED:
+            width = stage.features // 2
+        elif stage.kind in (LINEAR, BIASED):
+            width = stage.features
+    return residual.new_empty(residual.shape), with_features(x, width)
+
+
+@operator(Traits("row", "sums", rows="x residual"), _results)
 def linear_chain(
     x: Tensor,
     residual: Tensor,
@@ -136,16 +147,3 @@ def _linear(stage: _Stage, x: Tensor, rows: Tensor | None) -> Tensor:
     if stage.kind == GATED:
         return grouped_gated_linear(x, *operands, rows)
     return grouped_linear(x, *operands, stage.bias, rows)
-
-
-@linear_chain.register_fake
-def _(
-    x: Tensor, residual: Tensor, kinds: str, operands: Sequence[Tensor], *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    width = x.shape[-1]
-    for stage in _stages(kinds, operands):
-        if stage.kind == GATED:
-            width = stage.features // 2
-        elif stage.kind in (LINEAR, BIASED):
-            width = stage.features
-    return residual.new_empty(residual.shape), x.new_empty((*x.shape[:-1], width))

@@ -1,18 +1,21 @@
-"""Linear layers in float32 (routers), and the largest feature of one on a weight in groups."""
+"""Linear layers in float32 (routers), the largest feature of one on a weight in groups, and rows of
+results that are not in use."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.grouped import grouped_linear
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.ragged import keep_rows
+from mtpc.ops.traits import Traits, largest_of, operator
 
 
-@operator(Traits("row", "sums", rows="x"))
+@operator(
+    Traits("row", "sums", rows="x"),
+    lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32),
+)
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, computed in float32 from operands as they are stored: routers in 16-bit models.
 
@@ -31,12 +34,7 @@ def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
-@float32_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), largest_of)
 def grouped_linear_max(
     x: Tensor,
     codes: Tensor,
@@ -51,6 +49,15 @@ def grouped_linear_max(
     return values, indices
 
 
-@grouped_linear_max.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
+@operator(Traits("row", "moves", rows="x"), mutates_args=("x",))
+def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
+    """Write zeros to rows that are not in use.
+
+    Args:
+        x: [..., F...], dense.
+        rows: int32 or int64 [1], how many leading rows are in use.
+        features: how many last dimensions a row has.
+    """
+    lead = x.shape[: x.dim() - features]
+    flat = x.view(lead.numel(), -1)
+    flat.copy_(keep_rows(flat, rows))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, largest_of, operator, with_features
 from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.grouped import pack_scales, raw_codes
 from mtpc.weights.packing import fill_packed, unpack
@@ -52,7 +50,7 @@ def pack_blocks(
         zeros.copy_(pack_scales(weight.zeros))
 
 
-@operator(Traits("row", "sums", rows="x", gated="packed_gated_linear"))
+@operator(Traits("row", "sums", rows="x", gated="packed_gated_linear"), with_features)
 def packed_linear(
     x: Tensor,
     weight: Tensor,
@@ -76,12 +74,7 @@ def packed_linear(
     return keep_rows(F.linear(x, unpack(weight, features), bias), rows)
 
 
-@packed_linear.register_fake
-def _(x: Tensor, weight: Tensor, features: int, *_: Any, **__: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), largest_of)
 def packed_linear_max(
     x: Tensor,
     weight: Tensor,
@@ -106,12 +99,7 @@ def packed_linear_max(
     return values, indices
 
 
-@packed_linear_max.register_fake
-def _(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1], dtype=torch.int64)
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), lambda x, features: with_features(x, features // 2))
 def packed_gated_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
@@ -129,12 +117,7 @@ def packed_gated_linear(
     return silu_and_mul(packed_linear(x, weight, features, None, rows), rows)
 
 
-@packed_gated_linear.register_fake
-def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features // 2))
-
-
-@operator(Traits("row", "sums", rows="x", features=None))
+@operator(Traits("row", "sums", rows="x", features=None), with_features)
 def packed_head_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
@@ -154,12 +137,7 @@ def packed_head_linear(
     return keep_rows(out.contiguous().flatten(1), rows).view(out.shape)
 
 
-@packed_head_linear.register_fake
-def _(x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
-
-
-@operator(Traits("row", "sums", rows="x expert_ids expert_weights"))
+@operator(Traits("row", "sums", rows="x expert_ids expert_weights"), "x")
 def packed_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -191,6 +169,3 @@ def packed_experts(
     narrow = unpack(down, x.shape[1])
     mixed = experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input, gelu)
     return keep_rows(mixed, rows)
-
-
-packed_experts.register_fake(as_first)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, exchange, is_call, operands
-
-aten = torch.ops.aten
+from mtpc.passes.base import GETITEM, Pass, aten, emit, emit_named, exchange, is_call, operands
 
 _MAXIMA: dict[Any, Any] = {
     torch.ops.mtpc.grouped_linear.default: torch.ops.mtpc.grouped_linear_max.default,
@@ -21,7 +19,7 @@ _MAXIMA: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class FuseHeadMax:
+class FuseHeadMax(Pass, policy="backend"):
     """Replace a packed head whose logits are only reduced to their maximum.
 
     The new op is `mtpc::packed_linear_max` or `mtpc::grouped_linear_max`. A greedy choice reads all
@@ -30,9 +28,6 @@ class FuseHeadMax:
     nothing and needs no memory for logits. Sampling and log-probabilities read logits in other
     ways, so the pass leaves those heads alone. On by default on backends with such kernels (cpu).
     """
-
-    name: ClassVar[str] = "fuse-head-max"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         return exchange(graph, [node for node in graph.graph.nodes if _is_choice(node)], _maximum)

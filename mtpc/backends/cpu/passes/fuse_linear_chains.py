@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.backends.cpu.ops.chain import BIASED, GATED, GROUPED, LINEAR, NORM, NORM_PLUS_ONE, ZEROS
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, emit, is_call, is_narrow, operands, tidy
+from mtpc.passes.base import GETITEM, Pass, emit, is_call, is_narrow, operands, tidy
 from mtpc.weights.packing import TILE
 
 _CHAIN = torch.ops.mtpc.linear_chain.default
@@ -22,7 +22,7 @@ _NORM = torch.ops.mtpc.add_rms_norm.default
 
 
 @dataclass(frozen=True)
-class FuseLinearChains:
+class FuseLinearChains(Pass, policy="backend"):
     """Replace a sequence of linears and norms with a residual sum by `mtpc::linear_chain`.
 
     Linears are those on packed weights, of bfloat16 or of grouped codes.
@@ -36,9 +36,6 @@ class FuseLinearChains:
     A chain has at least two stages, at least one of them a norm, and one epsilon. Nothing else may
     read a result between two stages. On by default on backends with such a kernel (cpu).
     """
-
-    name: ClassVar[str] = "fuse-linear-chains"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.passes.base import (
-    Policy,
+    Pass,
+    aten,
     cast,
     emit,
     emit_named,
@@ -33,15 +34,13 @@ from mtpc.passes.linears import (
 from mtpc.weights.packing import can_pack
 from mtpc.weights.recipes import Blocks, Packed
 
-aten = torch.ops.aten
-
 _GROUPED = (torch.ops.mtpc.grouped_linear.default, torch.ops.mtpc.grouped_experts.default)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
 
 @dataclass(frozen=True)
-class PackWeights:
+class PackWeights(Pass, policy="backend"):
     """Replace linears and experts on bfloat16 weights by ops that read packed weights.
 
     On by default on backends with kernels for them (cpu). Linears that share an input (q/k/v,
@@ -53,9 +52,6 @@ class PackWeights:
     it or pack-groups has replaced a linear of the target. Their weights stay as they are.
     """
 
-    name: ClassVar[str] = "pack-weights"
-    policy: ClassVar[Policy] = "backend"
-
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: weight.dim() == 2 and can_pack(weight))
         packed = replace_groups(groups, _packed_linear) + _pack_head_products(graph)
@@ -64,7 +60,12 @@ class PackWeights:
         is_ours = packed or any(
             is_call(node, *_GROUPED) and node not in draft for node in graph.graph.nodes
         )
-        return packed + (_widen_linears(graph) if is_ours else 0)
+        wide = [
+            node
+            for node in graph.graph.nodes
+            if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
+        ]
+        return packed + (exchange(graph, wide, _widened) if is_ours else 0)
 
 
 def _packed_linear(group: LinearGroup) -> fx.Node:
@@ -72,17 +73,8 @@ def _packed_linear(group: LinearGroup) -> fx.Node:
     return group.emit(torch.ops.mtpc.packed_linear.default, packed, group.features, *bias)
 
 
-def _widen_linears(graph: StepGraph) -> int:
-    """Replace every linear with float32 results, and the casts before it; returns how many."""
-    found = [
-        node
-        for node in graph.graph.nodes
-        if is_call(node, aten.linear.default) and node.meta["val"].dtype == torch.float32
-    ]
-    return exchange(graph, found, _widened)
-
-
 def _widened(graph: StepGraph, node: fx.Node) -> fx.Node:
+    """A linear with float32 results, without the casts before it."""
     x, weight, bias = (_before_widening(operand) for operand in arguments(node).values())
     args = (x, weight, *([] if bias is None else [bias]))
     return emit(graph.graph, torch.ops.mtpc.float32_linear.default, args, node)

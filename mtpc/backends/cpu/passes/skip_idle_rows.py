@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -11,17 +11,15 @@ from torch import Tensor, fx
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.layout import LOGITS_STARTS, StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
-from mtpc.passes.base import GETITEM, Policy, emit, is_call
+from mtpc.passes.base import GETITEM, Pass, aten, emit, is_call
 from mtpc.plan import SKIP_IDLE_ROWS
-
-aten = torch.ops.aten
 
 _PUBLISHED = ("batch.positions", "batch.seq_lens", "batch.query_start_loc")
 """Metadata buffers of a forward, in the order in which the step writes them."""
 
 
 @dataclass(frozen=True)
-class SkipIdleRows:
+class SkipIdleRows(Pass, policy="backend", name=SKIP_IDLE_ROWS):
     """Pass the number of leading rows in use to the kernels that can leave out the others.
 
     A decode step is compiled for all rows of its bucket, and a prefill step for a whole chunk. So a
@@ -31,9 +29,6 @@ class SkipIdleRows:
     rows, so rows in use do not change. Idle rows of a result are undefined; the pass clears them
     where any other operator reads them. On by default on backends with such kernels (cpu).
     """
-
-    name: ClassVar[str] = SKIP_IDLE_ROWS
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         counts = _Counts(graph.graph, graph.key)
@@ -109,8 +104,12 @@ class _Counts:
                 self.published[name] = value
             if name == _PUBLISHED[-1] and len(self.published) == len(_PUBLISHED):
                 self._count(node)
-            if name == LOGITS_STARTS and isinstance(value, fx.Node):
-                self._count_logits(node, value)
+            # With one row of logits per request, the count of requests serves.
+            is_ragged = name == LOGITS_STARTS and self.key.max_emitted != 1
+            if is_ragged and isinstance(value, fx.Node):
+                with self.graph.inserting_before(node.next):  # The largest of their starts.
+                    count = emit(self.graph, aten.amax.default, (value, [0], True), node)
+                self.logits = (self.key.num_logits, count)
         elif is_call(node, torch.ops.mtpc.accept.default):
             self.logits = None  # From here on rows are selected for each request alone.
         elif _has_features(node):
@@ -153,17 +152,6 @@ class _Counts:
             tokens = emit(self.graph, aten.index_select.default, (starts, 0, requests), node)
         self.requests = (num_reqs, requests)
         self.tokens = (positions.meta["val"].shape[0], tokens)
-
-    def _count_logits(self, node: fx.Node, starts: fx.Node) -> None:
-        """Emit, after a node, the count of rows of logits, which is the largest of their starts.
-
-        With one row of logits per request, the count of requests serves.
-        """
-        if self.key.max_emitted == 1:
-            return
-        with self.graph.inserting_before(node.next):
-            count = emit(self.graph, aten.amax.default, (starts, [0], True), node)
-        self.logits = (self.key.num_logits, count)
 
 
 def _has_features(node: fx.Node) -> bool:

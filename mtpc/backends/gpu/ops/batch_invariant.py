@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, operator, with_features
 
 
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), lambda x, weight: with_features(x, weight.shape[-2]))
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, or several of them.
 
@@ -28,12 +28,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None
     return out if bias is None else out + bias
 
 
-@batch_invariant_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
-
-
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32))
 def row_sum(x: Tensor) -> Tensor:
     """The sum of each row.
 
@@ -44,8 +39,3 @@ def row_sum(x: Tensor) -> Tensor:
         float32 [...].
     """
     return x.sum(-1, dtype=torch.float32)
-
-
-@row_sum.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mtpc.ops.fused import rms_norm
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, operator, with_features
 
 
-@operator(Traits("row", "sums", rows="left right"))
+@operator(
+    Traits("row", "sums", rows="left right"), lambda left: with_features(left, 2 * left.shape[-1])
+)
 def draft_entry(
     left: Tensor,
     left_weight: Tensor,
@@ -36,8 +36,3 @@ def draft_entry(
     """
     halves = ((left, left_weight), (right, right_weight))
     return torch.cat([rms_norm(x, weight, epsilon, plus_one) for x, weight in halves], -1)
-
-
-@draft_entry.register_fake
-def _(left: Tensor, *_: Any, **__: Any) -> Tensor:
-    return left.new_empty((*left.shape[:-1], 2 * left.shape[-1]))

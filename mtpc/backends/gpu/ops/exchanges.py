@@ -7,12 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpc.ops.collectives import gathered, group_of, summed
-from mtpc.ops.traits import Traits, as_first, operator
+from mtpc.ops.traits import Traits, operator
 
 _exchange = dist.all_to_all_single
 
 
-@operator(Traits("dims", "moves", dims="add"))
+@operator(
+    Traits("dims", "moves", dims="add"), lambda part, ranks: part.new_empty([ranks, *part.shape])
+)
 def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
     """The tensors of all ranks, in the order of the ranks, with the same bits on every rank.
 
@@ -29,12 +31,7 @@ def gather_ranks(part: Tensor, ranks: int, group: str, after: Tensor | None = No
     return gathered(part, group)
 
 
-@gather_ranks.register_fake
-def _(part: Tensor, ranks: int, group: str, after: Tensor | None = None) -> Tensor:
-    return part.new_empty([ranks, *part.shape])
-
-
-@operator(Traits("dims", "moves", dims="along"))
+@operator(Traits("dims", "moves", dims="along"), "parts")
 def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """What each rank has for this one.
 
@@ -51,7 +48,7 @@ def exchange_ranks(parts: Tensor, group: str, after: Tensor | None = None) -> Te
     return found
 
 
-@operator(Traits("row", "elements", rows="part"))
+@operator(Traits("row", "elements", rows="part"), "part")
 def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """As `all_reduce`: a small sum as one exchange, for which GPUs that share memory have a kernel.
 
@@ -64,7 +61,3 @@ def sum_ranks(part: Tensor, group: str, after: Tensor | None = None) -> Tensor:
         As `part`.
     """
     return summed(part, group)
-
-
-exchange_ranks.register_fake(as_first)
-sum_ranks.register_fake(as_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, largest_of, operator
 
 TOPK_WIDTH, TOPK_COUNT = 1024, 16
 """Limits of the kernels of `topk` and `group_topk`: row width and count. They find one number after
@@ -14,7 +14,12 @@ LEAST_ROW_MAX = 8192
 """The least row width for which the kernel of `row_max` pays: it has several programs per row."""
 
 
-@operator(Traits("row", "compares", rows="x"))
+def _chosen(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+@operator(Traits("row", "compares", rows="x"), _chosen)
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest numbers of each row, the largest first.
 
@@ -33,7 +38,7 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count].contiguous(), places[..., :count].contiguous()
 
 
-@operator(Traits("row", "compares", rows="x"))
+@operator(Traits("row", "compares", rows="x"), _chosen)
 def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, Tensor]:
     """`topk` among the best groups of each row: how DeepSeek-V3 limits a choice of experts
     (arXiv:2412.19437, section 2.1.2).
@@ -56,14 +61,7 @@ def group_topk(x: Tensor, count: int, groups: int, kept: int) -> tuple[Tensor, T
     return topk(x.masked_fill(~is_kept, -torch.inf), count)
 
 
-@topk.register_fake
-@group_topk.register_fake
-def _(x: Tensor, count: int, *_: int) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], count)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-
-
-@operator(Traits("row", "compares", rows="x", chooses=True))
+@operator(Traits("row", "compares", rows="x", chooses=True), largest_of)
 def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The largest number of each row, and where it is: the greedy choice from logits.
 
@@ -78,9 +76,3 @@ def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, places = x.max(-1)
     return values, places
-
-
-@row_max.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    shape = x.shape[:-1]
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtpc.ops.fused import add_rms_norm, silu_and_mul
-from mtpc.ops.traits import Traits, operator
+from mtpc.ops.traits import Traits, operator, with_features
 
 MOST_ROWS, MOST_NORM_ROWS = 4, 2
 """Most rows of a call, and of a call with a norm. With more rows, tensor cores are faster."""
@@ -18,7 +18,7 @@ WIDTH_MULTIPLE = 8
 """The number of inputs is a multiple of this: kernels read 16 bytes at once."""
 
 
-@operator(Traits("row", "sums", rows="x"))
+@operator(Traits("row", "sums", rows="x"), lambda x, weight: with_features(x, weight.shape[0]))
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, for few rows.
 
@@ -33,12 +33,13 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias)
 
 
-@skinny_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@operator(Traits("row", "sums", rows="x added"))
+@operator(
+    Traits("row", "sums", rows="x added"),
+    lambda x, weight, gated: (
+        x.new_empty(x.shape),
+        with_features(x, weight.shape[0] // (1 + gated)),
+    ),
+)
 def norm_linear(
     x: Tensor,
     added: Tensor,
@@ -69,12 +70,3 @@ def norm_linear(
     total, normed = add_rms_norm(x, added, norm_weight, epsilon, plus_one)
     out = F.linear(normed, weight, bias)
     return total, silu_and_mul(out) if gated else out
-
-
-@norm_linear.register_fake
-def _(
-    x: Tensor, added: Tensor, norm_weight: Tensor, epsilon: float, plus_one: bool, weight: Tensor,
-    bias: Tensor | None = None, gated: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    features = weight.shape[0] // (2 if gated else 1)
-    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], features))

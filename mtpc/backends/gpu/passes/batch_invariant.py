@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import value_of
-from mtpc.passes.base import Policy, emit, emit_named, tidy
-
-aten = torch.ops.aten
+from mtpc.passes.base import Pass, aten, emit, emit_named, tidy
 
 _LINEAR = torch.ops.mtpc.batch_invariant_linear.default
 _ROW_SUM = torch.ops.mtpc.row_sum.default
 
 
 @dataclass(frozen=True)
-class BatchInvariant:
+class BatchInvariant(Pass, policy="off"):
     """Replace operators whose order of summation may depend on the number of rows in PyTorch.
 
     Linears and products of matrices become `mtpc::batch_invariant_linear`; sums, means, softmax and
     layer norms of floating point are spelled out around `mtpc::row_sum`. The cuda backend enables
     it for the option `batch_invariant`, and checks that nothing is left.
     """
-
-    name: ClassVar[str] = "batch-invariant"
-    policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -12,19 +12,16 @@ from mtpc.backends.triton_kernels import NAMESPACES, row_bound
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
 from mtpc.ops.traits import traits_of
-from mtpc.passes.base import GETITEM, Policy
+from mtpc.passes.base import GETITEM, Pass
 
 
 @dataclass(frozen=True)
-class CheckInvariance:
+class CheckInvariance(Pass, policy="required", name="check-batch-invariance"):
     """Refuse a bound step in which a row's numbers may depend on how many rows there are.
 
     Raises:
         BackendError: a call may; the message names it.
     """
-
-    name: ClassVar[str] = "check-batch-invariance"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         for node in graph.graph.nodes:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.capture.effects import analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import Policy, emit, exchange, is_call, operands
+from mtpc.passes.base import Pass, emit, exchange, is_call, operands
 
 _NORM = torch.ops.mtpc.rms_norm.default
 
 
 @dataclass(frozen=True)
-class FuseDraftEntry:
+class FuseDraftEntry(Pass, policy="backend"):
     """Replace cat(norm of the embedding, norm of the hidden state) by `mtpc::draft_entry`.
 
     The operator writes both norms where the projection reads them, in either order, and rounds at
     the same places. The pass looks for the norms that fuse-elementwise emits, and does nothing
     without it. For backends with such a kernel (cuda).
     """
-
-    name: ClassVar[str] = "fuse-draft-entry"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mtpc.backends.gpu.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, is_narrow, operands, tidy
+from mtpc.passes.base import GETITEM, Pass, emit, emit_named, is_call, is_narrow, operands, tidy
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ _ACTIVATION = torch.ops.mtpc.silu_and_mul.default
 
 
 @dataclass(frozen=True)
-class FuseSkinnyLinears:
+class FuseSkinnyLinears(Pass, policy="backend"):
     """Replace linears of a few bfloat16 rows by `mtpc::skinny_linear`, and those that alone read a
     residual sum's norm by `mtpc::norm_linear`, with the SwiGLU that alone reads their result.
 
@@ -28,9 +28,6 @@ class FuseSkinnyLinears:
     The pass looks for the norms and activations that fuse-elementwise emits. For backends with such
     kernels (cuda).
     """
-
-    name: ClassVar[str] = "fuse-skinny-linears"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         rewrites = 0

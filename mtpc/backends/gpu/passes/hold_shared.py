@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mtpc.capture.effects import Root, analyse
 from mtpc.capture.graph import StepGraph, operators
-from mtpc.passes.base import Policy, emit, is_call
+from mtpc.passes.base import Pass, emit, is_call
 
 _HELD = torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True)
-class HoldShared:
+class HoldShared(Pass, policy="required"):
     """Put a view by strides before the first of several calls that read a computed value.
 
     Inductor copies an argument that is not in memory, such as a block table, to give it the strides
@@ -25,9 +25,6 @@ class HoldShared:
     What mtpc's operators write is in memory, and a view would make Inductor copy it before the
     write. Counts the views.
     """
-
-    name: ClassVar[str] = "hold-shared"
-    policy: ClassVar[Policy] = "required"
 
     def apply(self, graph: StepGraph) -> int:
         views = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -11,13 +11,11 @@ from torch import Tensor, fx
 from mtpc.backends.gpu.ops.largest import LEAST_ROW_MAX, TOPK_COUNT, TOPK_WIDTH
 from mtpc.capture.effects import Effects, analyse
 from mtpc.capture.graph import StepGraph, arguments
-from mtpc.passes.base import GETITEM, Policy, cast, emit, exchange, is_call, operands, sweep
-
-aten = torch.ops.aten
+from mtpc.passes.base import GETITEM, Pass, aten, cast, emit, exchange, is_call, operands, sweep
 
 
 @dataclass(frozen=True)
-class LowerChoices:
+class LowerChoices(Pass, policy="backend"):
     """Replace ATen's choices of the largest numbers of a row by operators that GPUs run faster.
 
     A router's `topk` becomes `mtpc::topk`: ATen's kernels for it are made for long rows, and take
@@ -29,9 +27,6 @@ class LowerChoices:
     The largest of a row of logits becomes `mtpc::row_max`, which has many programs for a row.
     Inductor has one, and for short rows it stays Inductor's. On by default on GPUs.
     """
-
-    name: ClassVar[str] = "lower-choices"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         effects = analyse(graph.graph)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
 from mtpc.capture.graph import StepGraph
-from mtpc.passes.base import Policy
+from mtpc.passes.base import Pass
 from mtpc.passes.linears import LinearGroup, joined_plain, linear_groups, replace_groups
 
 
 @dataclass(frozen=True)
-class MergeProjections:
+class MergeProjections(Pass, policy="backend"):
     """Concatenate the weights of linears that share an input (q/k/v, gate/up).
 
     It copies weights where the user's model keeps the originals; where mtpc read them itself, they
     become views of the merged weight. pack-weights does the same for the weights that it packs. All
     buckets share a merged weight. On by default on GPUs.
     """
-
-    name: ClassVar[str] = "merge-projections"
-    policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
         groups = linear_groups(graph, lambda node, weight: True)

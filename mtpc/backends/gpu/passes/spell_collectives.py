@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from mtpc.backends.gpu.passes.batch_invariant import Emitter
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import value_of
-from mtpc.passes.base import GETITEM, Policy, is_call, tidy
+from mtpc.passes.base import GETITEM, Pass, is_call, tidy
 from mtpc.passes.shard import Sharding
 
 aten, ours = torch.ops.aten, torch.ops.mtpc
@@ -24,7 +24,7 @@ LEAST_SAVED = 4 << 20
 
 
 @dataclass(frozen=True)
-class SpellCollectives:
+class SpellCollectives(Pass, policy="backend"):
     """Leave two operators by which ranks exchange values, `gather_ranks` and `exchange_ranks`, and
     `sum_ranks` for small sums of ranks that share memory.
 
@@ -37,8 +37,6 @@ class SpellCollectives:
         sharding: this rank's part of the model; None leaves the step as it is.
     """
 
-    name: ClassVar[str] = "spell-collectives"
-    policy: ClassVar[Policy] = "backend"
     sharding: Sharding | None = None
 
     def apply(self, graph: StepGraph) -> int:

@@ -21,7 +21,7 @@ from mtpc.backends.triton_kernels.grouped import (
 )
 from mtpc.backends.triton_kernels.launch import Launch, flat_rows, power_of_two
 from mtpc.backends.triton_kernels.operator import Plan, operator
-from mtpc.backends.triton_kernels.ops.silu_and_mul import silu_and_mul
+from mtpc.backends.triton_kernels.ops.norms import silu_and_mul
 from mtpc.weights.grouped import form_of
 from mtpc.weights.packing import TILE
 

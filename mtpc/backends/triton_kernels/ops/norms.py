@@ -1,4 +1,4 @@
-"""Root mean square norms, alone, of a residual sum and of two halves, and sums of rows.
+"""Root mean square norms, alone, of a residual sum and of two halves; sums of rows; and SwiGLU.
 
 A program has a whole row, or a few where rows are short, so each row is read once and its sum does
 not depend on other rows. Results are rounded where the reference rounds.
@@ -22,6 +22,8 @@ _ELEMENTS = 1024
 _A_THREAD = 16
 """Elements of a thread, in programs of fewer than `_MOST_THREADS` threads."""
 _MOST_THREADS = 512
+_BLOCK = 1024
+"""Elements of a program of `silu_and_mul`: of one row's gate, and the same of its up."""
 _MAX_WIDTH = 16_384
 """The most elements of a row, which is normed in registers: 32 per thread."""
 
@@ -184,3 +186,34 @@ def row_sum(x: Tensor) -> Plan:
     out, rows = x.new_empty(x.shape[:-1], dtype=torch.float32), flat_rows(x)
     values = dict(x_ptr=rows, out_ptr=out, x_row=rows.stride(0))
     return [row_launch(row_sum_kernel, rows, values)], out
+
+
+@triton.jit
+def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """gate_up [rows, 2 WIDTH] with any row stride, gate first; out [rows, WIDTH]."""
+    await_launches(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, mask = gate_up_ptr + row * gate_up_row + i, i < WIDTH
+    gate = tl.load(at, mask=mask, other=0.0)
+    up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    active = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * WIDTH + i, (active.to(tl.float32) * up).to(gate.dtype), mask=mask)
+
+
+@operator()
+def silu_and_mul(gate_up: Tensor) -> Plan:
+    """One launch."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    rows = flat_rows(gate_up)
+    block = min(power_of_two(width), _BLOCK)
+    values = dict(
+        gate_up_ptr=rows, out_ptr=out, gate_up_row=rows.stride(0), WIDTH=width, BLOCK=block
+    )
+    grid = (rows.shape[0], -(-width // block), 1)
+    return [Launch(silu_and_mul_kernel, grid, values, threads=128)], out
