@@ -245,12 +245,12 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2430,
+    ".": 2440,
     "backends": 14700,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4500,
-    "engine": 5910,
+    "engine": 5950,
     "evaluation": 610,
     "host": 520,
     "integrations": 5060,
