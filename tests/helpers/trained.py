@@ -94,13 +94,18 @@ def save_drafter(name: str, target: Any, directory: Path, **changes: Any) -> Non
     `changes` are those of its config.
     """
     if name in DRAFTED:
-        config = {**eagle.CONFIG, **changes}
-        head = eagle.new_head(config, target.config.hidden_size)
-        eagle.save_head(eagle.train_head(head, config, target, cyclic_text), config, directory)
+        save_head(target, directory, **changes)
     if name in ASSISTED:
         drafter = assistant.new_assistant(name, **changes)
         assistant.train_assistant(drafter, target, cyclic_text)
         assistant.save_assistant(drafter, directory)
+
+
+def save_head(target: Any, directory: Path, **changes: Any) -> None:
+    """Train and write an EAGLE-3 head of a target; `changes` are those of its config."""
+    config = {**eagle.CONFIG, **changes}
+    head = eagle.new_head(config, target.config.hidden_size)
+    eagle.save_head(eagle.train_head(head, config, target, cyclic_text), config, directory)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agreement import HEADS, MAX_LEN, ask
+from agreement import HEADS, MAX_LEN, ROOT, ask
 from helpers import trained
 from safetensors.torch import load_file, save_file
 
@@ -188,9 +188,10 @@ def run_host(
     }
     job = {"options": options, "batches": batches, "new_tokens": new_tokens}
     fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
+    fixed["PYTHONPATH"] = str(ROOT)  # This checkout, whichever one VENV was made of.
     if more.get("tp_size", 1) > 1:  # Ranks that are more than the machine's NUMA nodes name cores.
         fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(more["tp_size"])))
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "SGLANG" not in k}
+    kept = {k: v for k, v in os.environ.items() if "SGLANG" not in k}
     child = str(Path(__file__).with_name("sglang_child.py"))
     answers = ask(
         [str(python.absolute()), child, json.dumps(job)],

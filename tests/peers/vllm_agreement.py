@@ -9,6 +9,7 @@ the default tests: vLLM takes half a minute to start. The last line of output is
 JSON, or what vLLM said of a checkpoint that it does not run. Exits with 1 where they differ.
 
 Gemma 4's drafts have the position that transformers gives them in both (`vllm_child.py`).
+gpt-oss, Qwen3-MoE and Gemma 3 run by transformers' class alone, the first two with an EAGLE-3 head.
 A family that vLLM runs in bfloat16 only may differ where rounding decides: transformers' own code
 has the two tokens closer in float64 than bfloat16 can tell, or chooses otherwise in bfloat16.
 """
@@ -37,12 +38,14 @@ from agreement import (
     make_work,
     run_mtpc,
 )
-from helpers import assistant, tiny, trained
+from helpers import assistant, derived, tiny, trained
 from helpers.families import ASSISTED, DRAFTED
+from helpers.released import gpt_oss
 from helpers.released.mimo_v2 import released_config
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers import vllm_host
+from mtpc.models.hf import MTPLayer
 
 RECURRENT: dict[str, Any] = {
     **HEADS,
@@ -64,10 +67,19 @@ LATENT: dict[str, Any] = {
     },
 }
 SPARSE: dict[str, Any] = {**LATENT, "index_head_dim": 128}
+SLIDING: dict[str, Any] = {
+    **HEADS,
+    "vocab_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": HEADS,
     "qwen2": HEADS,
     "qwen3": HEADS,
+    "gpt_oss": SLIDING,
+    "qwen3_moe": {**HEADS, "vocab_size": 96, "num_hidden_layers": 4, "norm_topk_prob": True},
+    "gemma3_text": SLIDING,
     "gemma4": {**HEADS, "global_head_dim": 64},
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
@@ -105,8 +117,21 @@ heads (`vllm_parts.py`): released ones are scaled, too. Of Step-3.5 it runs neit
 MTP, lists of layer types (it cuts off what they say of MTP layers). Its router without groups
 (`cpu_router.py`) leaves out ERNIE's bias of experts, which is zero here. An indexer's heads hold at
 least the rotary part."""
+OF_CLASSES = {
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""Families that mtpc knows by transformers' class alone."""
+UNDRAFTED = ("gemma3_text",)
+"""Which vLLM runs without drafts: this class of its own takes no EAGLE-3 head."""
+HEADED = (*DRAFTED, "gpt_oss", "qwen3_moe")
+"""Whose drafter is an EAGLE-3 head."""
+PLAIN = "plain"
+"""Beside gpt-oss's released files, the same values for vLLM: its codes of 4 bits ask for AMX and
+bfloat16."""
 DRAFTERS: dict[str, dict[str, Any]] = {
-    **{name: {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]} for name in DRAFTED},
+    **{name: {"head_dim": 32, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]} for name in HEADED},
     "gemma4": {
         **assistant.with_text("gemma4", **CHANGES["gemma4"]),
         "use_ordered_embeddings": False,
@@ -129,7 +154,7 @@ DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "bfloat16")
 argmax."""
 BACKENDS = dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "longcat_flash"), "CPU_MLA")
 """With AMX vLLM would choose `AMX_MLA`, which takes bfloat16 and no heads of 16."""
-TRAINING_STEPS = dict.fromkeys((*DTYPES, *DRAFTED, *ASSISTED), 30)
+TRAINING_STEPS = dict.fromkeys((*DTYPES, *DRAFTED, *OF_CLASSES, *ASSISTED), 30)
 """Margins that bfloat16 does not move: both programs round, at other places. And targets that a
 drafter can learn."""
 HOST_RULES = {
@@ -169,14 +194,15 @@ def agree(args: argparse.Namespace, family: str, directory: Path, work: Work) ->
     Raises:
         Refused: vLLM does not run it.
     """
-    theirs = run_vllm(args.vllm_python, directory, args.spec_tokens, family, work)
+    numbers = [0] if family in UNDRAFTED else args.spec_tokens
+    theirs = run_vllm(args.vllm_python, directory, numbers, family, work)
     dtype, rules = DTYPES.get(family, "float32"), HOST_RULES.get(family, {})
 
     def excused(prompt: list[int], one: list[int], other: list[int]) -> bool:
         return dtype == "bfloat16" and rounding_decides(directory, prompt, one, other)
 
     found = {}
-    for k, answers in zip(args.spec_tokens, theirs, strict=True):
+    for k, answers in zip(numbers, theirs, strict=True):
         ours = run_mtpc(directory, k, work, dtype, rules)
         found[f"K={k}"] = compare(work, ours, answers, excused, DRAFTS_DIFFER.get(family, ""))
     return found
@@ -217,22 +243,42 @@ def make_trained(
     family: str, directory: Path, changes: dict[str, Any], steps: int | None = None
 ) -> None:
     """A checkpoint trained for seconds, as vLLM reads it."""
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    target = tiny.build_target(family, **eager, **changes)
-    layers = [] if family in (*DRAFTED, *ASSISTED) else tiny.build_mtp_layers(family, target)
-    if family == "step3p5":
-        target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
-    if family == "ernie4_5_moe":
-        for module in (target, *layers):
-            for name, parameter in module.named_parameters():
-                if name.endswith("e_score_correction_bias"):
-                    parameter.requires_grad_(False).zero_()
+    target, layers, codes = _untrained(family, changes)
     trained.train(family, target, layers, steps or TRAINING_STEPS.get(family, 18))
-    tiny.save_checkpoint(family, target, layers, directory)
-    trained.save_drafter(family, target, directory / "draft", **DRAFTERS.get(family, {}))
+    tiny.save_checkpoint(family, target, layers, directory / PLAIN if codes else directory)
+    if codes:
+        gpt_oss.save_released(target, codes, directory, torch.float32)
+    if family in HEADED:
+        trained.save_head(target, directory / "draft", **DRAFTERS[family])
+    else:
+        trained.save_drafter(family, target, directory / "draft", **DRAFTERS.get(family, {}))
     path = directory / "config.json"
     config = _as_released(family, json.loads(path.read_text()), changes)
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
+
+
+def _untrained(family: str, changes: dict[str, Any]) -> tuple[Any, list[MTPLayer], gpt_oss.Codes]:
+    """A random target, its MTP layers, and its experts' codes where they are released as codes.
+
+    What vLLM leaves out is zero, and does not learn; nor do experts in codes.
+    """
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    if family in OF_CLASSES:
+        target = derived.tiny_model(OF_CLASSES[family], **eager, **changes).float()
+    else:
+        target = tiny.build_target(family, **eager, **changes)
+    has_layers = family not in (*HEADED, *UNDRAFTED, *ASSISTED)
+    layers = tiny.build_mtp_layers(family, target) if has_layers else []
+    codes = gpt_oss.with_codes(target) if family == "gpt_oss" else {}
+    if family == "step3p5":
+        target.model.layers[1].mlp.experts.down_proj.requires_grad_(False).zero_()
+    for module in (target, *layers):
+        for name, parameter in module.named_parameters():
+            if family == "ernie4_5_moe" and name.endswith("e_score_correction_bias"):
+                parameter.requires_grad_(False).zero_()
+            if codes and name.endswith(gpt_oss.STACKS):
+                parameter.requires_grad_(False)
+    return target, layers, codes
 
 
 def _as_released(family: str, config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -275,9 +321,11 @@ def vllm_options(
     family: str, directory: Path, spec_tokens: int, max_seqs: int = 1, eager: bool = True
 ) -> dict[str, Any]:
     """What vLLM is given to run a family's tiny checkpoint as exactly as it can."""
-    options = vllm_host.arguments(str(directory), spec_tokens, MAX_LEN, max_seqs, eager=eager)
-    if spec_tokens and family in (*DRAFTED, *ASSISTED):
-        method = "eagle3" if family in DRAFTED else "mtp"
+    plain = directory / PLAIN
+    model = str(plain if plain.is_dir() else directory)
+    options = vllm_host.arguments(model, spec_tokens, MAX_LEN, max_seqs, eager=eager)
+    if spec_tokens and family in (*HEADED, *ASSISTED):
+        method = "eagle3" if family in HEADED else "mtp"
         options["speculative_config"] |= {"method": method, "model": str(directory / "draft")}
     for part in (options, options["speculative_config"]):
         if part is not None and family in BACKENDS:

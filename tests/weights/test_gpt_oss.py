@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 import torch
 from helpers import derived
 from helpers.derived import NEW, OPTIONS, PROMPTS
+from helpers.released.gpt_oss import STACKS, save_released, with_codes
 from helpers.whole_steps import compiler_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import mtpc
 from mtpc.backends.cpu.backend import CpuBackend
@@ -25,16 +24,9 @@ from mtpc.models.load import load
 from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.checkpoint import Checkpoint
 
-SAYS = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-    ],
-}  # fmt: skip
-"""As openai/gpt-oss-20b has it."""
 WIDTH = 64
 """Of the hidden state and of an expert, as of the released ones: a stack of down is square."""
-STACKS, FIRST = ("experts.gate_up_proj", "experts.down_proj"), "model.layers.0.mlp"
+FIRST = "model.layers.0.mlp"
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +35,13 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("gpt-oss")
     sizes = dict(hidden_size=WIDTH, intermediate_size=WIDTH)
     model = derived.tiny_model("GptOssForCausalLM", **sizes)
-    stored: dict[str, Tensor] = {}
+    codes = with_codes(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(STACKS):
-                codes, exponents = stack(*parameter.shape)
-                parameter.copy_(convert_moe_packed_tensors(codes, exponents))
-                stored |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
-            else:
-                stored[name] = parameter.bfloat16()
-                parameter.copy_(stored[name])
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "architectures": ["GptOssForCausalLM"]}
-    config.pop("dtype", None)
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": SAYS}))
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    save_released(model, codes, directory, torch.bfloat16)
     model.config._experts_implementation = "eager"
     return directory, model
-
-
-def stack(experts: int, inputs: int, features: int) -> tuple[Tensor, Tensor]:
-    """Random codes and exponents; the model has the stack as [experts, inputs, features]."""
-    blocks = (experts, features, inputs // 32)
-    codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
-    return codes, torch.randint(120, 125, blocks, dtype=torch.uint8)
 
 
 def test_logits_are_those_of_the_dequantised_weights(released: tuple[Path, Any]) -> None:
