@@ -14,7 +14,7 @@ from mtpc.models.drafter import Pairing
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.family import ModelFamily, layers_after
 from mtpc.models.gemma4_assistant import TARGETS, assistant_family
-from mtpc.weights.paired_checkpoint import DRAFT
+from mtpc.weights.checkpoint import DRAFT
 
 KINDS = (
     ((*eagle3.ARCHITECTURES, *eagle3.PEAGLE), eagle3.eagle3_family),

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import CHAIN_EMBEDS, BufferSpec
 from mtpc.layout.buffers import chain_specs
-from mtpc.models import FAMILIES, ModelFamily
-from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.derived import NO_ENTRIES, borrow, derive
-from mtpc.models.draft import drafted_family
-from mtpc.models.drafter import Pairing
+from mtpc.models.families import MODULES, serving
+from mtpc.models.family import ModelFamily
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     HandingDraft,
@@ -43,9 +41,8 @@ from mtpc.models.seams import share_model
 from mtpc.plan import Plan
 from mtpc.step.chaining import TrueChaining
 from mtpc.step.drafting import Drafting
-from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
+from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing, open_checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel, tokenizer_ends
 from mtpc.weights.stored import StoredWeights
 from mtpc.wiring import Rules
@@ -329,11 +326,11 @@ def find_family(architectures: list[str], entries: Mapping[str, Any] = NO_ENTRIE
     Raises:
         UnsupportedModelError: no family does.
     """
-    served = (each for each in FAMILIES if set(architectures) & set(each.architectures))
-    family = borrow(architectures, entries) or next(served, None) or derive(architectures, entries)
+    family = borrow(architectures, entries) or serving(architectures)
+    family = family or derive(architectures, entries)
     if family is not None:
         return family
-    known = [name for family in FAMILIES for name in family.architectures]
+    known = [name for names in MODULES.values() for name in names]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
@@ -364,8 +361,13 @@ def _load_directory(
 
 def drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
     """The family of a target, with the drafter of its checkpoint if that has one of its own."""
-    if not isinstance(checkpoint, PairedCheckpoint):
+    if checkpoint is None or checkpoint.draft is None:
         return family
+    from mtpc.models.draft import drafted_family  # Not above: few models have such a drafter.
+    from mtpc.models.drafter import Pairing
+    from mtpc.weights.paired_checkpoint import PairedCheckpoint
+
+    assert isinstance(checkpoint, PairedCheckpoint)
     config = read_config(checkpoint, family).get_text_config(decoder=True)
     return drafted_family(Pairing(family, checkpoint, config))
 
@@ -447,6 +449,9 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None)
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
+    from mtpc.models.adopt import check_object, check_same_weights  # Not above: few are objects.
+    from mtpc.weights.paired_checkpoint import checkpoint_of
+
     check_object(model, family)
     checkpoint = checkpoint_of(model, needs_mtp, draft)
     family = drafted(family, checkpoint).wired(wiring)

@@ -24,7 +24,6 @@ from mtpc.backends.pipeline import PACKING, select_passes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
-from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.certificate import Certificate, prove
@@ -55,13 +54,11 @@ from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
-from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
 from mtpc.program.program import BuiltSteps, Program, bind_program
-from mtpc.program.rank_share import AgreeOnCalls, RankShare
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
@@ -69,6 +66,8 @@ from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
+    from mtpc.capture.split import SplitStep
+    from mtpc.program.rank_share import RankShare
     from mtpc.program.ranks import Ranks
 
 Seen = Callable[[str, StepGraph], None]
@@ -169,7 +168,11 @@ class StepCompiler:
         self.cache = OwnSteps(plan) if cache is None else cache
         self._check_draft_vocab()
         self.keys = step_keys(plan)
-        self.share = RankShare(self.loaded, ranks) if ranks is not None else None
+        self.share: RankShare | None = None
+        if ranks is not None:
+            from mtpc.program.rank_share import RankShare  # Not above: few models are shared.
+
+            self.share = RankShare(self.loaded, ranks)
         self._begins = begins
         self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
@@ -237,6 +240,8 @@ class StepCompiler:
             of_layers = self.share.specs(of_layers)
         specs = (*state_specs(), *batch_specs(key, plan.packs_drafts), *of_layers)
         if plan.images:
+            from mtpc.models.vision import image_buffers  # Not above: few models take images.
+
             specs += image_buffers(self.loaded)
         if plan.copies:
             specs += copy_specs(plan.layer_drafts > 0)
@@ -309,7 +314,11 @@ class StepCompiler:
         A step whose calls do not repeat as its layers do is traced again, whole, as all after it.
         """
         copies = CopyLayers(self.pattern, self.shared) if self.pattern else None
-        agrees = (AgreeOnCalls(self._ranks),) if self._ranks else ()
+        agrees: tuple[Pass, ...] = ()
+        if self._ranks:
+            from mtpc.program.rank_share import AgreeOnCalls
+
+            agrees = (AgreeOnCalls(self._ranks),)
         try:
             return self._lowering.rewrite(graph, copies, agrees, until, seen)
         except LayersDiffer:
@@ -413,6 +422,8 @@ class StepCompiler:
             graph = self._kept.pop(key, None) or self._rewritten(key, part, write)
         else:
             if self._split is None or self._split[0] != key:
+                from mtpc.capture.split import split_step  # Not above: hosts split steps.
+
                 whole = self._rewritten(key, part, write)
                 with self._timer("split"):
                     self._split = key, split_step(whole), texts

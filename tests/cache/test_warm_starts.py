@@ -37,8 +37,9 @@ from mtpc.program.workers import keeping_tokenizer
 from mtpc.store.entries import EntryStore
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.read_ahead import ReadAhead, Span
+from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.served_model import ServedModel
+from mtpc.weights.tensor_file import Span
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(

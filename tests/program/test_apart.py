@@ -21,7 +21,7 @@ import mtpc
 from mtpc.errors import BackendError, CapacityError
 from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
-from mtpc.program import child_process as apart
+from mtpc.program import build_road as apart
 from mtpc.program.child_process import build_in_child
 from mtpc.program.open_cache import open_cache
 from mtpc.store.entries import EntryStore
@@ -35,7 +35,7 @@ CALLER = """
 import json, sys
 import torch
 import mtpc
-from mtpc.program import child_process as apart
+from mtpc.program import build_road as apart
 
 directory, cache, options, large = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)

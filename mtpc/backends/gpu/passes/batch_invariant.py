@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from mtpc.backends.base import BATCH_INVARIANT
 from mtpc.capture.graph import StepGraph, arguments
 from mtpc.ops.signatures import value_of
 from mtpc.passes.base import Policy, emit, emit_named, tidy
@@ -28,7 +29,7 @@ class BatchInvariant:
     it for the option `batch_invariant`, and checks that nothing is left.
     """
 
-    name: ClassVar[str] = "batch-invariant"
+    name: ClassVar[str] = BATCH_INVARIANT
     policy: ClassVar[Policy] = "off"
 
     def apply(self, graph: StepGraph) -> int:

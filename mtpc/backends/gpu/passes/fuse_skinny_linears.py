@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from mtpc.backends.base import FUSE_SKINNY_LINEARS
 from mtpc.backends.gpu.ops.skinny import MOST_NORM_ROWS, MOST_ROWS, WIDTH_MULTIPLE
 from mtpc.capture.graph import StepGraph
 from mtpc.passes.base import GETITEM, Policy, emit, emit_named, is_call, is_narrow, operands, tidy
@@ -29,7 +30,7 @@ class FuseSkinnyLinears:
     kernels (cuda).
     """
 
-    name: ClassVar[str] = "fuse-skinny-linears"
+    name: ClassVar[str] = FUSE_SKINNY_LINEARS
     policy: ClassVar[Policy] = "backend"
 
     def apply(self, graph: StepGraph) -> int:
