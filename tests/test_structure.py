@@ -231,9 +231,22 @@ def test_import_is_light() -> None:
 
 def test_every_family_is_in_the_tables() -> None:
     """Of README.md, and of docs/models.md with every architecture that it serves."""
-    from mtpc.models import FAMILIES
+    from importlib import import_module
+
+    from mtpc.models import FAMILIES, ModelFamily
+    from mtpc.models.families import MODULES, serving
 
     pages = [(PACKAGE.parent / page).read_text() for page in ("README.md", "docs/models.md")]
+    listed = [name for names in MODULES.values() for name in names]
+    assert [name for family in FAMILIES for name in family.architectures] == listed
+    served = [serving([name]) for name in listed]
+    assert all(f and name in f.architectures for f, name in zip(served, listed, strict=True))
+    modules = [import_module(f"mtpc.models.families.{name}") for name in MODULES]
+    assert {module_name(path) for path in (PACKAGE / "models/families").glob("[a-z]*.py")} == {
+        f"models.families.{name}" for name in MODULES
+    }
+    defined = (each for module in modules for each in vars(module).values())
+    assert all(each in FAMILIES for each in defined if isinstance(each, ModelFamily))
     for family in FAMILIES:
         rows = [re.search(rf"^\| \[?{family.name}\b.*$", page, re.MULTILINE) for page in pages]
         (brief, full) = (row.group() if row else "" for row in rows)
@@ -242,25 +255,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2430,
-    "backends": 14880,
+    ".": 2450,
+    "backends": 14940,
     "capture": 1290,
     "certificate": 1510,
-    "cli": 4500,
-    "engine": 5910,
+    "cli": 4520,
+    "engine": 5970,
     "evaluation": 610,
     "host": 520,
     "integrations": 5060,
-    "layout": 1210,
-    "models": 9310,
+    "layout": 1230,
+    "models": 9370,
     "ops": 2810,
     "passes": 2600,
-    "program": 5040,
+    "program": 5200,
     "server": 4350,
     "step": 2010,
-    "store": 1010,
+    "store": 1080,
     "tuning": 1820,
-    "weights": 8860,
+    "weights": 9010,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -39,7 +39,6 @@ from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import share_model
 from mtpc.plan import Plan
-from mtpc.step.chaining import TrueChaining
 from mtpc.step.drafting import Drafting
 from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing, open_checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
@@ -241,6 +240,8 @@ class SteppedModel:
         says = (len(given), self.draft_entry is not None, vocabulary is not None, hands_on)
         self.drafting: Drafting = parts.drafting(*says) if given else Drafting(*says)
         if len(given) > 1:
+            from mtpc.step.chaining import TrueChaining  # Not above: few models have more layers.
+
             fed = family.wiring.chaining == "target"
             self.drafting = TrueChaining(*says, feeds_target=fed, has_images=CHAIN_EMBEDS in pools)
         self.vocab_size = loaded.vocab_size
@@ -327,8 +328,7 @@ def find_family(architectures: list[str], entries: Mapping[str, Any] = NO_ENTRIE
         UnsupportedModelError: no family does.
     """
     family = borrow(architectures, entries) or serving(architectures)
-    family = family or derive(architectures, entries)
-    if family is not None:
+    if (family := family or derive(architectures, entries)) is not None:
         return family
     known = [name for names in MODULES.values() for name in names]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
@@ -364,12 +364,9 @@ def drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
     if checkpoint is None or checkpoint.draft is None:
         return family
     from mtpc.models.draft import drafted_family  # Not above: few models have such a drafter.
-    from mtpc.models.drafter import Pairing
-    from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
-    assert isinstance(checkpoint, PairedCheckpoint)
     config = read_config(checkpoint, family).get_text_config(decoder=True)
-    return drafted_family(Pairing(family, checkpoint, config))
+    return drafted_family(family, checkpoint, config)
 
 
 def read_target(

@@ -6,9 +6,7 @@ loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.build -> a
 from __future__ import annotations
 
 import gzip
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -58,6 +56,7 @@ from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
+from mtpc.program.forecast import StageTimer
 from mtpc.program.program import BuiltSteps, Program, bind_program
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
@@ -186,7 +185,7 @@ class StepCompiler:
         self._traces: ModelTraces | None = None
         self._kept: dict[StepKey, StepGraph] = {}
         self._split: tuple[StepKey, SplitStep, dict[str, bytes]] | None = None
-        self._timer = _Timer()
+        self._timer = StageTimer()
         self.pattern = find_pattern(self.loaded, self.weights.spec)
         # Tapes are bound later, and to weights that are made then.
         self.weights.defers = backend.makes_files
@@ -441,7 +440,7 @@ class StepCompiler:
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
         others = base - self._recipes.keys()
-        seconds, self._timer = self._timer.seconds, _Timer()
+        seconds, self._timer = self._timer.seconds, StageTimer()
         settle = mode.form if isinstance(mode, StepMode) else graph.layout.value
         return StepRecord(
             step=graph.key,
@@ -473,17 +472,3 @@ class StepCompiler:
 def certify(graph: StepGraph, artifact: Artifact) -> Certificate:
     """What the checker proves of a whole step, and of what a backend has made of it."""
     return prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
-
-
-class _Timer:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        seconds = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-        self.seconds[stage] = round(seconds, 3)

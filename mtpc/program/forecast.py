@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 STAGES = ("trace", "rewrite", "split", "lower")
@@ -52,3 +53,18 @@ class Forecast:
         elapsed_s = time.perf_counter() - self._start
         whole_s = elapsed_s + to_come * self._total_s / self._workers
         return 1 - to_come, to_come * whole_s
+
+
+class StageTimer:
+    """Seconds by stage, as a step's record has them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time of the block."""
+        start = time.perf_counter()
+        yield
+        seconds = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.seconds[stage] = round(seconds, 3)

@@ -220,7 +220,8 @@ class Road(Generic[T]):
         served = found.served
         if cache is not None:
             served = replace(served, kept=KeptTokenizers(cache.store, self.plan.frozen))
-            if self.wanted.reads_text and served.load_kept():
+            is_first = self.ranks is None or self.ranks.rank == 0  # Others see no text.
+            if is_first and self.wanted.reads_text and served.load_kept():
                 give_back()
         model = replace(found, cache=cache, identity=self._identity(found), served=served)
         built, source, rest = model.built, self.source, None

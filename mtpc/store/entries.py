@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mtpc.errors import CacheError, DamagedEntryError
 from mtpc.store.safety import check_owner
-from mtpc.weights.content import file_digest
+from mtpc.weights.plain_file import file_digest
 
 if TYPE_CHECKING:
     from mtpc.store.writing import StoreWriter

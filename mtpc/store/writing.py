@@ -15,7 +15,7 @@ from mtpc.errors import CacheError, CacheWriteError
 from mtpc.store.entries import SUMS, Entry, EntryStore, render_sums
 from mtpc.store.safety import DIRECTORY_MODE, FILE_MODE, check_owner
 from mtpc.store.scratch import is_old, remove_abandoned
-from mtpc.weights.content import file_digest
+from mtpc.weights.plain_file import file_digest
 
 _POLL_S, _REMIND_S = 0.05, 2.0
 
