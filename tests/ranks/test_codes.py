@@ -39,7 +39,6 @@ from mtpc.weights.recipes import (
     Recipe,
     Rows,
     make,
-    make_grouped,
     names,
     part_spec,
     spec_of,
