@@ -65,7 +65,7 @@ def compile_kernels(names: list[str], into: Path) -> None:
     Raises:
         SystemExit: a level is unknown.
     """
-    from mtpc.backends.cpu_kernels.build import compile_for
+    from mtpc.backends.cpu_kernels.compile import compile_for
     from mtpc.backends.cpu_kernels.levels import X86
 
     known = {level.name: level for level in X86}

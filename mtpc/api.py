@@ -8,50 +8,40 @@ from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 from torch import Tensor
 
-from mtpc.acceptance import settle
-from mtpc.arguments import CompileArguments, SamplingArguments
 from mtpc.config import CompileOptions
 from mtpc.engine.admission import usable_ends
-from mtpc.engine.completion import Collector, Completion, TokenCompletion
 from mtpc.engine.engine import Engine
-from mtpc.engine.forced import score, scoring_request
-from mtpc.engine.grammar import Grammar
-from mtpc.engine.prompts import (
-    GenerateArguments,
-    Prompt,
-    encode,
-    end_ids,
-    grammar_each,
-    is_conversation,
-    is_single,
-    is_text,
-    sampling_each,
-    token_ids,
-)
 from mtpc.engine.request import Request
 from mtpc.engine.rows import write_synthetic_draws
 from mtpc.engine.stats import Stats
-from mtpc.engine.stream import Output, check_all, stream
-from mtpc.engine.text import TextAssembler, stop_strings
 from mtpc.errors import OptionError, RequestError
 from mtpc.layout import PROMPT_EMBEDS
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
 from mtpc.plan import Plan
 from mtpc.program.open_steps import Prepared, Wanted, open_steps
-from mtpc.program.program import CostEntry, Program, bind_program
+from mtpc.program.program import Program, bind_program
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
+    from mtpc.arguments import CompileArguments, SamplingArguments
+    from mtpc.engine.completion import Completion, TokenCompletion
+    from mtpc.engine.grammar import Grammar
     from mtpc.engine.prompt_images import PromptImages
+    from mtpc.engine.prompts import GenerateArguments, Prompt
+    from mtpc.engine.stream import Output
     from mtpc.engine.vision import Messages, Vision
     from mtpc.models.load import LoadedModel
     from mtpc.program.child_process import Background
 
 
 def compile(
-    model: Any, progress: Listener | None = None, **options: Unpack[CompileArguments]
+    model: Any,
+    progress: Listener | None = None,
+    *,
+    reads_text: bool = False,
+    **options: Unpack[CompileArguments],
 ) -> SpecModel:
     """Compile a model with MTP layers into captured steps that verify and propose drafts.
 
@@ -64,6 +54,8 @@ def compile(
         progress: called with a `mtpc.Progress` at each stage of each bucket, and repeatedly during
             a long stage. By default the logger `mtpc` gets one line per stage. If it does not show
             INFO, a terminal (stderr) or a notebook shows the stage, a bar and the time left.
+        reads_text: load the tokenizer before the weights. That lowers the peak of memory where
+            prompts will be text; by default it is loaded when the first text comes.
         **options: fields of `mtpc.CompileOptions`, which `help(mtpc.compile)` lists, or their
             aliases (`num_speculative_tokens` for `spec_tokens`).
 
@@ -83,10 +75,14 @@ def compile(
     with show_compiling(progress) as listener:
 
         def bind(found: Prepared) -> Program:
-            costs = CostEntry(found.cache) if found.cache and found.plan.spec_tiers else None
+            costs = None
+            if found.cache and found.plan.spec_tiers:
+                from mtpc.program.costs import CostEntry
+
+                costs = CostEntry(found.cache)
             return bind_program(found.built, listener, found.identity, costs)
 
-        opened = open_steps(model, asked, Wanted("fused", True, bind), listener)
+        opened = open_steps(model, asked, Wanted("fused", True, bind, reads_text), listener)
     found = opened.model
     program = opened.made
     if opened.ranks is not None:
@@ -186,6 +182,8 @@ class SpecModel:
         Raises:
             OptionError: the model was compiled without synthetic acceptance, or a rate is invalid.
         """
+        from mtpc.acceptance import settle
+
         settled = settle(self.options.spec_tokens, rates, None)
         if not (settled and self.options.synthetic_acceptance_rates):
             raise OptionError(
@@ -289,6 +287,9 @@ class SpecModel:
             NumericsError: the model produced non-finite logits.
             GrammarError: a grammar raised, allows no token, or contradicts itself.
         """
+        from mtpc.engine.completion import Collector  # Not above: engines serve without it.
+        from mtpc.engine.prompts import is_single, is_text
+
         outputs = self.stream(prompts, max_new_tokens, **arguments)
         single = is_single(prompts)
         batch: Sequence[Any] = [prompts] if single else list(prompts)
@@ -318,6 +319,10 @@ class SpecModel:
         Returns:
             An iterator of `mtpc.engine.stream.Output`: which prompt, new ids, new text.
         """
+        from mtpc.engine.prompts import end_ids, grammar_each, is_single, is_text, sampling_each
+        from mtpc.engine.stream import check_all, stream
+        from mtpc.engine.text import TextAssembler, stop_strings
+
         batch: Sequence[Any] = [prompts] if is_single(prompts) else list(prompts)
         ends = end_ids(self.served, stop_ids, ignore_eos)
         each = sampling_each(sampling, params, len(batch))
@@ -354,6 +359,9 @@ class SpecModel:
                 or start is out of range.
             NumericsError: the model produced non-finite logits.
         """
+        from mtpc.engine.admission import token_ids
+        from mtpc.engine.forced import score, scoring_request
+
         firsts = [1] * len(prompts) if starts is None else list(starts)
         rows = [token_ids("prompts", prompt) for prompt in prompts]
         size = self.served.vocab_size
@@ -362,6 +370,8 @@ class SpecModel:
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
         """Tokenise a prompt, and open and embed its images."""
+        from mtpc.engine.prompts import encode, is_conversation
+
         if not is_conversation(prompt):
             return encode(self.served, prompt), None
         from mtpc.engine.vision import split_images

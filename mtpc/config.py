@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mtpc.acceptance import settle
 from mtpc.declaration import declared, option
 from mtpc.errors import OptionError
 from mtpc.option_checks import (
@@ -348,8 +347,13 @@ class CompileOptions:
         found |= _drafts(found["spec_tokens"], found["spec_tiers"])
         _check_budgets(found)
         length = found.pop("synthetic_acceptance_length")
-        rates = settle(found["spec_tokens"], found["synthetic_acceptance_rates"], length)
-        found["synthetic_acceptance_rates"] = rates
+        rates = found["synthetic_acceptance_rates"]
+        if length is not None or not isinstance(rates, tuple) or rates:
+            from mtpc.acceptance import settle  # Not above: few programs have any.
+
+            rates = found["synthetic_acceptance_rates"] = settle(
+                found["spec_tokens"], rates, length
+            )
         can_mask = found["sampling"] and not rates
         if found["token_mask"] and not can_mask:
             raise OptionError("token_mask needs sampling=True and no synthetic acceptance")

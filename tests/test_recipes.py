@@ -95,9 +95,8 @@ ROWS = {
          "import DropDoubleNegation\n"),
         ("        Canonicalise(),\n", "        Canonicalise(),\n        DropDoubleNegation(),\n"),
     ),
-    "models/__init__.py": (
-        ("import MIMO\n", "import MIMO\nfrom mtpc.models.families.toy import TOY\n"),
-        ("    MIMO,\n", "    MIMO,\n    TOY,\n"),
+    "models/families/__init__.py": (
+        ('    "nextn": (', '    "toy": ("ToyForCausalLM",),\n    "nextn": ('),
     ),
     "backends/__init__.py": (
         ("BACKENDS = {\n", "def _toy(report: Report, store: EntryStore | None) -> Backend:\n"

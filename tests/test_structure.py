@@ -186,7 +186,8 @@ def test_operators_of_a_backend_are_its_own(backend: str, other: str) -> None:
 def test_a_pass_is_named_once() -> None:
     """By its class: backends take the name from there, commands ask for passes by policy.
 
-    Two have other names than their classes, of which the plan reads one.
+    Two have other names than their classes, of which the plan reads one. Two are named for
+    backends that do not open them.
     """
     from mtpc.backends.pipeline import pass_names
 
@@ -197,7 +198,8 @@ def test_a_pass_is_named_once() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     )
-    assert found == {"shard": 1, "skip-idle-rows": 1}
+    apart, unopened = {"shard": 1, "skip-idle-rows": 1}, ("batch-invariant", "fuse-skinny-linears")
+    assert found == apart | dict.fromkeys(unopened, 1)
 
 
 def test_backends_choose_passes_that_leave_it_to_them() -> None:
@@ -245,25 +247,25 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2440,
-    "backends": 14700,
+    ".": 2450,
+    "backends": 14770,
     "capture": 1290,
     "certificate": 1510,
-    "cli": 4500,
-    "engine": 5950,
+    "cli": 4520,
+    "engine": 6010,
     "evaluation": 610,
     "host": 520,
     "integrations": 5060,
-    "layout": 1210,
-    "models": 9250,
+    "layout": 1220,
+    "models": 9320,
     "ops": 2720,
-    "passes": 2540,
-    "program": 5030,
+    "passes": 2550,
+    "program": 5190,
     "server": 4350,
     "step": 2010,
-    "store": 1010,
+    "store": 1080,
     "tuning": 1810,
-    "weights": 8840,
+    "weights": 8990,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

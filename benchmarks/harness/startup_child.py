@@ -93,7 +93,8 @@ def start_mtpc(job: dict[str, Any], reach: Reach) -> Report:
     compile_model = mtpc.compile  # Public names are imported, torch with them, when first used.
     reach("import")
     imports_bytes = _status("VmRSS")
-    model = compile_model(job["directory"], **job["options"])
+    reads_text = isinstance(job["prompt"], str)
+    model = compile_model(job["directory"], reads_text=reads_text, **job["options"])
     reach("load")
     model.generate(job["prompt"], 1, ignore_eos=True)
     reach("token")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
     from mtpc.passes.base import Pass
 
+FUSE_SKINNY_LINEARS, BATCH_INVARIANT = "fuse-skinny-linears", "batch-invariant"
+"""Passes for GPUs that choose operators by the number of rows, so that no other backend runs them.
+"""
 Run = Callable[[], None]
 """Runs one step over the tensors that it was opened over."""
 TensorOf = Callable[[str], Tensor]

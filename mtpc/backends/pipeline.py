@@ -9,12 +9,6 @@ from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu.passes.skip_idle_rows import SkipIdleRows
-from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
-from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
-from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
-from mtpc.backends.gpu.passes.lower_choices import LowerChoices
-from mtpc.backends.gpu.passes.merge_projections import MergeProjections
-from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.backends.spell_experts import SpellExperts
 from mtpc.config import CompileOptions
 from mtpc.errors import OptionError
@@ -39,7 +33,10 @@ NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 
 def full_pipeline(
-    plan: Plan, buffer_names: Mapping[int, str] = NO_NAMES, sharding: Sharding | None = None
+    plan: Plan,
+    buffer_names: Mapping[int, str] = NO_NAMES,
+    sharding: Sharding | None = None,
+    for_gpus: bool = True,
 ) -> tuple[Pass, ...]:
     """Every pass, in order.
 
@@ -47,7 +44,9 @@ def full_pipeline(
         plan: says which token ids drafts may be, and by which scheme weights are quantised.
         buffer_names: layout name by tensor id, for state that model pieces hold.
         sharding: this rank's part of the model; None is the whole model.
+        for_gpus: whether to import those for GPUs, too. They run where something names them.
     """
+    merge, entry, skinny, collectives, choices, invariant = _of_gpus(sharding, for_gpus)
     return (
         ResizeMetadata(),
         FuseDraftChain(buffer_names),
@@ -61,18 +60,39 @@ def full_pipeline(
         PackBlocks(plan.quantize),
         PackGroups(plan.quantize),
         SpellExperts(),
-        MergeProjections(),
+        *merge,
         PackWeights(),
         FuseCacheWrite(),
         FuseElementwise(),
-        FuseDraftEntry(),
+        *entry,
         FuseHeadMax(),
-        FuseSkinnyLinears(),
-        SpellCollectives(sharding),
-        LowerChoices(),
-        BatchInvariant(),
+        *skinny,
+        *collectives,
+        *choices,
+        *invariant,
         FuseLinearChains(),
         SkipIdleRows(),
+    )
+
+
+def _of_gpus(sharding: Sharding | None, are_wanted: bool) -> Sequence[tuple[Pass, ...]]:
+    """The passes of `mtpc.backends.gpu`, each in a tuple; () for each where they are not wanted."""
+    if not are_wanted:
+        return ((),) * 6
+    from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
+    from mtpc.backends.gpu.passes.fuse_draft_entry import FuseDraftEntry
+    from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
+    from mtpc.backends.gpu.passes.lower_choices import LowerChoices
+    from mtpc.backends.gpu.passes.merge_projections import MergeProjections
+    from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
+
+    return (
+        (MergeProjections(),),
+        (FuseDraftEntry(),),
+        (FuseSkinnyLinears(),),
+        (SpellCollectives(sharding),),
+        (LowerChoices(),),
+        (BatchInvariant(),),
     )
 
 
@@ -94,13 +114,16 @@ def select_passes(
         OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
             option.
     """
-    known, disabled = pass_names(), plan.disabled_passes
-    enabled = (*plan.enabled_passes, *backend)
+    disabled, enabled = plan.disabled_passes, (*plan.enabled_passes, *backend)
+    usual = full_pipeline(plan, buffer_names, sharding, for_gpus=False)
+    for_gpus = not {*disabled, *enabled} <= {step.name for step in usual}
+    pipeline = full_pipeline(plan, buffer_names, sharding) if for_gpus else usual
+    known = [step.name for step in pipeline]
     for name in (*disabled, *enabled):
         if name not in known:
             raise OptionError(f"unknown pass {name!r}; passes: {', '.join(known)}")
     for name in disabled:
-        if name in pass_names("required"):
+        if any(step.name == name and step.policy == "required" for step in pipeline):
             raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
     if TrimDraftHead.name in enabled and not plan.draft_vocab:
         raise OptionError(
@@ -108,6 +131,6 @@ def select_passes(
             "may be, or how many of the lowest"
         )
     placed = {PackGroups.name} if plan.quantize else set()
-    running = ({*pass_names("required", "on")} | {*enabled} | placed) - {*disabled}
-    pipeline = full_pipeline(plan, buffer_names, sharding)
+    usually = {step.name for step in pipeline if step.policy in ("required", "on")}
+    running = (usually | {*enabled} | placed) - {*disabled}
     return tuple(step for step in pipeline if step.name in running)

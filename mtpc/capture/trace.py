@@ -26,7 +26,6 @@ from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
 from mtpc.step.budget import AcceptPacked, BeginPacked, CountDrafts
 from mtpc.step.choose import Choice, Choose, Pick
-from mtpc.step.copying import Copying
 from mtpc.step.metadata import BeginDecode, BeginPrefill, LogitsRows
 from mtpc.step.model import StepModel
 from mtpc.step.records import Metadata
@@ -53,6 +52,8 @@ class ModelTraces(nn.Module):
         features = fed = _example(self.target)
         self.drafting = model.drafting
         if TEXT_IDS in layout:
+            from mtpc.step.copying import Copying  # Not above: few models draft so.
+
             self.drafting = Copying.beside(model.drafting, layout.value(K_MAX))
         if model.draft_entry is not None:
             self.draft_entry = export_piece(model.draft_entry, (_example(self.target, 1),))

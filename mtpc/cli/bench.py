@@ -20,7 +20,8 @@ from mtpc.cli.ranks import follow
 from mtpc.cli.run import Prompt, check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import print_rows, say
 from mtpc.errors import MtpcError, OptionError, RequestError
-from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.layout.display import Tell, stage_listener
+from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import AUTO, OWN
 from mtpc.plan import make_plan
 

@@ -16,7 +16,8 @@ from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import set_threads
 from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
-from mtpc.layout.display import show_progress, stage_listener
+from mtpc.layout.display import stage_listener
+from mtpc.layout.terminal import show_progress
 from mtpc.program.processes import without_collections
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
+from mtpc.program.misses import reasons
 from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.program.step_cache import CERTIFICATE, KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT
@@ -228,10 +229,10 @@ def _answer(cache: StepCache, key: StepKey) -> str:
     step = cache.find(key)
     if step is not None and step.entry is not None:
         return f"yes: {step.entry.digest[:8]}"
-    reasons = cache.reasons(key)
-    if reasons is None:
+    found = reasons(cache, key)
+    if found is None:
         return "no: the cache has no steps"
-    return "no: " + ("\n".join(map(str, reasons)) or "its entry is damaged")
+    return "no: " + ("\n".join(map(str, found)) or "its entry is damaged")
 
 
 def _prune(args: argparse.Namespace) -> int:

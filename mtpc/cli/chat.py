@@ -19,7 +19,7 @@ from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, compile_model
 from mtpc.errors import CapacityError, CheckpointError, RequestError
-from mtpc.layout.display import show_progress
+from mtpc.layout.terminal import show_progress
 from mtpc.server.options import require_packages
 
 if TYPE_CHECKING:

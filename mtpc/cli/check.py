@@ -19,7 +19,8 @@ from mtpc.cli.parsing import typed
 from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import print_rows, print_table, say
 from mtpc.errors import OptionError
-from mtpc.layout.display import Tell, show_progress
+from mtpc.layout.display import Tell
+from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import drafters_of
 from mtpc.wiring import Rules, check_rules, choices, rule_text
 

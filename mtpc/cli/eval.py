@@ -15,7 +15,8 @@ from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import print_table, say
 from mtpc.errors import MtpcError, OptionError
-from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.layout.display import Tell, stage_listener
+from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import AUTO
 from mtpc.weights.plain_file import write_output
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from mtpc.cli.tables import format_bytes
-from mtpc.layout.display import show_progress
+from mtpc.layout.terminal import show_progress
 
 
 def command(args: argparse.Namespace) -> int:

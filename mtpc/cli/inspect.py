@@ -12,7 +12,8 @@ from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.errors import OptionError
-from mtpc.layout.display import Tell, show_progress
+from mtpc.layout.display import Tell
+from mtpc.layout.terminal import show_progress
 from mtpc.plan import Plan, make_plan
 from mtpc.weights.plain_file import write_output
 

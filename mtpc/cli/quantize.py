@@ -11,7 +11,7 @@ from torch import Tensor, tensor
 
 from mtpc.cli.tables import format_bytes
 from mtpc.errors import OptionError
-from mtpc.layout.display import show_progress
+from mtpc.layout.terminal import show_progress
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.plain_file import read_text
 from mtpc.weights.write_quantised import NO_MOMENTS, quantise_checkpoint

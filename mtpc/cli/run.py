@@ -15,7 +15,8 @@ from mtpc.cli.demo import DEFAULT_PROMPT, chosen_checkpoint
 from mtpc.cli.ranks import follow
 from mtpc.cli.tables import print_table, say
 from mtpc.errors import OptionError, RequestError
-from mtpc.layout.display import Tell, show_progress, stage_listener
+from mtpc.layout.display import Tell, stage_listener
+from mtpc.layout.terminal import show_progress
 
 Prompt = str | list[int]
 SMALL_BYTES = 64 * 2**20
@@ -35,7 +36,8 @@ def command(args: argparse.Namespace) -> int:
         tell("import torch")
         if args.compare and not drafts(checkpoint, options):
             raise OptionError("--compare compares drafts with K = 0, and K is 0; leave it out")
-        model = compile_model(checkpoint, options, args, tell)
+        reads_text = any(isinstance(prompt, str) for prompt in prompts)
+        model = compile_model(checkpoint, options, args, tell, reads_text)
         if follow(model):
             _compare(checkpoint, prompts, options, args, tell)
             return 0
@@ -84,13 +86,18 @@ def _compare(
 
 
 def compile_model(
-    checkpoint: Path, options: dict[str, Any], args: argparse.Namespace, tell: Tell
+    checkpoint: Path,
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    tell: Tell,
+    reads_text: bool = True,
 ) -> mtpc.SpecModel:
     """Compile a checkpoint with the command's number of threads, and report each stage."""
     compile_checkpoint = mtpc.compile  # This imports torch.
     set_threads(args.threads, checkpoint, getattr(args, "tensor_parallel_size", None))
     tell(f"open {checkpoint}")
-    return compile_checkpoint(checkpoint, progress=stage_listener(tell, args.verbose), **options)
+    listener = stage_listener(tell, args.verbose)
+    return compile_checkpoint(checkpoint, listener, reads_text=reads_text, **options)
 
 
 def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = None) -> None:

@@ -17,7 +17,7 @@ from mtpc.cli.ranks import follow, is_other
 from mtpc.cli.run import check_tokenizer, compile_model, drafts
 from mtpc.environment import api_key
 from mtpc.errors import OptionError
-from mtpc.layout.display import show_progress
+from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import AUTO
 from mtpc.server.hosts import is_local
 from mtpc.server.options import ServerOptions, require_packages

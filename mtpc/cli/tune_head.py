@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.run import check_tokenizer, set_threads
 from mtpc.cli.tables import print_rows, say
-from mtpc.layout.display import show_progress
+from mtpc.layout.terminal import show_progress
 from mtpc.weights.hub import find_directory
 from mtpc.weights.plain_file import write_output
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
-from mtpc.engine.grammar import check_grammar
+import torch
+
 from mtpc.engine.request import Request
 from mtpc.engine.sampling_rows import check_sampling
 from mtpc.errors import CapacityError, RequestError
@@ -15,6 +18,9 @@ from mtpc.option_checks import check_int
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.weights.served_model import ServedModel
+
+UNORDERED = (bytes, bytearray, Mapping, Set)
+"""No rows of token ids, though some can be iterated over."""
 
 
 def longest_request(options: Plan, num_pages: int) -> int:
@@ -72,7 +78,10 @@ def check_request(request: Request, options: Plan, vocab_size: int, num_pages: i
     _check_ids("stop_token_ids has", request.sampling.stop_token_ids, vocab_size)
     if len(request.ends) > MAX_STOP_IDS:
         raise RequestError(f"{len(request.ends)} stop ids; at most {MAX_STOP_IDS} are supported")
-    check_grammar(request, options)
+    if request.grammar is not None:
+        from mtpc.engine.grammar_rows import check_grammar  # Not above: few requests have one.
+
+        check_grammar(request, options)
     pages = options.blocks_per_request(length + new)
     if pages > num_pages:
         raise CapacityError(
@@ -109,3 +118,37 @@ def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
     invalid = [i for i in ids if not _is_token(i, vocab_size)]
     if invalid:
         raise RequestError(f"{what} {invalid[0]!r}; expected ids in 0..{vocab_size - 1}")
+
+
+def token_ids(name: str, ids: Any) -> list[int]:
+    """The ids of an argument as a list of integers. `check_request` looks at their range.
+
+    Raises:
+        RequestError: `ids` is no sequence of integers. The message begins with `name`.
+    """
+    values = ids.tolist() if isinstance(ids, torch.Tensor) and ids.dim() == 1 else ids
+    if isinstance(values, (str, *UNORDERED)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {shown(ids)}; expected token ids, such as [1, 2]")
+    return [_token_id(name, token_id) for token_id in values]
+
+
+def _token_id(name: str, token_id: Any) -> int:
+    try:
+        if isinstance(token_id, bool):
+            raise TypeError
+        return operator.index(token_id)
+    except TypeError:
+        found = f"{shown(token_id)}, {kind_of(token_id)}"
+        raise RequestError(f"{name} has {found}; expected token ids (integers)") from None
+
+
+def kind_of(value: Any) -> str:
+    """A value's type in a message, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

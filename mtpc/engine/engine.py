@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from mtpc.engine.admission import check_images, check_request, longest_request
-from mtpc.engine.grammar import Grammar
+from mtpc.engine.admission import check_images, check_request, longest_request, token_ids
 from mtpc.engine.lock import FairLock
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.pages import FreeList, PagePool
-from mtpc.engine.prompts import token_ids
 from mtpc.engine.request import FinishReason, OnOutput, Request, StepOutput
 from mtpc.engine.runner import StepRunner
 from mtpc.engine.scheduler import Scheduler
@@ -34,6 +32,7 @@ from mtpc.program.program import Program
 from mtpc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mtpc.engine.grammar import Grammar
     from mtpc.engine.prompt_images import PromptImages
 
 MAX_FAILURES = 3

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import numbers
-import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from mtpc.arguments import SamplingArguments
-from mtpc.engine.grammar import Grammar
+from mtpc.engine.admission import UNORDERED, kind_of, shown, token_ids
 from mtpc.errors import RequestError
 from mtpc.sampling_params import SamplingParams
 from mtpc.weights.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from mtpc.engine.grammar import Grammar
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]
 """A text, token ids, or a conversation's messages."""
@@ -46,7 +48,6 @@ _OTHER_NAMES = {
     "banned_ids": ("bad_words_ids", "suppress_tokens", "bad_words"),
 }
 """What other libraries call an argument."""
-_UNORDERED = (bytes, bytearray, Mapping, Set)
 
 
 def is_single(prompts: Any) -> bool:
@@ -58,9 +59,9 @@ def is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     is_scalar = isinstance(prompts, torch.Tensor) and prompts.dim() == 0
-    if is_scalar or isinstance(prompts, _UNORDERED) or not hasattr(prompts, "__len__"):
-        shown = "None" if prompts is None else _kind(prompts)
-        raise RequestError(f"prompts is {shown}; expected text, token ids, or a list of prompts")
+    if is_scalar or isinstance(prompts, UNORDERED) or not hasattr(prompts, "__len__"):
+        found = "None" if prompts is None else kind_of(prompts)
+        raise RequestError(f"prompts is {found}; expected text, token ids, or a list of prompts")
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
     return len(prompts) > 0 and isinstance(prompts[0], (numbers.Integral, Mapping))
@@ -75,28 +76,6 @@ def is_conversation(prompt: Any) -> bool:
 def is_text(prompt: Any) -> bool:
     """Whether the answer to a prompt is text."""
     return isinstance(prompt, str) or is_conversation(prompt)
-
-
-def token_ids(name: str, ids: Any) -> list[int]:
-    """The ids of an argument as a list of integers. `Engine.check` looks at their range.
-
-    Raises:
-        RequestError: `ids` is no sequence of integers. The message begins with `name`.
-    """
-    values = ids.tolist() if isinstance(ids, torch.Tensor) and ids.dim() == 1 else ids
-    if isinstance(values, (str, *_UNORDERED)) or not isinstance(values, Iterable):
-        raise RequestError(f"{name} is {_shown(ids)}; expected token ids, such as [1, 2]")
-    return [_token_id(name, token_id) for token_id in values]
-
-
-def _token_id(name: str, token_id: Any) -> int:
-    try:
-        if isinstance(token_id, bool):
-            raise TypeError
-        return operator.index(token_id)
-    except TypeError:
-        shown = f"{_shown(token_id)}, {_kind(token_id)}"
-        raise RequestError(f"{name} has {shown}; expected token ids (integers)") from None
 
 
 def end_ids(
@@ -130,20 +109,8 @@ def encode(served: ServedModel, prompt: Any) -> list[int]:
     try:
         return token_ids("it", prompt)
     except RequestError as error:
-        shown = _kind(prompt)
-        raise RequestError(
-            f"a prompt is neither text nor token ids, but {shown}: {error}"
-        ) from None
-
-
-def _kind(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        kind = kind_of(prompt)
+        raise RequestError(f"a prompt is neither text nor token ids, but {kind}: {error}") from None
 
 
 def sampling_each(
@@ -173,7 +140,7 @@ def sampling_each(
         return [sampling or SamplingParams()] * count
     if isinstance(sampling, str) or not isinstance(sampling, Sequence):
         raise RequestError(
-            f"sampling is {_shown(sampling)}; expected mtpc.SamplingParams, or a list with one for "
+            f"sampling is {shown(sampling)}; expected mtpc.SamplingParams, or a list with one for "
             "each prompt"
         )
     each = list(sampling)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mtpc.engine.metrics import prometheus_text, stats_rows
 from mtpc.layout import StepKey
 
 if TYPE_CHECKING:
@@ -255,14 +254,20 @@ class Stats:
 
     def prometheus(self) -> str:
         """The statistics in Prometheus' text format; see `metrics`."""
+        from mtpc.engine.metrics import prometheus_text  # Not above: few starts show any.
+
         return prometheus_text(self)
 
     def __str__(self) -> str:
+        from mtpc.engine.metrics import stats_rows
+
         return "\n".join(f"{name}: {value}" for name, value in stats_rows(self))
 
     def __rich__(self) -> Table:
         """The statistics as a table, for rich's `print`."""
         from rich.table import Table
+
+        from mtpc.engine.metrics import stats_rows
 
         table = Table(box=None, show_header=False)
         for name, value in stats_rows(self):

@@ -17,10 +17,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models import FAMILIES
-from mtpc.models.derived_mtp import with_mtp_layers
 from mtpc.models.family import NO_LAYERS, ModelFamily
-from mtpc.models.observe import ObservedCaches, observe
 from mtpc.models.read_config import TEXT
 
 _ENCODERS = ({"is_encoder_decoder"}, {"is_decoder", "add_cross_attention"})
@@ -55,6 +52,8 @@ def derive(
             family = _family((name,), *found)
             if name != family.hf_class:
                 return replace(family, stored_prefixes=_INSIDE)
+            from mtpc.models.derived_mtp import with_mtp_layers  # Not above: few are derived.
+
             return with_mtp_layers(family, found[0], entries)
     return None
 
@@ -77,11 +76,15 @@ def borrow(architectures: Iterable[str], entries: Mapping[str, Any]) -> ModelFam
     packages = {each.__module__.rpartition(".")[0] for each in (kind, config)}
     if len(packages) == 1:
         return None
+    from mtpc.models.derived_mtp import with_mtp_layers
+
     return with_mtp_layers(_family(names, kind, config), kind, entries)
 
 
 def classes() -> tuple[str, ...]:
     """transformers' causal LM classes that no family of mtpc's own serves, by name."""
+    from mtpc.models import FAMILIES  # Not above: that opens them all.
+
     known = {name for family in FAMILIES for name in (*family.architectures, family.hf_class)}
     names = dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return tuple(sorted(name for name in names if name not in known))
@@ -89,6 +92,9 @@ def classes() -> tuple[str, ...]:
 
 def why_not(name: str) -> str | None:
     """Why a step cannot run a class with its default config; None if it can."""
+    from mtpc.models import FAMILIES
+    from mtpc.models.observe import observe
+
     if any(name in (*family.architectures, family.hf_class) for family in FAMILIES):
         return None
     try:
@@ -139,6 +145,8 @@ def _family(names: tuple[str, ...], kind: Any, config: Any) -> ModelFamily:
             f"transformers' {kind.__name__} has an encoder's layers, or attends to an encoder; "
             "expected a decoder-only causal LM"
         )
+    from mtpc.models.observe import ObservedCaches, observe
+
     return ModelFamily(
         name=config.model_type,
         architectures=names or (kind.__name__,),

@@ -14,7 +14,8 @@ from mtpc.models.drafter import Pairing
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.family import ModelFamily, layers_after
 from mtpc.models.gemma4_assistant import TARGETS, assistant_family
-from mtpc.weights.paired_checkpoint import DRAFT
+from mtpc.weights.checkpoint import DRAFT, Checkpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 KINDS = (
     ((*eagle3.ARCHITECTURES, *eagle3.PEAGLE), eagle3.eagle3_family),
@@ -24,14 +25,21 @@ KINDS = (
 """Architectures of drafters -> what makes the family; any other drafter is MTP layers."""
 
 
-def drafted_family(pair: Pairing) -> ModelFamily:
+def drafted_family(family: ModelFamily, checkpoint: Checkpoint, config: Any) -> ModelFamily:
     """The family of a target with the drafter of its checkpoint.
+
+    Args:
+        family: of the target alone.
+        checkpoint: of both, a `PairedCheckpoint`.
+        config: of the target's language model.
 
     Raises:
         CheckpointError: the drafter does not fit the target, or lacks what it needs.
         UnsupportedModelError: the drafter or the target has parts that mtpc does not know.
     """
-    names = pair.checkpoint.draft.config.get("architectures") or []
+    assert isinstance(checkpoint, PairedCheckpoint)
+    pair = Pairing(family, checkpoint, config)
+    names = checkpoint.draft.config.get("architectures") or []
     make = next((make for known, make in KINDS if set(names) & set(known)), _mtp_family)
     return make(pair)
 

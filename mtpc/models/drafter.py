@@ -29,7 +29,8 @@ from mtpc.models.hf import (
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import StepContext, use_seams
-from mtpc.weights.paired_checkpoint import DRAFT, TOKEN_MAP, PairedCheckpoint
+from mtpc.weights.checkpoint import DRAFT
+from mtpc.weights.paired_checkpoint import TOKEN_MAP, PairedCheckpoint
 
 Config = TypeVar("Config", bound="DrafterConfig")
 

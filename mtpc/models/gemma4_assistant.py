@@ -29,7 +29,8 @@ from mtpc.models.read_config import describing
 from mtpc.models.refused_config import said
 from mtpc.models.seams import StepContext, use_seams
 from mtpc.step.single_position import SinglePosition
-from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint
+from mtpc.weights.checkpoint import DRAFT
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 
 TARGETS = {
     "Gemma4AssistantForCausalLM": "gemma4",

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import CHAIN_EMBEDS, BufferSpec
 from mtpc.layout.buffers import chain_specs
-from mtpc.models import FAMILIES, ModelFamily
-from mtpc.models.adopt import check_object, check_same_weights
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.derived import NO_ENTRIES, borrow, derive
-from mtpc.models.draft import drafted_family
-from mtpc.models.drafter import Pairing
+from mtpc.models.families import MODULES, serving
+from mtpc.models.family import ModelFamily
 from mtpc.models.header_weights import HeaderWeights
 from mtpc.models.hf import (
     HandingDraft,
@@ -41,11 +39,9 @@ from mtpc.models.refused_config import check_size, explaining, misshapen
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import share_model
 from mtpc.plan import Plan
-from mtpc.step.chaining import TrueChaining
 from mtpc.step.drafting import Drafting
-from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing
+from mtpc.weights.checkpoint import Checkpoint, as_ids, check_finite, listing, open_checkpoint
 from mtpc.weights.checkpoint_files import ConfigFile
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.served_model import ServedModel, tokenizer_ends
 from mtpc.weights.stored import StoredWeights
 from mtpc.wiring import Rules
@@ -244,6 +240,8 @@ class SteppedModel:
         says = (len(given), self.draft_entry is not None, vocabulary is not None, hands_on)
         self.drafting: Drafting = parts.drafting(*says) if given else Drafting(*says)
         if len(given) > 1:
+            from mtpc.step.chaining import TrueChaining  # Not above: few models have more layers.
+
             fed = family.wiring.chaining == "target"
             self.drafting = TrueChaining(*says, feeds_target=fed, has_images=CHAIN_EMBEDS in pools)
         self.vocab_size = loaded.vocab_size
@@ -329,11 +327,10 @@ def find_family(architectures: list[str], entries: Mapping[str, Any] = NO_ENTRIE
     Raises:
         UnsupportedModelError: no family does.
     """
-    served = (each for each in FAMILIES if set(architectures) & set(each.architectures))
-    family = borrow(architectures, entries) or next(served, None) or derive(architectures, entries)
-    if family is not None:
+    family = borrow(architectures, entries) or serving(architectures)
+    if (family := family or derive(architectures, entries)) is not None:
         return family
-    known = [name for family in FAMILIES for name in family.architectures]
+    known = [name for names in MODULES.values() for name in names]
     near = [hit for name in architectures for hit in difflib.get_close_matches(name, known, 1)]
     hint = f" (the nearest is {near[0]})" if near else ""
     raise UnsupportedModelError(
@@ -364,10 +361,12 @@ def _load_directory(
 
 def drafted(family: ModelFamily, checkpoint: Checkpoint | None) -> ModelFamily:
     """The family of a target, with the drafter of its checkpoint if that has one of its own."""
-    if not isinstance(checkpoint, PairedCheckpoint):
+    if checkpoint is None or checkpoint.draft is None:
         return family
+    from mtpc.models.draft import drafted_family  # Not above: few models have such a drafter.
+
     config = read_config(checkpoint, family).get_text_config(decoder=True)
-    return drafted_family(Pairing(family, checkpoint, config))
+    return drafted_family(family, checkpoint, config)
 
 
 def read_target(
@@ -447,6 +446,9 @@ def _adopt(model: Any, needs_mtp: bool, wiring: Rules, draft: Path | str | None)
             f"the model is a {type(model).__module__}.{type(model).__name__}; expected "
             f"transformers' {family.hf_class}; pass the checkpoint's directory instead"
         )
+    from mtpc.models.adopt import check_object, check_same_weights  # Not above: few are objects.
+    from mtpc.weights.paired_checkpoint import checkpoint_of
+
     check_object(model, family)
     checkpoint = checkpoint_of(model, needs_mtp, draft)
     family = drafted(family, checkpoint).wired(wiring)

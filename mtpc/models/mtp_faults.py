@@ -15,9 +15,9 @@ from mtpc.models.load import LoadedModel, family_of, load
 from mtpc.models.mtp_layers import load_mtp_layer
 from mtpc.models.read_config import read_config
 from mtpc.models.refused_config import explaining
-from mtpc.weights.checkpoint import Checkpoint, is_finite, listing
+from mtpc.weights.checkpoint import Checkpoint, is_finite, listing, open_checkpoint
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
-from mtpc.weights.paired_checkpoint import PairedCheckpoint, open_checkpoint
+from mtpc.weights.paired_checkpoint import PairedCheckpoint
 from mtpc.weights.quantise import stays_plain
 from mtpc.weights.tensor_file import StoredTensor
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.layout.buffers import image_specs
-from mtpc.models import FAMILIES
 from mtpc.models.family import VisionParts
 from mtpc.models.load import LoadedModel, find_family, quiet_transformers
 from mtpc.models.mtp_layers import check_tensors
@@ -37,6 +36,8 @@ def image_buffers(loaded: LoadedModel) -> tuple[BufferSpec, ...]:
     """
     family, checkpoint = loaded.family, loaded.checkpoint
     if family.vision is None:
+        from mtpc.models import FAMILIES  # Not above: that opens them all.
+
         known = ", ".join(each.name for each in FAMILIES if each.vision)
         raise UnsupportedModelError(
             f"images=True with {family.name}, of which mtpc runs text only; expected one of {known}"

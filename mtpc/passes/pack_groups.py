@@ -25,7 +25,6 @@ from mtpc.passes.linears import (
 from mtpc.weights.grouped import PACKED_INPUTS
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
-from mtpc.weights.quantise import spec_by_scheme
 
 _WEIGHTS: Mapping[Any, tuple[str, ...]] = {
     torch.ops.aten.linear.default: ("weight",),
@@ -93,6 +92,10 @@ def _spec_of(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupS
 
 def _by_scheme(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupSpec | None:
     """The spec of the whole weight, of which ranks have parts with its scales."""
+    if not scheme:
+        return None
+    from mtpc.weights.quantise import spec_by_scheme  # Not above: few builds round weights.
+
     whole = graph.weights.wholes.get(name, name)
     inputs = graph.weights[whole].shape[-1]
     spec = spec_by_scheme(scheme, whole, graph.weights[whole])

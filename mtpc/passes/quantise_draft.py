@@ -12,7 +12,6 @@ from mtpc.passes.linears import draft_nodes
 from mtpc.passes.pack_groups import place_groups
 from mtpc.weights.grouped import PACKED_INPUTS
 from mtpc.weights.grouped_recipes import GroupSpec
-from mtpc.weights.quantise import scheme_spec
 
 
 @dataclass(frozen=True)
@@ -40,5 +39,7 @@ class QuantiseDraft(Pass, policy="off"):
 def draft_spec(weight: Tensor) -> GroupSpec | None:
     """The spec by which drafts read a weight: int8 with a scale per row; None if it does not
     fit."""
+    from mtpc.weights.quantise import scheme_spec  # Not above: few builds round weights.
+
     spec = scheme_spec("int8", weight)
     return None if spec is None else replace(spec, by_largest=True)

@@ -32,19 +32,20 @@ from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import Begins, StepCompiler
+from mtpc.program.forecast import Forecast
+from mtpc.program.misses import seconds_of_nearest
 from mtpc.program.open_cache import open_cache, pin_of
 from mtpc.program.processes import default_jobs
 from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps
-from mtpc.program.step_record import Forecast
-from mtpc.program.workers import Tell, build_beside_workers
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.weights.paired_checkpoint import open_checkpoint
+from mtpc.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from mtpc.backends.targets import Target
     from mtpc.backends.triton_kernels.crosscompile import Compiled
     from mtpc.backends.triton_kernels.launch import Launch
     from mtpc.program.ranks import Ranks
+    from mtpc.program.workers import Tell
 
 Check = Callable[[StepCompiler], None]
 """Raises MtpcError to refuse a model."""
@@ -182,6 +183,8 @@ def build(
     builder = Builder(programs, make, teller)
     if count > 1:
         builder.prepare(todo[0])
+        from mtpc.program.workers import build_beside_workers  # Not above: few builds are here.
+
         build_beside_workers(builder, todo, count - 1, teller)
     else:
         builder.run(iter(todo))
@@ -193,7 +196,7 @@ def expected_seconds(jobs: Iterable[Job], todo: Iterable[Task]) -> dict[Task, Ma
     expected: dict[Task, Mapping[str, float]] = {}
     for job in jobs:
         tasks = [t for t in todo if t.program == job.program]
-        seconds = job.cache.seconds_of_nearest([(task.key, task.part) for task in tasks])
+        seconds = seconds_of_nearest(job.cache, [(task.key, task.part) for task in tasks])
         expected |= zip(tasks, seconds, strict=True)
     return expected
 

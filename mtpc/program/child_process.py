@@ -38,10 +38,10 @@ from mtpc.errors import BackendError, CacheWriteError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
+from mtpc.program.free_memory import free_bytes
 from mtpc.program.processes import (
     WORKER,
     end_children,
-    free_bytes,
     how_it_ended,
     start_python,
     without_collections,
@@ -54,8 +54,6 @@ from mtpc.weights.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from mtpc.program.ranks import Ranks
 
-LARGE = 256 * 2**20
-"""From so many bytes of weights on, a process is worth the four seconds that it takes to start."""
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
 _GRACE_S = 10.0
@@ -71,7 +69,7 @@ def build_in_child(
     owns_buffers: bool,
     ranks: Ranks | None = None,
 ) -> bool:
-    """Have what the cache lacks built into it, if the checkpoint is large.
+    """Have what the cache lacks built into it.
 
     Args:
         source: the checkpoint.
@@ -83,16 +81,15 @@ def build_in_child(
         ranks: whose part of the steps this is; None: the whole.
 
     Returns:
-        Whether the cache has all of it now. It does not if the checkpoint is small, if the cache
-        cannot be written, or if the kernels cannot be compiled; compiling in this process then
-        reports why.
+        Whether the cache has all of it now. It does not if the cache cannot be written, or if the
+        kernels cannot be compiled; compiling in this process then reports why.
 
     Raises:
         MtpcError: as `mtpc.program.build.build`.
         CapacityError: the steps could not run on this machine.
         BackendError: the process died.
     """
-    if source.nbytes < LARGE or not sys.executable:
+    if not sys.executable:
         return False
     if all(cache.find(key, part) for key, part in graphs):
         return False  # The cache has all, and yet only transformers can read the weights.

@@ -6,9 +6,7 @@ loaded model -> ModelTraces (once) -> trace_step -> passes -> backend.build -> a
 from __future__ import annotations
 
 import gzip
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -24,7 +22,6 @@ from mtpc.backends.pipeline import PACKING, select_passes
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.capture.inline import fake_mode_of
 from mtpc.capture.listing import listing
-from mtpc.capture.split import SplitStep, split_step
 from mtpc.capture.step_mode import StepMode
 from mtpc.capture.trace import ModelTraces, trace_step
 from mtpc.certificate import Certificate, prove
@@ -55,13 +52,12 @@ from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
-from mtpc.models.vision import image_buffers
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
+from mtpc.program.forecast import StageTimer
 from mtpc.program.program import BuiltSteps, Program, bind_program
-from mtpc.program.rank_share import AgreeOnCalls, RankShare
 from mtpc.program.step_cache import CERTIFICATE, CONSTANTS, CachedStep, OwnSteps, Steps, graph_file
 from mtpc.program.step_record import StepRecord, settled_buffers
 from mtpc.sampling_params import MAX_LOGIT_BIAS
@@ -69,6 +65,8 @@ from mtpc.weights.recipes import Recipe, names
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
+    from mtpc.capture.split import SplitStep
+    from mtpc.program.rank_share import RankShare
     from mtpc.program.ranks import Ranks
 
 Seen = Callable[[str, StepGraph], None]
@@ -169,7 +167,11 @@ class StepCompiler:
         self.cache = OwnSteps(plan) if cache is None else cache
         self._check_draft_vocab()
         self.keys = step_keys(plan)
-        self.share = RankShare(self.loaded, ranks) if ranks is not None else None
+        self.share: RankShare | None = None
+        if ranks is not None:
+            from mtpc.program.rank_share import RankShare  # Not above: few models are shared.
+
+            self.share = RankShare(self.loaded, ranks)
         self._begins = begins
         self.weights = Weights(loaded.weights(), stored_weights(loaded), loaded.owned)
         self.shared, self.shared_module = self._make_shared(new_buffer)
@@ -186,7 +188,7 @@ class StepCompiler:
         self._traces: ModelTraces | None = None
         self._kept: dict[StepKey, StepGraph] = {}
         self._split: tuple[StepKey, SplitStep, dict[str, bytes]] | None = None
-        self._timer = _Timer()
+        self._timer = StageTimer()
         self.pattern = find_pattern(self.loaded, self.weights.spec)
         # Tapes are bound later, and to weights that are made then.
         self.weights.defers = backend.makes_files
@@ -240,6 +242,8 @@ class StepCompiler:
             of_layers = self.share.specs(of_layers)
         specs = (*state_specs(), *batch_specs(key, plan.packs_drafts), *of_layers)
         if plan.images:
+            from mtpc.models.vision import image_buffers  # Not above: few models take images.
+
             specs += image_buffers(self.loaded)
         if plan.copies:
             specs += copy_specs(plan.layer_drafts > 0)
@@ -305,7 +309,11 @@ class StepCompiler:
         A step whose calls do not repeat as its layers do is traced again, whole, as all after it.
         """
         copies = CopyLayers(self.pattern, self.shared) if self.pattern else None
-        agrees = (AgreeOnCalls(self._ranks),) if self._ranks else ()
+        agrees: tuple[Pass, ...] = ()
+        if self._ranks:
+            from mtpc.program.rank_share import AgreeOnCalls
+
+            agrees = (AgreeOnCalls(self._ranks),)
         try:
             return self._lowering.rewrite(graph, copies, agrees, until, seen)
         except LayersDiffer:
@@ -409,6 +417,8 @@ class StepCompiler:
             graph = self._kept.pop(key, None) or self._rewritten(key, part, write)
         else:
             if self._split is None or self._split[0] != key:
+                from mtpc.capture.split import split_step  # Not above: hosts split steps.
+
                 whole = self._rewritten(key, part, write)
                 with self._timer("split"):
                     self._split = key, split_step(whole), texts
@@ -426,7 +436,7 @@ class StepCompiler:
         base = {name for n in held for name in (names(derived[n]) if n in derived else [n])}
         stored = {n: r for n, r in self._recipes.items() if n in base and r is not None}
         others = base - self._recipes.keys()
-        seconds, self._timer = self._timer.seconds, _Timer()
+        seconds, self._timer = self._timer.seconds, StageTimer()
         settle = mode.form if isinstance(mode, StepMode) else graph.layout.value
         return StepRecord(
             step=graph.key,
@@ -458,17 +468,3 @@ class StepCompiler:
 def certify(graph: StepGraph, artifact: Artifact) -> Certificate:
     """What the checker proves of a whole step, and of what a backend has made of it."""
     return prove(listing(graph), artifact.files.get(TAPE), not artifact.files)
-
-
-class _Timer:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        seconds = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-        self.seconds[stage] = round(seconds, 3)

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpc.backends.base import Backend
-from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes
-from mtpc.backends.memory import live_memory, peak_bytes
 from mtpc.backends.placing import Live, place_live, pool_bytes
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
@@ -27,10 +25,9 @@ from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.passes.pack_groups import PackBlocks
 from mtpc.plan import Plan
-from mtpc.program.processes import free_bytes
+from mtpc.program.free_memory import free_bytes
 from mtpc.program.program import HostNeed, buffer_bytes
 from mtpc.weights.packing import can_pack
-from mtpc.weights.quantise import spec_by_scheme
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -93,6 +90,9 @@ class MemoryPlan:
 @torch.no_grad()
 def plan_memory(compiler: StepCompiler) -> MemoryPlan:
     """Estimate every step of a program; the compiler keeps the steps (`rewrite_all`)."""
+    from mtpc.backends.driver_memory import NODE_BYTES, kernel_count, workspace_bytes  # Of GPUs.
+    from mtpc.backends.memory import live_memory, peak_bytes
+
     live, driver = dict[str, list[Live]](), workspace_bytes(compiler.backend.device)
     for key, graph in compiler.rewrite_all().items():
         live[str(key)] = live_memory(graph)
@@ -244,7 +244,11 @@ def _copies(compiler: StepCompiler) -> int:
         is_table = id(tensor) in tables
         is_joined = headers is not None and headers.origin(tensor) is None
         scheme = compiler.plan.quantize
-        spec = compiler.weights.spec(name) or spec_by_scheme(scheme, name, tensor)
+        spec = compiler.weights.spec(name)
+        if spec is None and scheme:
+            from mtpc.weights.quantise import spec_by_scheme  # Not above: few builds round.
+
+            spec = spec_by_scheme(scheme, name, tensor)
         spec = None if spec is not None and spec.turned and not keeps_turned else spec
         held = tensor.numel() if share is None else share.held(name, tensor)
         if spec is not None and not is_table:

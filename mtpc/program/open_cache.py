@@ -1,7 +1,6 @@
 """From a model and options to its plan, its key, and its steps in the graph cache.
 
-The key has all that shapes graphs, and no values of weights. `page_identity` has them: it is one
-digest of what the content of KV pages depends on, in addition to tokens, for `kv_offload_dir`.
+The key has all that shapes graphs, and no values of weights; `mtpc.program.page_identity` has them.
 
 This module imports no transformers or sympy. What remains of a warm start is torch itself, checks
 of what is about to run, and mapping the weights into memory.
@@ -10,7 +9,6 @@ of what is about to run, and mapping the weights into memory.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from collections import defaultdict
@@ -23,7 +21,6 @@ import torch
 
 from mtpc.backends import PACKAGING, backend_facts, first_choice
 from mtpc.backends.cpu_kernels import build_kernels, fill_blocks, fill_packed, load_library
-from mtpc.backends.package import signature
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError, OptionError
 from mtpc.layout import Graphs, step_name
@@ -33,12 +30,9 @@ from mtpc.plan import Facts, Plan, make_plan
 from mtpc.program.program import BuiltSteps
 from mtpc.program.step_cache import StepCache, Steps, program_fields
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.key import digest, hash_of
-from mtpc.store.machine import processor_fields
-from mtpc.weights.checkpoint import Checkpoint, stored_dtype
+from mtpc.store.key import hash_of
+from mtpc.weights.checkpoint import DRAFT, Checkpoint, open_checkpoint, stored_dtype
 from mtpc.weights.checkpoint_files import HOW_TO_DRAFT, MTP_COUNT_NAMES
-from mtpc.weights.content import content_digest
-from mtpc.weights.paired_checkpoint import DRAFT, PairedCheckpoint, checkpoint_of, open_checkpoint
 from mtpc.weights.stored import StoredWeights
 from mtpc.weights.weights import Weights
 
@@ -96,7 +90,7 @@ def facts_of(source: Any, backend: str, must_draft: bool = False) -> Facts:
         backend_facts(backend),
         dtype=stored_dtype(source) or "",
         without_drafts=_without_drafts(source),
-        draft_vocab=source.draft_vocab if isinstance(source, PairedCheckpoint) else (),
+        draft_vocab=source.draft_vocab if isinstance(source, Checkpoint) else (),
         must_draft=must_draft,
     )
 
@@ -105,7 +99,11 @@ def _without_drafts(source: Any) -> str:
     """`CheckpointFiles.without_drafts` of a checkpoint, or of the one that a model object is of."""
     if not isinstance(source, Checkpoint) and getattr(source, "name_or_path", None) is None:
         return ""  # Not a model: loading says so.
-    checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of(source, False)
+    if isinstance(source, Checkpoint):
+        return source.without_drafts
+    from mtpc.weights.paired_checkpoint import checkpoint_of  # Not above: few models are objects.
+
+    checkpoint = checkpoint_of(source, False)
     if checkpoint is not None:
         return checkpoint.without_drafts
     config = source.config.get_text_config(decoder=True)
@@ -130,64 +128,31 @@ def checkpoint_fields(checkpoint: Checkpoint) -> dict[str, str]:
     }
     return {
         "model.source": "checkpoint",
-        **_config_fields(checkpoint.config),
-        **_tensor_fields("model.weights", tensors),
-        **_draft_fields(checkpoint),
+        **config_fields(checkpoint.config),
+        **tensor_fields("model.weights", tensors),
+        **draft_fields(checkpoint),
     }
 
 
 def sample_digest(checkpoint: Checkpoint) -> str:
     """A digest of some bytes of each tensor: another one for a checkpoint with other weights."""
-    paired = [checkpoint.draft] if isinstance(checkpoint, PairedCheckpoint) else []
     return hash_of(
         each.sample(name, _SAMPLED)
-        for each in (checkpoint, *paired)
+        for each in filter(None, (checkpoint, checkpoint.draft))
         for name in sorted(each.stored)
     )
 
 
-def object_fields(model: Any, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """Key fields of a transformers model object; None if hooks or replaced forwards change it.
-
-    Args:
-        model: a `PreTrainedModel`.
-        checkpoint: holds its MTP tensors; None if there is none.
-    """
-    for module in model.modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        if "forward" in module.__dict__ or any(hooks):
-            return None
-    stored = checkpoint.tensors if checkpoint else {}
-    return {
-        "model.source": "object",
-        **_config_fields(model.config.to_dict()),
-        **_class_fields(model),
-        **_tensor_fields(
-            "model.weights", {n: signature(t) for n, t in model.state_dict(keep_vars=True).items()}
-        ),
-        **_tensor_fields("checkpoint.weights", {name: str(t) for name, t in stored.items()}),
-        **_draft_fields(checkpoint),
-    }
-
-
-def _draft_fields(checkpoint: Checkpoint | None) -> dict[str, str]:
+def draft_fields(checkpoint: Checkpoint | None) -> dict[str, str]:
     """The config of a drafter that has a checkpoint of its own; its headers are the pair's."""
-    if not isinstance(checkpoint, PairedCheckpoint):
+    if checkpoint is None or checkpoint.draft is None:
         return {}
-    fields = _config_fields(checkpoint.draft.config)
+    fields = config_fields(checkpoint.draft.config)
     return {f"{DRAFT}{name}": value for name, value in fields.items()}
 
 
-def _class_fields(model: Any) -> dict[str, str]:
-    """A digest of the files that define the model's classes. torch's version covers its own."""
-    classes = {type(module) for module in model.modules()}
-    files = {inspect.getsourcefile(c) for c in classes if not c.__module__.startswith("torch.")}
-    paths = sorted(Path(file) for file in files if file)
-    names = sorted(f"{c.__module__}.{c.__qualname__}".encode() for c in classes)
-    return {"model.classes": hash_of([*names, *(path.read_bytes() for path in paths)])}
-
-
-def _config_fields(config: Mapping[str, Any]) -> dict[str, str]:
+def config_fields(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key fields of a config's entries."""
     return {
         f"model.config.{name}": value
         for name, value in _flat("", config)
@@ -204,7 +169,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner)
 
 
-def _tensor_fields(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
+def tensor_fields(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
     """Fields of tensors' names, dtypes and shapes.
 
     One field is an exact digest of all. The others are readable, and each joins the tensors whose
@@ -218,35 +183,6 @@ def _tensor_fields(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
         f"{prefix}.{pattern}": " | ".join(sorted(found)) for pattern, found in groups.items()
     }
     return {prefix: f"{len(tensors)} tensors, {exact}", **readable}
-
-
-_ROWS_IN_RINGS = "options.rows_in_rings"
-"""A key field that only sizes buffers. A snapshot's own form states their sizes."""
-MEMORY = ".mtpc-weights.json"
-"""File of `kv_offload_dir` that keeps the digests of weights' files."""
-
-
-def page_identity(checkpoint: Checkpoint, plan: Plan, backend: str) -> str:
-    """A digest of the weights, the options, mtpc's sources, libraries and the processor.
-
-    Args:
-        checkpoint: holds the weights. All its files are read, the first time.
-        plan: of the steps, with a `kv_offload_dir`.
-        backend: name of the backend that runs the steps.
-
-    Raises:
-        OptionError: `kv_offload_dir` cannot be made.
-        OSError: a file of the checkpoint cannot be read.
-    """
-    directory = Path(plan.kv_offload_dir)
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"kv_offload_dir is {directory}, which cannot be made: {error}") from None
-    fields = program_fields(backend, checkpoint_fields(checkpoint), plan)
-    del fields[_ROWS_IN_RINGS]
-    weights = content_digest(checkpoint.paths, directory / MEMORY)
-    return digest({**fields, **processor_fields(), "weights": weights})
 
 
 def kernel_store(plan: Plan, cache: StepCache | None) -> EntryStore | None:
@@ -290,6 +226,9 @@ def open_cache(
     if isinstance(source, Checkpoint):
         model = checkpoint_fields(source)
     elif isinstance(source, torch.nn.Module) and hasattr(source, "name_or_path"):
+        from mtpc.program.object_key import object_fields
+        from mtpc.weights.paired_checkpoint import checkpoint_of
+
         model = object_fields(source, checkpoint_of(source, False, plan.drafter))
     # Where it is no transformers model, loading it raises the error.
     if model is None:

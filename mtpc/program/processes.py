@@ -2,10 +2,6 @@
 
 A build runs workers, and these run compilers. SIGTERM ends a process as Ctrl-C does, so that its
 temporary directories are removed; its children are ended first, so that it waits for none.
-
-Ctrl-C while this process traces takes effect at the next stage (`HeldInterrupts`). torch traces
-under thread-local modes, and enters them in several steps. A KeyboardInterrupt between two of these
-leaves a mode on, and then the next trace fails or ends the process.
 """
 
 from __future__ import annotations
@@ -18,17 +14,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtpc.program.free_memory import free_bytes
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    from mtpc.layout.progress import Listener, Progress
 
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB
@@ -154,24 +149,6 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def free_bytes() -> int | None:
-    """Bytes that this process can still have without swapping others out; None if unknown.
-
-    It is the system's estimate or, in a container, what the container's limit leaves.
-    """
-    system = _numbers(Path("/proc/meminfo"))
-    found = [system[name] * 1024 for name in ("MemAvailable",) if name in system]
-    with contextlib.suppress(OSError, ValueError):  # There is no limit ("max"), or no cgroup.
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = _numbers(_CGROUP / "memory.stat").get("inactive_file", 0)
-        found.append(max(0, limit - used + cached))
-    return min(found, default=None)
-
-
 def default_jobs() -> int:
     """One process for each core, or fewer if the free memory does not hold so many.
 
@@ -182,62 +159,3 @@ def default_jobs() -> int:
     free = free_bytes()
     fit = free // WORKER if free is not None else 1
     return max(1, min(os.cpu_count() or 1, fit))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; {} where there is no such file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    words = (line.replace(":", " ").split() for line in lines)
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
-
-
-IMPATIENT_S = 1.0
-"""A second Ctrl-C takes effect at once if it comes this many seconds after the first."""
-
-
-class HeldInterrupts:
-    """Within its block SIGINT has no effect before the next call of `tell`, or the block's end.
-
-    It does nothing outside of the main thread, which alone receives signals, and where SIGINT has
-    no handler in Python.
-
-    Args:
-        listener: called with progress.
-    """
-
-    def __init__(self, listener: Listener):
-        self._listener = listener
-        self._before: Callable[[int, FrameType | None], Any] | None = None
-        self._since_s: float | None = None
-
-    def tell(self, progress: Progress) -> None:
-        """Call the listener; then raise what was held."""
-        self._listener(progress)
-        self._release()
-
-    def __enter__(self) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(before):
-            self._before = before
-            signal.signal(signal.SIGINT, self._hold)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._release()
-            self._before = None
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._since_s is None:
-            self._since_s = now
-        elif now - self._since_s > IMPATIENT_S and self._before is not None:
-            self._before(number, frame)
-
-    def _release(self) -> None:
-        if self._since_s is not None and self._before is not None:
-            self._since_s = None
-            self._before(signal.SIGINT, None)

@@ -33,12 +33,13 @@ from mtpc.layout.progress import Listener, Progress, left_at
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.layout.specs import is_buffer_name
 from mtpc.plan import Plan
-from mtpc.program.processes import free_bytes
-from mtpc.program.step_cache import CONSTANTS, CachedStep, CostEntry, Steps
+from mtpc.program.free_memory import free_bytes
+from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
+    from mtpc.program.costs import CostEntry
 
 
 @dataclass(frozen=True)

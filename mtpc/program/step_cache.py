@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-
-import torch
 
 from mtpc.backends.base import Artifact
 from mtpc.backends.package import TAPE, TapeArtifact
 from mtpc.config import CompileOptions
 from mtpc.declaration import declared
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
-from mtpc.layout import Graphs, Layout, Part, StepKey, step_name
+from mtpc.layout import Layout, Part, StepKey
 from mtpc.layout.open_sizes import BLOCKS, PAGES, SIZES, SLOTS, shared_sizes
-from mtpc.layout.progress import Detail
 from mtpc.plan import Plan
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.key import Difference, Fields, digest
-from mtpc.store.lookup import find, keep, nearest, peek
-from mtpc.store.machine import cpu_name, environment_fields
-from mtpc.weights.paired_checkpoint import DRAFT
+from mtpc.store.key import Fields, digest
+from mtpc.store.lookup import find, keep
+from mtpc.store.machine import environment_fields
+from mtpc.weights.checkpoint import DRAFT
 
-_SHOWN = 4
-"""A one-line reason names at most this many differences."""
 RECORD = "step.record.json"
 CONSTANTS = "constants.safetensors"
 CERTIFICATE = "step.certificate.json.gz"
@@ -34,7 +29,7 @@ CERTIFICATE = "step.certificate.json.gz"
 KIND = "step"
 ANY = "any"
 """A key's value for an option that only decides sizes which the step leaves open."""
-_FIXED: tuple[frozenset[str], ...] = (frozenset(), frozenset((BLOCKS,)), frozenset(SIZES))
+FIXED: tuple[frozenset[str], ...] = (frozenset(), frozenset((BLOCKS,)), frozenset(SIZES))
 """The sets of fixed sizes that keys distinguish. A step's key names the first set that contains all
 sizes that the step fixes."""
 
@@ -179,10 +174,6 @@ class OwnSteps:
         """Whether a step is still to be built."""
         return True
 
-    def seconds_of_nearest(self, graphs: Graphs) -> Iterator[Mapping[str, float]]:
-        """For each graph, the seconds of each stage of an earlier build; {} if none is known."""
-        return ({} for _ in graphs)
-
     def obtain(self, key: StepKey, build: Build, part: Part = "step") -> CachedStep:
         """Build the step."""
         record, artifact, files = build()
@@ -230,7 +221,7 @@ class StepCache(OwnSteps):
 
     def lacks(self, key: StepKey, part: Part = "step") -> bool:
         """Whether there is no entry of a step; one that is there may be damaged."""
-        keys = (digest(self.fields(key, part, fixed)) for fixed in _FIXED)
+        keys = (digest(self.fields(key, part, fixed)) for fixed in FIXED)
         return not any(self.store.directory(name).exists() for name in keys)
 
     def find_all(self, wanted: Iterable[tuple[StepKey, Part]]) -> Steps | None:
@@ -244,7 +235,9 @@ class StepCache(OwnSteps):
             step = self.find(key, part)
             if step is None:
                 self._refuse_if_frozen(key, part)
-                if (why := self.miss(key, part)) != self._told_miss:
+                from mtpc.program.misses import miss  # Not above: a warm start lacks nothing.
+
+                if (why := miss(self, key, part)) != self._told_miss:
                     self._tell(why)
                 self._told_miss = why
                 return None
@@ -283,7 +276,7 @@ class StepCache(OwnSteps):
 
     def _look_up(self, key: StepKey, part: Part) -> CachedStep | None:
         """A step for the program's sizes: one that leaves them open, or one that fixes these."""
-        for fixed in _FIXED:
+        for fixed in FIXED:
             entry = find(self.store, self.fields(key, part, fixed))
             if entry is None:
                 continue
@@ -304,63 +297,19 @@ class StepCache(OwnSteps):
         artifact = TapeArtifact(record.package, entry.directory / TAPE)
         return CachedStep(record, artifact, entry, self._plan(record))
 
-    def reasons(self, key: StepKey, part: Part = "step") -> list[Difference] | None:
-        """Differences between a step's key and the nearest entry; None if the cache has no step.
-
-        There are none if the step's own entry is there, but damaged.
-        """
-        entries = [*peek(self.store)]
-        rows = (nearest(entries, self.fields(key, part, fixed)) for fixed in _FIXED)
-        found = [row.differences for row in rows if row is not None]
-        # Where some are equally near, the one that says by which size the entry differs: `ANY` of
-        # a step is another number than the entry's.
-        return min(
-            found, key=lambda rows: (len(rows), sum(r.wanted == ANY for r in rows)), default=None
-        )
-
-    def seconds_of_nearest(self, graphs: Graphs) -> Iterator[Mapping[str, float]]:
-        """For each graph, the seconds of each stage of the nearest entry's build.
-
-        They are {} if there is no such entry, or if the cache cannot be trusted. In that case the
-        error comes when a step is taken from the cache.
-        """
-        entries, seconds = list[tuple[str, Fields]](), dict[str, Mapping[str, float]]()
-        with suppress(CacheError):
-            entries += peek(self.store)
-        for key, part in graphs:
-            row = nearest(entries, self.fields(key, part))
-            if row is None:
-                yield {}
-                continue
-            if row.digest not in seconds:
-                seconds[row.digest] = {}
-                with suppress(CacheError):
-                    entry = self.store.read(row.digest)
-                    seconds[row.digest] = read_record(entry).seconds if entry else {}
-            yield seconds[row.digest]
-
-    def miss(self, key: StepKey, part: Part = "step") -> str:
-        """One line that says why a step is not in the cache."""
-        reasons = self.reasons(key, part)
-        if reasons:
-            shown = "; ".join(map(str, reasons[:_SHOWN]))
-            more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-            why = f"the nearest entry differs in {shown}{more}"
-        else:
-            why = "it holds no step" if reasons is None else "its entry is damaged"
-        return Detail(f"{step_name(key, part)} is not in the cache {self.store.root}: {why}")
-
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
         if self.plan.frozen:
+            from mtpc.program.misses import miss
+
             raise CacheError(
-                f"{self.miss(key, part)}; frozen, so nothing was built: run `mtpc build` with the "
+                f"{miss(self, key, part)}; frozen, so nothing was built: run `mtpc build` with the "
                 "same options first"
             )
 
     def _build(self, key: StepKey, part: Part, build: Build) -> CachedStep:
         step = super().obtain(key, build, part)
         own = frozenset(step.record.package.fixed)
-        fields = self.fields(key, part, next(fixed for fixed in _FIXED if own <= fixed))
+        fields = self.fields(key, part, next(fixed for fixed in FIXED if own <= fixed))
         files = {**step.files, RECORD: step.record.to_json().encode()}
         try:
             return self._read(keep(self.store, fields, files))
@@ -388,38 +337,3 @@ def read_record(entry: Entry) -> StepRecord:
             f"{entry.directory}: {RECORD} is not a record as mtpc writes it: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-COSTS = "costs.json"
-
-
-class CostEntry:
-    """The costs of one program's steps on this machine.
-
-    Args:
-        cache: holds the steps. If it is frozen, nothing is written.
-    """
-
-    def __init__(self, cache: StepCache):
-        self._store, self._frozen = cache.store, cache.plan.frozen
-        machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
-        self._fields = {**cache.program, **machine, "kind": "costs"}
-
-    def read(self, notes: Counter[str]) -> bytes | None:
-        """The costs; None if there are none, or if they are damaged, which `notes` then counts."""
-        try:
-            entry = find(self._store, self._fields)
-            return None if entry is None else entry.read(COSTS)
-        except CacheError as error:
-            notes[f"costs of earlier runs were not used: {error}"] += 1
-            return None
-
-    def write(self, data: bytes, notes: Counter[str]) -> None:
-        """Keep costs in place of the earlier ones; `notes` counts why that failed."""
-        if self._frozen:
-            return
-        try:
-            with self._store.lock(digest(self._fields), lambda line: None):
-                keep(self._store, self._fields, {COSTS: data})
-        except CacheError as error:
-            notes[f"costs of steps were not kept: {error}"] += 1

@@ -1,15 +1,14 @@
-"""Finding cache entries by their keys, and the reasons if there is none."""
+"""Finding cache entries by their keys."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mtpc.errors import DamagedEntryError
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.store.key import Difference, Fields, differences, digest
+from mtpc.store.key import Fields, digest
 from mtpc.store.machine import COMPILER
 from mtpc.store.safety import check_owner
 
@@ -111,31 +110,3 @@ def peek(store: EntryStore) -> Iterator[tuple[str, dict[str, str]]]:
             continue  # Removed meanwhile. A lookup of this entry raises an error.
         if fields is not None:
             yield name, fields
-
-
-@dataclass(frozen=True)
-class Nearest:
-    """The entry with the fewest differences from a wanted key, and these differences."""
-
-    digest: str
-    differences: list[Difference]
-
-
-def nearest(entries: Iterable[tuple[str, Fields]], wanted: Fields) -> Nearest | None:
-    """The nearest entry of the same kind; None if there is none of that kind.
-
-    Args:
-        entries: names and keys, as `peek` gives them.
-        wanted: the key.
-    """
-    rows = [
-        Nearest(name, _known(differences(fields, wanted), wanted))
-        for name, fields in entries
-        if fields.get("kind") == wanted.get("kind")
-    ]
-    return min(rows, key=lambda row: len(row.differences), default=None)
-
-
-def _known(found: list[Difference], wanted: Fields) -> list[Difference]:
-    """Differences without that of the compiler, if none is installed here."""
-    return [d for d in found if d.field != COMPILER or COMPILER in wanted]

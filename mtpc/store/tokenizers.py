@@ -17,7 +17,7 @@ from mtpc.layout.progress import silent
 from mtpc.store.entries import EntryStore
 from mtpc.store.key import Fields, digest
 from mtpc.store.lookup import find, keep
-from mtpc.weights.content import file_status
+from mtpc.weights.plain_file import file_status
 
 KIND = "tokenizer"
 _NAME, _LIBRARIES = "tokenizer.json", ("tokenizers", "transformers")

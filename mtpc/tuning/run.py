@@ -39,8 +39,8 @@ from mtpc.tuning.texts import (
     read_texts,
 )
 from mtpc.tuning.train import Progress, Schedule, Tell, Training
-from mtpc.weights.checkpoint import Checkpoint, listing
-from mtpc.weights.paired_checkpoint import DRAFT, INVERSE_MAP, PairedCheckpoint
+from mtpc.weights.checkpoint import DRAFT, Checkpoint, listing
+from mtpc.weights.paired_checkpoint import INVERSE_MAP, PairedCheckpoint
 from mtpc.weights.served_model import ServedModel
 from mtpc.weights.shards import copy_replacing, files_beside, refuse_existing
 from mtpc.weights.tensor_file import save_tensors

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
-from mtpc.weights.formats import find_quantised
-from mtpc.weights.fused_qkv import find_fused_qkv
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, take_rows
-from mtpc.weights.json_file import GENERATION, check_ids, read_json
-from mtpc.weights.read_ahead import Span
+from mtpc.weights.json_file import GENERATION, QKV_LAYOUT, check_ids, read_json
 from mtpc.weights.served_model import tokenizer_ends
-from mtpc.weights.tensor_file import dtype_code
+from mtpc.weights.tensor_file import Span, StoredTensor, dtype_code
 
+if TYPE_CHECKING:
+    from mtpc.weights.formats.stored import QuantisedWeight
+    from mtpc.weights.fused_qkv import QkvRows
+    from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
+
+DRAFT = "draft."
+"""Prefix of the names of a drafter's tensors, see `mtpc.weights.paired_checkpoint`."""
 _FIRST = 6
 """A message lists this many names; then it says how many more there are."""
 
@@ -42,20 +45,20 @@ class Checkpoint(CheckpointFiles):
             that is stored within a fused tensor has an entry of its own (`fused_qkv`).
         target_tensors: those of `tensors` that belong to the target. `PairedCheckpoint` has others.
         dequantised: names of the quantised weights that `tensor` has dequantised so far.
+        draft: the checkpoint of the drafter; None, but for a `PairedCheckpoint`.
 
     Raises:
         CheckpointError: as `CheckpointFiles`; or the weights are quantised in a way that mtpc does
             not read.
     """
 
+    draft: Checkpoint | None = None
+
     def __init__(self, directory: Path):
         super().__init__(directory)
         directory = self.directory
         self.tensors = dict(self.stored)
-        try:
-            self._quantised, dropped = find_quantised(self.tensors, self.config)
-        except CheckpointError as error:
-            raise CheckpointError(f"{directory}: {error}") from None
+        self._quantised, dropped = self._find_quantised()
         self.dequantised: set[str] = set()
         for name in dropped:
             del self.tensors[name]
@@ -64,7 +67,11 @@ class Checkpoint(CheckpointFiles):
                 self.tensors.pop(stored, None)
             codes, dtype = self.stored[weight.parts["codes"]], dtype_code(self._read_dtype)
             self.tensors[weight.name] = replace(codes, dtype=dtype, shape=weight.own_shape)
-        self._parts = find_fused_qkv(self.tensors, self.text_config)
+        self._parts: dict[str, QkvRows] = {}
+        if self.text_config.get(QKV_LAYOUT):
+            from mtpc.weights.fused_qkv import find_fused_qkv  # Not above: few checkpoints need it.
+
+            self._parts = find_fused_qkv(self.tensors, self.text_config)
         for name, part in self._parts.items():
             whole = self.tensors[part.fused]
             self.tensors[name] = replace(whole, shape=(part.count, *whole.shape[1:]))
@@ -72,10 +79,32 @@ class Checkpoint(CheckpointFiles):
             del self.tensors[fused]
         self.target_tensors = self.tensors
 
+    def _find_quantised(self) -> tuple[dict[str, QuantisedWeight], list[str]]:
+        """See `mtpc.weights.formats.find_quantised`; nothing where all tensors look plain."""
+        says = any(part.get("quantization_config") for part in (self.text_config, self.config))
+        if not says and _are_plain(self.tensors):
+            return {}, []
+        from mtpc.weights.formats import find_quantised  # Not above: many checkpoints are plain.
+
+        try:
+            return find_quantised(self.tensors, self.config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from None
+
     @property
     def mtp_directory(self) -> Path:
         """Where the MTP layers are, for messages."""
         return self.directory
+
+    @property
+    def draft_vocab(self) -> tuple[int, ...]:
+        """The tokens that a drafter was trained for, ascending; () if nothing names them."""
+        return ()
+
+    @property
+    def replaces_mtp(self) -> bool:
+        """Whether a drafter has the place of MTP layers, which config.json announces."""
+        return False
 
     @property
     def quantised(self) -> tuple[str, ...]:
@@ -171,6 +200,8 @@ class Checkpoint(CheckpointFiles):
         """A quantised weight as codes. Its name must be in `specs`."""
         if name not in self._parts:
             return self._quantised[name].grouped(self.read)
+        from mtpc.weights.grouped_recipes import take_rows  # Not above: few checkpoints need it.
+
         part = self._parts[name]
         whole = self._quantised[part.fused].grouped(self.read)
         return take_rows(whole, part.runs)
@@ -224,6 +255,27 @@ class Checkpoint(CheckpointFiles):
         check_ids(ids, path, "eos_token_id")
         own = as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
         return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
+
+
+def _are_plain(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether nothing looks like codes or their scales, so that no format need be asked."""
+    return all(
+        each.is_floating_point and not each.is_narrow and "scale" not in name.rpartition(".")[2]
+        for name, each in tensors.items()
+    )
+
+
+def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
+    """A target's checkpoint, with a drafter's where there is one.
+
+    Raises:
+        CheckpointError: as `mtpc.weights.paired_checkpoint.PairedCheckpoint`.
+    """
+    if not draft:
+        return Checkpoint(directory)
+    from mtpc.weights.paired_checkpoint import PairedCheckpoint  # Not above: few have a drafter.
+
+    return PairedCheckpoint(directory, Path(draft))
 
 
 def _counted(layouts: Iterable[str]) -> str:

@@ -14,20 +14,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.gguf import find_gguf
-from mtpc.weights.hub import (
-    download_again,
-    find_directory,
-    is_directory,
-    no_checkpoint,
-    weight_files,
-    what_to_do,
-)
 from mtpc.weights.json_file import (
     CONFIG,
     INDEX,
@@ -35,10 +26,13 @@ from mtpc.weights.json_file import (
     check_config,
     check_counts,
     read_json,
+    shard_names,
     wrong,
 )
-from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.tensor_file import StoredTensor, TensorFile
+
+if TYPE_CHECKING:
+    from mtpc.weights.read_ahead import ReadAhead
 
 MTP_COUNT_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers", "num_nextn_predict_layers")
 """Config entries that give the number of MTP layers; the first one present counts."""
@@ -51,6 +45,47 @@ _MTP_TENSOR = re.compile(r"(?:.*\.)?mtp[._]|(?:model\.|language_model\.)*layers\
 target's."""
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 """Entries of the language model that multimodal configs may have outside of `text_config`."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those that its index names, there or not; or all.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    index = directory / INDEX
+    if os.path.isfile(index):
+        return [directory / name for name in shard_names(read_json(index), index)]
+    found = sorted(directory.glob("*.safetensors"))
+    return [path for path in found if path.name != "adapter_model.safetensors"]
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a path leads to a directory.
+
+    Raises:
+        CheckpointError: the system refuses the path: it is too long, or may not be searched.
+    """
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot open the checkpoint {str(path)[:200]!r}: {error.strerror}; expected the path "
+            "of a directory that this user may read"
+        ) from None
+
+
+def place_of(source: Path) -> Path:
+    """The path itself, if it leads anywhere; else, of an id of the hub, its snapshot's.
+
+    Raises:
+        CheckpointError: as `mtpc.weights.hub.find_directory`.
+    """
+    if is_directory(source) or source.exists():
+        return source
+    from mtpc.weights.hub import find_directory  # Not above: few starts have an id.
+
+    return find_directory(source)
 
 
 class ConfigFile:
@@ -70,7 +105,7 @@ class ConfigFile:
     config: dict[str, Any]
 
     def __init__(self, directory: Path):
-        self.directory = find_directory(directory)
+        self.directory = place_of(directory)
         self.config = self._read_config()
 
     @property
@@ -97,8 +132,12 @@ class ConfigFile:
     def _read_config(self) -> dict[str, Any]:
         path = self.config_path
         if not is_directory(self.directory):
+            from mtpc.weights.hub import no_checkpoint
+
             raise no_checkpoint(self.directory)
         if not os.path.isfile(path):
+            from mtpc.weights.hub import what_to_do
+
             raise CheckpointError(
                 f"{self.directory} has no config.json; expected a checkpoint's directory: "
                 f"{what_to_do(self.directory)}"
@@ -138,8 +177,12 @@ class CheckpointFiles(ConfigFile):
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory = find_directory(directory)
-        self.gguf = () if os.path.lexists(directory / CONFIG) else tuple(find_gguf(directory))
+        self.directory = directory = place_of(directory)
+        self.gguf: tuple[Path, ...] = ()
+        if not os.path.lexists(directory / CONFIG):
+            from mtpc.weights.gguf import find_gguf  # Not above: few checkpoints need it.
+
+            self.gguf = tuple(find_gguf(directory))
         self._files: Mapping[Path, TensorFile]
         if self.gguf:
             from mtpc.weights.gguf.file import open_gguf  # Not above: few checkpoints need it.
@@ -221,12 +264,16 @@ class CheckpointFiles(ConfigFile):
     def _shards(self) -> list[Path]:
         shards = weight_files(self.directory)
         if not shards:
+            from mtpc.weights.hub import what_to_do
+
             raise CheckpointError(
                 f"{self.directory} holds no *.safetensors file of a model; expected at least one: "
                 f"{what_to_do(self.directory)}"
             )
         for path in shards:
             if not os.path.isfile(path):  # False, too, where the name is too long.
+                from mtpc.weights.hub import download_again
+
                 raise CheckpointError(
                     f"{path} is named in the index but missing; {download_again(self.directory)}"
                 )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mtpc.weights.plain_file import open_plain, replace
+from mtpc.weights.plain_file import file_digest, file_status, open_plain, replace
 
 
 def content_digest(paths: Iterable[Path], memory: Path) -> str:
@@ -33,23 +33,6 @@ def content_digest(paths: Iterable[Path], memory: Path) -> str:
         with suppress(OSError):
             replace(memory, json.dumps(known | digests).encode())
     return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal digits."""
-    with open_plain(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def file_status(path: Path) -> str:
-    """What changes whenever the content of a file does.
-
-    Raises:
-        OSError: there is no such file.
-    """
-    status = path.stat()
-    times = (status.st_mtime_ns, status.st_ctime_ns)
-    return " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
 
 def _read(memory: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpc.errors import CheckpointError
+from mtpc.weights.json_file import QKV_LAYOUT
 from mtpc.weights.tensor_file import StoredTensor
 
 _FUSED = re.compile(r"(?P<stem>.*\blayers\.(?P<layer>\d+)\.self_attn\.)qkv_proj\.weight")
@@ -43,11 +44,10 @@ def qkv_chunks(config: Mapping[str, Any]) -> int:
     Raises:
         CheckpointError: the config names another layout.
     """
-    layout = config.get("attention_projection_layout") or "split"
+    layout = config.get(QKV_LAYOUT) or "split"
     if layout not in ("split", "fused_qkv"):
         raise CheckpointError(
-            f"config.json has attention_projection_layout {layout!r}; expected 'split' or "
-            "'fused_qkv'"
+            f"config.json has {QKV_LAYOUT} {layout!r}; expected 'split' or 'fused_qkv'"
         )
     return int(config["num_key_value_heads"]) if layout == "fused_qkv" else 0
 

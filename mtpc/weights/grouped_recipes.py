@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,13 +28,28 @@ from mtpc.weights.grouped import (
     raw_codes,
 )
 from mtpc.weights.packing import (
+    PACKER,
     TILE,
     Allocate,
-    Fill,
+    PackedWeight,
+    Packer,
+    Piece,
     allocate,
     count_tiles,
-    fill_packed,
     packed_shape,
+)
+from mtpc.weights.recipes import (
+    Cast,
+    CodesOf,
+    Grouped,
+    Join,
+    Recipe,
+    Rows,
+    Source,
+    TensorOf,
+    part_spec,
+    shape_of,
+    take_early,
 )
 
 _AT_ONCE, _BLOCKS_AT_ONCE = 1 << 20, 1 << 23
@@ -45,7 +60,6 @@ _DTYPES: Mapping[Kind, torch.dtype] = {"float8": torch.float8_e4m3fn, "iq4": tor
 """Dtypes of packed codes that are not uint8; kernels tell them by these."""
 _WIDENED = {"int16": "float32", "int8": "float32", "uint8": "bfloat16"}
 """Dtypes of scales that are no floats -> those of the floats that they stand for."""
-Piece = Literal["codes", "scales", "zeros"]
 SomeRows: TypeAlias = GroupedWeight | BlockRows
 """Rows as they are read."""
 
@@ -142,27 +156,6 @@ class GroupedRows:
         return self.read(0, self.shape[0]).decoded()
 
 
-PackedWeight = dict[Piece, Tensor]
-"""The tensors of a grouped weight in the kernels' order."""
-FillBlocks: TypeAlias = Callable[[BlockRows, PackedWeight], None]
-"""Packs rows as a file has them into given memory."""
-
-
-@dataclass(frozen=True)
-class Packer:
-    """How weights are packed.
-
-    Attributes:
-        fill: packs a weight, or codes.
-        fill_blocks: packs rows as a file has them; None if they are decoded first.
-        allocate: (shape, dtype) -> memory for what is packed.
-    """
-
-    fill: Fill = fill_packed
-    fill_blocks: FillBlocks | None = None
-    allocate: Allocate = allocate
-
-
 def allocate_piece(
     piece: Piece, spec: GroupSpec, shape: Sequence[int], allocate: Allocate = allocate
 ) -> Tensor:
@@ -179,7 +172,7 @@ def allocate_piece(
     return allocate((*stack, count_tiles(features), count, TILE), dtype)
 
 
-def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = Packer()) -> PackedWeight:
+def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = PACKER) -> PackedWeight:
     """A grouped weight [..., N, K] in the kernels' order, some rows at a time.
 
     Args:
@@ -315,3 +308,53 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     dtype = tensors[0].dtype
     raw = [t.view(torch.uint8) if dtype.itemsize == 1 else t for t in tensors]
     return torch.cat(raw, dim).view(dtype)
+
+
+def make_grouped(recipe: Recipe, spec: GroupSpec, codes_of: CodesOf) -> GroupedRows:
+    """The weight of a recipe as codes, without dequantising.
+
+    Args:
+        recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
+        spec: of all that the weight is made of; its own is `part_spec`.
+        codes_of: weights as codes.
+
+    Raises:
+        TypeError: the recipe does more than join and take rows.
+    """
+    if isinstance(recipe, (str, Cast)):
+        return codes_of(recipe, spec)
+    if isinstance(recipe, Rows):
+        return take_rows(make_grouped(recipe.part, spec, codes_of), recipe.runs, recipe.dim)
+    if not isinstance(recipe, Join):
+        raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
+    parts = [make_grouped(part, spec, codes_of) for part in recipe.parts]
+    return stack(parts) if recipe.op == "stack" else join(parts, 0 if recipe.op == "cat" else 1)
+
+
+def make_pieces(recipe: Grouped, source: Source, packer: Packer) -> dict[Recipe, Tensor]:
+    """All tensors of a weight, of which a recipe makes one; see `mtpc.weights.recipes.make_all`."""
+    rows = make_grouped(take_early(recipe.part, source.form), recipe.spec, source.codes)
+    packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), packer)
+    return {replace(recipe, piece=piece): tensor for piece, tensor in packed.items()}
+
+
+def allocate_grouped(recipe: Grouped, tensor_of: TensorOf, place: Allocate) -> Tensor:
+    """Host memory for the tensor of a recipe; see `mtpc.weights.recipes.allocate`."""
+    shape, _ = shape_of(recipe.part, tensor_of)
+    if recipe.spec.turned:
+        shape[-2:] = reversed(shape[-2:])
+    return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
+
+
+def seen_rows(rows: GroupedRows, see: Callable[[SomeRows], None]) -> GroupedRows:
+    """The same rows; `see` is called with all that is read of them."""
+
+    def read(start: int, stop: int) -> SomeRows:
+        part = rows.read(start, stop)
+        see(part)
+        return part
+
+    def take(runs: Runs, dim: int) -> GroupedRows:
+        return seen_rows(take_rows(rows, runs, dim), see)
+
+    return GroupedRows(rows.shape, read, take)

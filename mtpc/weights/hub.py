@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.json_file import CONFIG, INDEX, read_json, shard_names
+from mtpc.weights.checkpoint_files import is_directory, weight_files
+from mtpc.weights.json_file import CONFIG
 
 ADAPTER = "adapter_config.json"
 _PICKLED = "pytorch_model*.bin"
@@ -98,34 +99,6 @@ def _find_snapshot(name: str, revision: str | None, needs: Needs) -> Path | None
 def _is_whole(directory: Path) -> bool:
     files = weight_files(directory)
     return bool(files) and all(map(os.path.isfile, files))
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that its index names, there or not; or all.
-
-    Raises:
-        CheckpointError: the index is damaged.
-    """
-    index = directory / INDEX
-    if os.path.isfile(index):
-        return [directory / name for name in shard_names(read_json(index), index)]
-    found = sorted(directory.glob("*.safetensors"))
-    return [path for path in found if path.name != "adapter_model.safetensors"]
-
-
-def is_directory(path: Path) -> bool:
-    """Whether a path leads to a directory.
-
-    Raises:
-        CheckpointError: the system refuses the path: it is too long, or may not be searched.
-    """
-    try:
-        return path.is_dir()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot open the checkpoint {str(path)[:200]!r}: {error.strerror}; expected the path "
-            "of a directory that this user may read"
-        ) from None
 
 
 def no_checkpoint(path: Path) -> CheckpointError:

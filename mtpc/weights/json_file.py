@@ -19,6 +19,8 @@ from mtpc.weights.plain_file import open_plain
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+QKV_LAYOUT = "attention_projection_layout"
+"""Entry of config.json: how queries, keys and values are stored; see `mtpc.weights.fused_qkv`."""
 QUANTIZATION = "hf_quant_config.json"
 """What ModelOpt says of a checkpoint, where config.json does not."""
 

@@ -13,10 +13,14 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mtpc.weights.block_rows import BlockRows
 
 TILE = 32
 """Output features in a tile."""
@@ -177,3 +181,29 @@ def map_memory(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # Without huge pages in the kernel, small pages serve.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+Piece = Literal["codes", "scales", "zeros"]
+PackedWeight = dict[Piece, Tensor]
+"""The tensors of a grouped weight in the kernels' order."""
+FillBlocks: TypeAlias = "Callable[[BlockRows, PackedWeight], None]"
+"""Packs rows as a file has them into given memory."""
+
+
+@dataclass(frozen=True)
+class Packer:
+    """How weights are packed.
+
+    Attributes:
+        fill: packs a weight, or codes.
+        fill_blocks: packs rows as a file has them; None if they are decoded first.
+        allocate: (shape, dtype) -> memory for what is packed.
+    """
+
+    fill: Fill = fill_packed
+    fill_blocks: FillBlocks | None = None
+    allocate: Allocate = allocate
+
+
+PACKER = Packer()
+"""Packs without a kernel, into memory of each weight's own."""

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.checkpoint import DRAFT, Checkpoint, open_checkpoint
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
-from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.hub import Needs, find_directory
 from mtpc.weights.tensor_file import TensorFile
 
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupSpec
+
 Method = TypeVar("Method", bound=Callable[..., Any])
-DRAFT = "draft."
-"""Prefix of the names of the drafter's tensors."""
 TOKEN_MAP, INVERSE_MAP = "d2t", "t2d"
 """Names of an EAGLE-3 head's map: what to add to a row of its head for the token id, int [V_d]; and
 which tokens have a row, bool [V], which says no more and is not read."""
@@ -58,6 +58,8 @@ class PairedCheckpoint(Checkpoint):
         CheckpointError: as `Checkpoint`, of either; or the map of the drafter's vocabulary names
             tokens that the target lacks, or a token twice; or its clusters do not name all once.
     """
+
+    draft: Checkpoint
 
     def __init__(self, directory: Path, draft: Path):
         super().__init__(directory)
@@ -157,15 +159,6 @@ class PairedCheckpoint(Checkpoint):
 
 def _span(ids: Tensor) -> str:
     return f"{int(ids.min())}..{int(ids.max())}" if ids.numel() else "none"
-
-
-def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
-    """A target's checkpoint, with a drafter's where there is one.
-
-    Raises:
-        CheckpointError: as `PairedCheckpoint`.
-    """
-    return PairedCheckpoint(directory, Path(draft)) if draft else Checkpoint(directory)
 
 
 def checkpoint_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -28,6 +29,23 @@ def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, "not a plain file", str(path))
     return os.fdopen(handle, "rb")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_status(path: Path) -> str:
+    """What changes whenever the content of a file does.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    status = path.stat()
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
 
 def read_text(path: Path, most: int = -1) -> str:

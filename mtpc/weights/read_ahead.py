@@ -14,33 +14,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.packing import map_memory
+from mtpc.weights.tensor_file import Span
 
 _BLOCK_BYTES = 16 << 20
 """Bytes that one system call reads."""
 _OWN_BYTES = 2 << 20
 """A smaller span gets memory of its own, because steps may keep it."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Bytes of a file.
-
-    Attributes:
-        path: the file.
-        begin: offset of the first byte.
-        nbytes: how many.
-    """
-
-    path: Path
-    begin: int
-    nbytes: int
 
 
 class _Arena:

@@ -11,23 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from mtpc.weights import packing
-from mtpc.weights.grouped_recipes import (
-    GroupedRows,
-    GroupSpec,
-    Packer,
-    Piece,
-    allocate_piece,
-    join,
-    pack_rows,
-    stack,
-    take_rows,
-)
+from mtpc.weights.packing import Packer, Piece
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class Grouped:
 
 Recipe: TypeAlias = "str | Join | Rows | Blocks | Cast | Packed | Grouped"
 TensorOf: TypeAlias = Callable[[str], Tensor]
-CodesOf: TypeAlias = Callable[[Recipe, GroupSpec], GroupedRows]
+CodesOf: TypeAlias = "Callable[[Recipe, GroupSpec], GroupedRows]"
 """(a name, which may be cast; its spec) -> the weight as codes, [N, K] or a stack [E, N, K]."""
 
 
@@ -212,9 +205,9 @@ def make_all(recipe: Recipe, source: Source, packer: Packer) -> dict[Recipe, Ten
         TypeError: the recipe packs a packed weight.
     """
     if isinstance(recipe, Grouped):
-        rows = make_grouped(take_early(recipe.part, source.form), recipe.spec, source.codes)
-        packed = pack_rows(rows, part_spec(recipe.part, recipe.spec), packer)
-        return {replace(recipe, piece=piece): tensor for piece, tensor in packed.items()}
+        from mtpc.weights.grouped_recipes import make_pieces  # Not above: many weights are plain.
+
+        return make_pieces(recipe, source, packer)
     early = take_early(recipe, source.form)
     if not isinstance(early, Packed):
         return {recipe: _plain(early, source.read)}
@@ -269,10 +262,9 @@ def allocate(
         place: allocates it.
     """
     if isinstance(recipe, Grouped):
-        shape, _ = shape_of(recipe.part, tensor_of)
-        if recipe.spec.turned:
-            shape[-2:] = reversed(shape[-2:])
-        return allocate_piece(recipe.piece, part_spec(recipe.part, recipe.spec), shape, place)
+        from mtpc.weights.grouped_recipes import allocate_grouped
+
+        return allocate_grouped(recipe, tensor_of, place)
     whole = recipe.part if isinstance(recipe, Packed) else recipe
     shape, dtype = shape_of(whole, tensor_of)
     return place(tuple(shape) if whole is recipe else packing.packed_shape(shape, dtype), dtype)
@@ -328,27 +320,6 @@ def part_spec(recipe: Recipe, spec: GroupSpec) -> GroupSpec:
         return spec
     inner = part_spec(recipe.part, spec)
     return inner.cut(recipe.runs) if recipe.dim == -1 else inner
-
-
-def make_grouped(recipe: Recipe, spec: GroupSpec, codes_of: CodesOf) -> GroupedRows:
-    """The weight of a recipe as codes, without dequantising.
-
-    Args:
-        recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
-        spec: of all that the weight is made of; its own is `part_spec`.
-        codes_of: weights as codes.
-
-    Raises:
-        TypeError: the recipe does more than join and take rows.
-    """
-    if isinstance(recipe, (str, Cast)):
-        return codes_of(recipe, spec)
-    if isinstance(recipe, Rows):
-        return take_rows(make_grouped(recipe.part, spec, codes_of), recipe.runs, recipe.dim)
-    if not isinstance(recipe, Join):
-        raise TypeError(f"a {type(recipe).__name__} of a weight in groups has no groups")
-    parts = [make_grouped(part, spec, codes_of) for part in recipe.parts]
-    return stack(parts) if recipe.op == "stack" else join(parts, 0 if recipe.op == "cat" else 1)
 
 
 def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
@@ -457,6 +428,8 @@ def from_json(value: Any) -> Recipe:
         (count, start, stop, transposed), part = parts
         return Blocks(index(count), index(start), index(stop), bool(transposed), from_json(part))
     if op == "grouped":
+        from mtpc.weights.grouped_recipes import GroupSpec
+
         (piece, *said), part = parts
         if piece not in get_args(Piece):
             raise ValueError(f"a grouped weight has no {piece!r}")

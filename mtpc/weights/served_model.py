@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtpc.errors import CheckpointError, RequestError
-from mtpc.weights.gguf import find_gguf
-from mtpc.weights.hub import hub_id
 from mtpc.weights.json_file import CONFIG, read_json
 
 
@@ -78,8 +76,31 @@ class ServedModel:
     @property
     def name(self) -> str:
         """Its hub id or, without one, the last part of its path."""
+        from mtpc.weights.hub import hub_id  # Not above: few starts need it.
+
         directory = (self.directory or Path(self.source)).absolute()
         return hub_id(directory) or directory.resolve().name
+
+    @cached_property
+    def _place(self) -> Path | None:
+        """The file with the tokenizer."""
+        return None if self.directory is None else find_tokenizer(self.directory)[0]
+
+    @cached_property
+    def _from_kept(self) -> Any | None:
+        """The tokenizer as it is kept."""
+        found = None
+        if self.kept is not None and self._place is not None:
+            found = self.kept.read(self._place)
+        if found is None:
+            return None
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_buffer(found)
+
+    def load_kept(self) -> bool:
+        """Load the tokenizer now, if it is kept; returns whether it is."""
+        return self._from_kept is not None
 
     @cached_property
     def _loaded(self) -> tuple[Any | None, bool]:
@@ -89,14 +110,9 @@ class ServedModel:
         old tokenizers ask for. A tokenizer is loaded on first use, because token ids need none;
         from `kept` if it is there, because transformers takes seconds.
         """
-        kept, place = self.kept, None
-        if kept is not None and self.directory is not None:
-            place = find_tokenizer(self.directory)[0]
-        if kept is not None and place is not None and (found := kept.read(place)) is not None:
-            from tokenizers import Tokenizer
-
-            return Tokenizer.from_buffer(found), False
-        whole = self._tokenizer
+        if self._from_kept is not None:
+            return self._from_kept, False
+        kept, place, whole = self.kept, self._place, self._tokenizer
         if whole is None:
             return None, False
         made, cleans_up = whole.backend_tokenizer, bool(whole.clean_up_tokenization_spaces)
@@ -234,8 +250,12 @@ def find_tokenizer(directory: Path) -> tuple[Path | None, dict[str, Any]]:
     Raises:
         CheckpointError: the directory or its GGUF file cannot be read.
     """
+    files: list[Path] = []
     try:
-        files = [] if (directory / CONFIG).is_file() else find_gguf(directory)
+        if not (directory / CONFIG).is_file():
+            from mtpc.weights.gguf import find_gguf  # Not above: few checkpoints need it.
+
+            files = find_gguf(directory)
         own = (files[0].parent if files else directory) / "tokenizer.json"
         if own.is_file():
             return own, {}

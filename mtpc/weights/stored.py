@@ -11,22 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
-from mtpc.weights.grouped import Runs
-from mtpc.weights.grouped_recipes import (
+from mtpc.weights.packing import (
+    TILE,
+    Fill,
     FillBlocks,
-    GroupedRows,
-    GroupSpec,
     Packer,
-    SomeRows,
-    take_rows,
+    SharedPages,
+    count_tiles,
+    fill_packed,
 )
-from mtpc.weights.packing import TILE, Fill, SharedPages, count_tiles, fill_packed
-from mtpc.weights.read_ahead import ReadAhead, Span
 from mtpc.weights.recipes import (
     Cast,
     Grouped,
@@ -44,6 +43,10 @@ from mtpc.weights.recipes import (
     take_early,
     takes_all,
 )
+from mtpc.weights.tensor_file import Span
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, SomeRows
 
 _AHEAD_BYTES = 1 << 29
 """Bytes of weights to read ahead of packing, if as much memory is free."""
@@ -185,6 +188,8 @@ class StoredWeights:
         if free is None or 2 * self._checkpoint.nbytes <= free:
             yield  # The page cache can keep the files. Memory maps are faster then.
             return
+        from mtpc.weights.read_ahead import ReadAhead  # Not above: few starts need it.
+
         room, spans = max(0, free - need) // 2, self._spans(recipes)
         with self._checkpoint.reading_ahead(ReadAhead(spans, min(_AHEAD_BYTES, room), room)):
             yield
@@ -282,15 +287,12 @@ class _Files:
 
     def _looked_at(self, name: str, rows: GroupedRows) -> GroupedRows:
         """Rows whose scales are checked as they are read; infinite weights show there."""
+        from mtpc.weights.grouped_recipes import seen_rows  # Not above: many weights are plain.
+
         some = Rows((), name)  # Never all of the tensor, which other weights may need.
 
-        def read(start: int, stop: int) -> SomeRows:
-            part = rows.read(start, stop)
+        def see(part: SomeRows) -> None:
             is_sound = all(map(is_finite, part.numbers))
             self.finite[some] = self.finite.get(some, True) and is_sound
-            return part
 
-        def take(runs: Runs, dim: int) -> GroupedRows:
-            return self._looked_at(name, take_rows(rows, runs, dim))
-
-        return GroupedRows(rows.shape, read, take)
+        return seen_rows(rows, see)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,9 @@ from torch import Tensor
 from mtpc.errors import CheckpointError
 from mtpc.weights.packing import NORESERVE, TILE
 from mtpc.weights.plain_file import open_plain
-from mtpc.weights.read_ahead import ReadAhead, Span
+
+if TYPE_CHECKING:
+    from mtpc.weights.read_ahead import ReadAhead
 
 _PIECE_BYTES = 1 << 26
 """Bytes of a large matrix to read at a time. A head may have more than a gigabyte, and new memory
@@ -56,6 +59,21 @@ DTYPES = {
 def dtype_code(name: str) -> str:
     """safetensors' name of a dtype, given torch's name."""
     return next(code for code, dtype in DTYPES.items() if dtype == getattr(torch, name))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file.
+
+    Attributes:
+        path: the file.
+        begin: offset of the first byte.
+        nbytes: how many.
+    """
+
+    path: Path
+    begin: int
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtpc.weights.grouped_recipes import GroupSpec, Packer
-from mtpc.weights.orders import Orders
+from mtpc.weights.packing import Packer
 from mtpc.weights.recipes import (
     Grouped,
     Held,
@@ -23,6 +24,10 @@ from mtpc.weights.recipes import (
     substitute,
 )
 from mtpc.weights.stored import StoredWeights
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupSpec
+    from mtpc.weights.orders import Orders
 
 
 class Weights:
@@ -40,7 +45,6 @@ class Weights:
     Attributes:
         recipes: derived weights by name: how each is made from weights of the model.
         wholes: parts that this rank holds by name: the weight that each is a part of.
-        orders: the orders of elements in which steps read weights.
         defers: whether a derived weight is memory without contents until `value` asks for it. A
             build that only writes packages needs no contents.
     """
@@ -60,7 +64,13 @@ class Weights:
         self._deferred: set[str] = set()
         self._made: dict[tuple[bool, Recipe], Tensor] = {}
         self._holders: dict[Hashable, str] = {}
-        self.orders = Orders(self._held, self.recipes, owned)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """The orders of elements in which steps read weights."""
+        from mtpc.weights.orders import Orders  # Not above: weights of files are in one order.
+
+        return Orders(self._held, self.recipes, self._owned)
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor that graphs have by that name, with contents or without."""

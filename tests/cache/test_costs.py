@@ -13,7 +13,7 @@ from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
 import mtpc
-from mtpc.program.step_cache import COSTS
+from mtpc.program.costs import COSTS
 
 Opened = Callable[..., mtpc.SpecModel]
 
@@ -84,7 +84,7 @@ def test_a_cache_that_cannot_be_written_is_said(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mtpc.store.entries.os.rename", full)
+    monkeypatch.setattr("mtpc.store.writing.os.rename", full)
     model.close()
     (reason,) = model.stats.fallbacks
     assert "costs of steps were not kept" in reason

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.import_closure import closure
 
-BOUNDS = {"cold": (266, 42600), "warm": (95, 16800)}
+BOUNDS = {"cold": (189, 30500), "warm": (70, 12300)}
 """The most modules of mtpc, and lines of them, that `mtpc.compile` imports on the cpu backend."""
 
 

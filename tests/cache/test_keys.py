@@ -24,6 +24,7 @@ import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey
+from mtpc.program.misses import reasons
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import ANY, StepCache
 from mtpc.store.sources import ENTRIES, imports, source_fields, source_files
@@ -360,6 +361,6 @@ def test_every_field_is_said_where_it_differs(
         program = {**cache.program, name: "something else"}
         other = StepCache(cache.store, program, cache.plan)
         assert other.find(DECODE) is None, name
-        (difference,) = other.reasons(DECODE)
+        (difference,) = reasons(other, DECODE)
         assert (difference.field, difference.wanted) == (name, "something else")
         assert difference.cached == cache.program[name]

@@ -33,10 +33,11 @@ from hypothesis import strategies as st
 
 from mtpc.cli.cache import examine
 from mtpc.errors import DamagedEntryError
-from mtpc.store.entries import SUMS, EntryStore, _parse_sums, _render_sums
+from mtpc.store.entries import SUMS, EntryStore, parse_sums, render_sums
 from mtpc.store.key import digest
-from mtpc.store.lookup import KEY, find, key_of, nearest, peek
+from mtpc.store.lookup import KEY, find, key_of, peek
 from mtpc.store.machine import COMPILER
+from mtpc.store.nearest import nearest
 
 ROOT = os.geteuid() == 0
 NOBODY, STRANGER = 65534, 12345
@@ -233,14 +234,14 @@ sums = st.dictionaries(names, st.text("0123456789abcdef", min_size=64, max_size=
 @given(sums, st.integers(0), st.integers(1, 255))
 def test_sums_have_one_spelling(files: dict[str, str], at: int, change: int) -> None:
     """They are parsed as rendered; a byte changed, lost or added is refused or means another."""
-    rendered = _render_sums(files)
-    assert _parse_sums(Path(SUMS), rendered) == files
+    rendered = render_sums(files)
+    assert parse_sums(Path(SUMS), rendered) == files
     at %= len(rendered)
     before, byte, after = rendered[:at], rendered[at : at + 1], rendered[at + 1 :]
     changed = bytes([byte[0] ^ change])
     for mutated in (before + changed + after, before + after, before + byte + changed + after):
         try:
-            parsed = _parse_sums(Path(SUMS), mutated)
+            parsed = parse_sums(Path(SUMS), mutated)
         except DamagedEntryError:
             continue
         assert parsed != files

@@ -37,8 +37,9 @@ from mtpc.program.workers import keeping_tokenizer
 from mtpc.store.entries import EntryStore
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.read_ahead import ReadAhead, Span
+from mtpc.weights.read_ahead import ReadAhead
 from mtpc.weights.served_model import ServedModel
+from mtpc.weights.tensor_file import Span
 
 
 def test_a_warm_start_needs_no_compiler_and_traces_nothing(
@@ -115,6 +116,37 @@ def test_a_build_keeps_the_tokenizer(
     text = "def quicksort(array):"
     assert served.encode(text) == ServedModel("a model", 64, (), directory).encode(text)
     assert served.decode(served.encode(text)) == text
+
+
+@pytest.mark.parametrize("reads_text", [False, True])
+def test_who_reads_text_has_the_tokenizer_before_the_weights(
+    copied: Callable[..., Path],
+    cpu_cache: Path,
+    cpu_built: Callable[..., CpuBuilt],
+    reads_text: bool,
+) -> None:
+    """Loading it takes twice the memory that it keeps. Who gives token ids never loads it."""
+    cpu_built("mimo")
+    directory, kept = copied("mimo"), KeptTokenizers(EntryStore(cpu_cache))
+    shutil.copy(mtpc.demo() / "tokenizer.json", directory)
+    assert ServedModel("a model", 64, (), directory, kept).has_tokenizer
+    code = f"""
+import sys, json, torch
+torch.set_num_threads(1)
+import mtpc
+options, seen = json.loads(sys.argv[3]), []
+def listen(progress):
+    seen.extend(["tokenizers" in sys.modules] if progress.stage == "load" else [])
+mtpc.compile(sys.argv[1], listen, reads_text={reads_text}, cache_dir=sys.argv[2], **options)
+print(json.dumps([seen, "tokenizers" in sys.modules, "transformers" in sys.modules]))
+"""
+    arguments = [str(directory), str(cpu_cache), json.dumps(CPU_OPTIONS)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen, in_the_end, heavy = json.loads(done.stdout)
+    assert seen
+    assert {*seen, in_the_end} == {reads_text}
+    assert not heavy
 
 
 # ------------------------------------------------------------------------------- weights

@@ -30,8 +30,9 @@ from mtpc.cli.main import main
 from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
 from mtpc.layout import StepKey
-from mtpc.layout.display import show_compiling, show_progress
+from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Progress
+from mtpc.layout.terminal import show_progress
 from mtpc.plan import make_plan
 
 SMALL = [*SMALL_MODEL, "--spec-tokens", "2"]

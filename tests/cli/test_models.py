@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import pytest
 
 from mtpc.cli.main import main
-from mtpc.models import FAMILIES
+from mtpc.models import FAMILIES, ModelFamily, families
+from mtpc.models.families import MODULES, serving
 from mtpc.weights.gguf.families import FAMILIES as FILES
 
 
@@ -26,3 +30,17 @@ def test_it_asks_classes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has an encoder's layers" in found["BertLMHeadModel"]
     assert found["NoSuchForCausalLM"] == "refused: transformers has no such causal LM"
     assert main(["models", "Gemma2ForCausalLM"]) == 0
+
+
+def test_an_architecture_opens_the_module_of_its_family() -> None:
+    """The table has every module, every family in it, and the architectures of each."""
+    modules = {name: import_module(f"mtpc.models.families.{name}") for name in MODULES}
+    assert {module.name for module in iter_modules(families.__path__)} == {*modules}
+    defined = (each for module in modules.values() for each in vars(module).values())
+    assert all(each in FAMILIES for each in defined if isinstance(each, ModelFamily))
+    listed = [name for names in MODULES.values() for name in names]
+    assert [name for family in FAMILIES for name in family.architectures] == listed
+    for name in listed:
+        family = serving([name])
+        assert family is not None
+        assert name in family.architectures

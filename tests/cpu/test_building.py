@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.backends.cpu_kernels.build import LONGEST, compile_for
+from mtpc.backends.cpu_kernels.compile import LONGEST, compile_for
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR
 from mtpc.backends.cpu_kernels.levels import X86, Level, chosen_level
 from mtpc.errors import BackendError, CacheError

@@ -13,7 +13,8 @@ import pytest
 from helpers.places import TESTS
 
 from mtpc.backends.cpu_kernels import build_kernels
-from mtpc.backends.cpu_kernels.build import LIBRARY, _Build, kernel_fields
+from mtpc.backends.cpu_kernels.build import LIBRARY, kernel_fields
+from mtpc.backends.cpu_kernels.compile import Build
 from mtpc.backends.cpu_kernels.levels import NATIVE, X86, chosen_level, runnable
 from mtpc.cli.doctor import Finding, examine
 from mtpc.errors import BackendError
@@ -148,7 +149,7 @@ def test_each_level_computes_what_it_must(level: str) -> None:
 @pytest.mark.parametrize("level", NAMES)
 def test_each_level_compiles_here(level: str, tmp_path: Path) -> None:
     """Whatever this processor runs; tile registers are the best level's alone."""
-    _Build("g++", NAMES[level], lambda line: None)._compile(tmp_path)
+    Build("g++", NAMES[level], lambda line: None)._compile(tmp_path)
     listing = disassemble(tmp_path / LIBRARY)
     for instruction in ("tdpbf16ps", "tdpbsud", "ldtilecfg"):
         assert (instruction in listing) == (level == "amx")

@@ -31,8 +31,8 @@ from mtpc.errors import OptionError, RequestError
 from mtpc.layout import Layout, StepKey
 from mtpc.layout.buffers import batch_specs
 from mtpc.models.load import load
+from mtpc.program.build_road import scheduled
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.open_steps import scheduled
 from mtpc.program.program import Program
 
 

@@ -16,7 +16,7 @@ from helpers.schedules import Session
 from helpers.theorem import PROMPTS
 
 from mtpc import SamplingParams
-from mtpc.engine import grammar as engine_grammar
+from mtpc.engine import grammar_rows as engine_grammar
 from mtpc.engine.async_engine import AsyncEngine
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import Request

@@ -27,9 +27,9 @@ from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
-from mtpc.program.open_cache import MEMORY, page_identity
+from mtpc.program.page_identity import MEMORY, page_identity
+from mtpc.weights.checkpoint import open_checkpoint
 from mtpc.weights.content import content_digest
-from mtpc.weights.paired_checkpoint import open_checkpoint
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

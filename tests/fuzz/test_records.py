@@ -22,12 +22,14 @@ from mtpc.backends.package import Package
 from mtpc.cli.cache import examine
 from mtpc.errors import CacheError, DamagedEntryError, MtpcError, OptionError
 from mtpc.layout import BufferSpec, StepKey
+from mtpc.program.misses import miss
 from mtpc.program.step_cache import KIND, RECORD, StepCache
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import EntryStore
 from mtpc.store.key import digest
-from mtpc.store.lookup import KEY, find, key_bytes, nearest, peek
+from mtpc.store.lookup import KEY, find, key_bytes, peek
 from mtpc.store.machine import cpu_flags
+from mtpc.store.nearest import nearest
 from mtpc.weights.recipes import Cast, Join, Packed, Rows
 
 KEY_OF_STEP = StepKey.decode(2, 3)
@@ -129,9 +131,9 @@ def test_a_neighbours_key(cache: StepCache, data: bytes) -> None:
     row = nearest(peek(cache.store), wanted)
     assert row is not None
     assert row.digest == whole.digest
-    assert "it holds no step" in cache.miss(KEY_OF_STEP)
+    assert "it holds no step" in miss(cache, KEY_OF_STEP)
     put(cache.store, kind=KIND)
-    assert "the nearest entry differs in" in cache.miss(KEY_OF_STEP)
+    assert "the nearest entry differs in" in miss(cache, KEY_OF_STEP)
 
 
 @pytest.mark.parametrize("name", ["c" * 300, "c/" * 3000])

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
+import mtpc.store.writing  # noqa: F401  (another user may not be able to read it, or Python)
 from mtpc.errors import CacheError, CacheWriteError, DamagedEntryError
 from mtpc.store.entries import SUMS, Entry, EntryStore
 from mtpc.store.key import digest

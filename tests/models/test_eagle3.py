@@ -24,7 +24,7 @@ import mtpc
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError, UnsupportedModelError
 from mtpc.models.load import SteppedModel, load
 from mtpc.program.open_cache import checkpoint_fields, sample_digest
-from mtpc.weights.paired_checkpoint import open_checkpoint
+from mtpc.weights.checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "dtype": "float64", "batch_buckets": (2,)}
 DEFAULT_LAYERS = {"eagle_config": None}

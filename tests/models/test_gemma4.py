@@ -22,7 +22,7 @@ from mtpc.errors import CheckpointError, MtpcError, UnsupportedModelError
 from mtpc.models.heads import target_head
 from mtpc.models.hf import model_class
 from mtpc.models.load import load
-from mtpc.weights.paired_checkpoint import open_checkpoint
+from mtpc.weights.checkpoint import open_checkpoint
 
 OPTIONS: dict[str, Any] = {**TINY, "backend": "eager", "batch_buckets": (1,)}
 CLASSES = {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified", "gemma4@experts": "Gemma4"}

@@ -26,7 +26,8 @@ from mtpc.models.load import load
 from mtpc.weights import grouped_recipes, recipes
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.grouped import VALUES, GroupedWeight, GroupForm, pack_scales
-from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, Packer, rows_of
+from mtpc.weights.grouped_recipes import GroupedRows, GroupSpec, rows_of
+from mtpc.weights.packing import Packer
 from mtpc.weights.quantise import SCHEMES, quantise, spec_by_scheme
 from mtpc.weights.recipes import Grouped, Held, Join, Rows, make_all
 from mtpc.weights.rounding import Grid

@@ -21,7 +21,7 @@ import mtpc
 from mtpc.errors import BackendError, CapacityError
 from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
-from mtpc.program import child_process as apart
+from mtpc.program import build_road as apart
 from mtpc.program.child_process import build_in_child
 from mtpc.program.open_cache import open_cache
 from mtpc.store.entries import EntryStore
@@ -35,7 +35,7 @@ CALLER = """
 import json, sys
 import torch
 import mtpc
-from mtpc.program import child_process as apart
+from mtpc.program import build_road as apart
 
 directory, cache, options, large = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
@@ -57,9 +57,8 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+def build(cache: Path) -> Callable[..., bool]:
     """build(directory, listener, **options): `build_in_child`, however small the checkpoint is."""
-    monkeypatch.setattr(apart, "LARGE", 0)
 
     def run(directory: Path, listener: Any = lambda progress: None, **changes: Any) -> bool:
         source = Checkpoint(directory)
@@ -172,12 +171,9 @@ def test_a_process_that_dies_is_an_error(
 
 
 def test_where_no_process_is_of_use(
-    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A cache that cannot be written, and a small checkpoint: who asked compiles by itself."""
+    checkpoint: Callable[..., Path], tmp_path: Path, build: Callable[..., bool]
+) -> None:
+    """A cache that cannot be written: who asked compiles by itself."""
     directory = checkpoint("mimo", "random")
     (tmp_path / "file").write_bytes(b"")
     assert not build(directory, cache_dir=tmp_path / "file" / "cache")
-    monkeypatch.setattr(apart, "LARGE", Checkpoint(directory).nbytes + 1)
-    assert not build(directory)

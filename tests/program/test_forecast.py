@@ -11,8 +11,8 @@ from helpers.families import CPU_OPTIONS
 
 import mtpc
 from mtpc.layout import StepKey
-from mtpc.program import step_record
-from mtpc.program.step_record import Forecast
+from mtpc.program import forecast
+from mtpc.program.forecast import Forecast
 
 ONE, TWO = (1, StepKey.prefill(1, 8, 1), "step"), (1, StepKey.decode(1, 1), "step")
 SECONDS = {"lower": 1.0, "rewrite": 2.0, "trace": 7.0}
@@ -21,7 +21,7 @@ SECONDS = {"lower": 1.0, "rewrite": 2.0, "trace": 7.0}
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(step_record.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: now[0])
     return now
 
 

@@ -31,7 +31,7 @@ from mtpc.weights.grouped import (
     unpack_codes,
     unpack_scales,
 )
-from mtpc.weights.grouped_recipes import GroupSpec, rows_of
+from mtpc.weights.grouped_recipes import GroupSpec, make_grouped, rows_of
 from mtpc.weights.quantise import SCHEMES, quantise, quantised_rows, spec_by_scheme
 from mtpc.weights.recipes import (
     Grouped,
@@ -39,7 +39,6 @@ from mtpc.weights.recipes import (
     Recipe,
     Rows,
     make,
-    make_grouped,
     names,
     part_spec,
     spec_of,

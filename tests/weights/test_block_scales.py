@@ -255,6 +255,24 @@ def test_other_layouts_are_refused(
         Checkpoint(edit(fp8, **changes))
 
 
+def test_codes_that_nothing_announces_are_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Only where all tensors look plain is no format asked. With scales, the codes are found."""
+    fp8, _ = quantised_pair(checkpoint("mimo"), tmp_path, (128, 128))
+    config = json.loads((fp8 / "config.json").read_text())
+    del config["quantization_config"]
+    (fp8 / "config.json").write_text(json.dumps(config))
+    assert len(Checkpoint(fp8).quantised) > 10
+    scales = {
+        name.replace(".", "__"): None
+        for name in load_file(fp8 / "model.safetensors")
+        if name.endswith("_scale_inv")
+    }
+    with pytest.raises(CheckpointError, match=r"F8_E4M3.* and has no .*weight_scale_inv"):
+        Checkpoint(edit(fp8, **scales))
+
+
 @pytest.mark.parametrize(
     ("says", "message"),
     [

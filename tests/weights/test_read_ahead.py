@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError
 from mtpc.weights import read_ahead
-from mtpc.weights.read_ahead import ReadAhead, Span
+from mtpc.weights.read_ahead import ReadAhead
+from mtpc.weights.tensor_file import Span
 
 SIZE = 300_000
 

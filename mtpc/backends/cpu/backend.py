@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from mtpc.backends.base import BATCH_INVARIANT, FUSE_SKINNY_LINEARS
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
 from mtpc.backends.cpu.passes.pack_weights import PackWeights
 from mtpc.backends.cpu.passes.skip_idle_rows import SkipIdleRows
 from mtpc.backends.cpu_kernels import kernel_table, load_kernels
-from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
-from mtpc.backends.gpu.passes.fuse_skinny_linears import FuseSkinnyLinears
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.package import Package, TapeArtifact, signature
 from mtpc.backends.record_tape import fake_signature
@@ -40,7 +39,7 @@ class UseCpuKernels(Pass, policy="required", name="legalise-cpu"):
 
     def apply(self, graph: StepGraph) -> int:
         for record in graph.history:
-            if record.name in (FuseSkinnyLinears.name, BatchInvariant.name):
+            if record.name in (FUSE_SKINNY_LINEARS, BATCH_INVARIANT):
                 raise OptionError(
                     f"pass {record.name!r} is for GPUs: on a CPU no kernel takes what it makes, "
                     "and text would depend on K; leave it out of enabled_passes"

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ from torch import Tensor
 from mtpc.backends.cpu_kernels.build import LIBRARY, RUNNER, build_kernels
 from mtpc.layout.progress import Report, silent
 from mtpc.store.entries import Entry, EntryStore
-from mtpc.weights.block_rows import BlockRows
-from mtpc.weights.grouped_recipes import PackedWeight
+from mtpc.weights.packing import PackedWeight
+
+if TYPE_CHECKING:
+    from mtpc.weights.block_rows import BlockRows
 
 
 def load_kernels(store: EntryStore | None = None, report: Report = silent) -> None:
@@ -79,7 +81,7 @@ def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) ->
 
 
 def fill_blocks(rows: BlockRows, packed: PackedWeight) -> None:
-    """`mtpc.weights.grouped_recipes.FillBlocks` on all of torch's threads, as `fill_packed`."""
+    """`mtpc.weights.packing.FillBlocks` on all of torch's threads, as `fill_packed`."""
     codes, raw = packed["codes"].view(torch.uint8), rows.raw.contiguous()
     torch.ops.mtpc_cpu.pack_blocks(
         raw, rows.block.name, codes, packed["scales"], packed.get("zeros")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from mtpc.backends.cpu_kernels.generate import SOURCE_DIR
 from mtpc.errors import CacheWriteError
-from mtpc.store.entries import Entry, EntryStore, copy_files
+from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest
 from mtpc.store.lookup import KEY, parse_key
 from mtpc.store.machine import COMPILER
+from mtpc.store.writing import copy_files
 
 SHIPPED = SOURCE_DIR / "shipped"
 """A folder for each level, with the files of an entry of the cache. A source tree has none."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpc.backends.cpu_kernels import fill_packed
-from mtpc.weights.grouped_recipes import Packer
+from mtpc.weights.packing import Packer
 from mtpc.weights.recipes import Held, Recipe, make_all, substitute
 
 State: TypeAlias = tuple[int, int]

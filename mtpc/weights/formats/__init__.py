@@ -17,10 +17,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpc.errors import CheckpointError
-from mtpc.weights.formats.stored import QuantisedWeight, Tensors
+
+if TYPE_CHECKING:
+    from mtpc.weights.formats.stored import QuantisedWeight, Tensors
 
 ADVICE = "dequantise the checkpoint to bfloat16 first"
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from mtpc.errors import CheckpointError
 from mtpc.weights.gguf.blocks import BLOCKS, Block
-from mtpc.weights.read_ahead import Span
-from mtpc.weights.tensor_file import StoredTensor
+from mtpc.weights.tensor_file import Span, StoredTensor
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
