@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ FILES = Path(__file__).parents[1] / "weights" / "gguf"
 
 def test_the_function_is_the_same() -> None:
     """In float64, with biases and heads that share keys; each matrix of a layer has changed."""
-    sizes = dict(num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2)
+    sizes: dict[str, Any] = dict(num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2)
     config = Qwen2Config(vocab_size=50, hidden_size=48, intermediate_size=40, **sizes)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).double().eval().requires_grad_(False)
