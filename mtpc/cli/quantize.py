@@ -16,7 +16,7 @@ from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.plain_file import read_text
 from mtpc.weights.write_quantised import NO_MOMENTS, quantise_checkpoint
 
-_TOKENS = 4096
+_TOKENS = 16384
 """The most tokens of a calibration text that are run."""
 
 
