@@ -260,7 +260,7 @@ LINES = {
     "models": 9320,
     "ops": 2720,
     "passes": 2550,
-    "program": 5190,
+    "program": 5160,
     "server": 4350,
     "step": 2010,
     "store": 1080,

@@ -20,7 +20,7 @@ from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
 from mtpc.layout import StepKey, step_keys
-from mtpc.program.misses import reasons
+from mtpc.program.forecast import reasons
 from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.program.step_cache import CERTIFICATE, KIND, RECORD, StepCache, read_record
 from mtpc.program.step_record import FORMAT

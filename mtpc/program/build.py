@@ -32,8 +32,7 @@ from mtpc.layout.progress import Listener, Progress, Report, line_reporter
 from mtpc.models.load import LoadedModel, load_planned
 from mtpc.plan import Plan
 from mtpc.program.compiler import Begins, StepCompiler
-from mtpc.program.forecast import Forecast
-from mtpc.program.misses import seconds_of_nearest
+from mtpc.program.forecast import Forecast, seconds_of_nearest
 from mtpc.program.open_cache import open_cache, pin_of
 from mtpc.program.processes import default_jobs
 from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps

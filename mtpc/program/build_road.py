@@ -7,17 +7,21 @@ alone can read, and backends whose artifacts are no files.
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpc.backends import choose_backend
 from mtpc.layout import Layout, Part, StepKey, graph_keys
-from mtpc.layout.progress import line_reporter
+from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.layout.slot_state import snapshot_count
 from mtpc.plan import Plan
-from mtpc.program.interrupts import HeldInterrupts
 from mtpc.program.open_cache import from_files, kernel_store
 from mtpc.program.open_steps import Opened, Prepared, Road
 from mtpc.program.processes import without_collections
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from mtpc.program.compiler import Begins, StepCompiler
 
 T = TypeVar("T")
+IMPATIENT_S = 1.0
+"""A second Ctrl-C takes effect at once if it comes this many seconds after the first."""
 LARGE = 256 * 2**20
 """From so many bytes of weights on, a process is worth the four seconds that it takes to start."""
 
@@ -169,3 +175,51 @@ def scheduled(compiler: StepCompiler) -> Plan:
     plan = compiler.plan
     count = snapshot_count(compiler.layout(compiler.keys[0]), plan)
     return plan.given(takes_snapshots=count > 0)
+
+
+class HeldInterrupts:
+    """Within its block SIGINT has no effect before the next call of `tell`, or the block's end.
+
+    torch traces under thread-local modes, and enters them in several steps. A KeyboardInterrupt
+    between two of these leaves a mode on, and then the next trace fails or ends the process.
+
+    It does nothing outside of the main thread, which alone receives signals, and where SIGINT has
+    no handler in Python.
+
+    Args:
+        listener: called with progress.
+    """
+
+    def __init__(self, listener: Listener):
+        self._listener = listener
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+        self._since_s: float | None = None
+
+    def tell(self, progress: Progress) -> None:
+        """Call the listener; then raise what was held."""
+        self._listener(progress)
+        self._release()
+
+    def __enter__(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._release()
+            self._before = None
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._since_s is None:
+            self._since_s = now
+        elif now - self._since_s > IMPATIENT_S and self._before is not None:
+            self._before(number, frame)
+
+    def _release(self) -> None:
+        if self._since_s is not None and self._before is not None:
+            self._since_s = None
+            self._before(signal.SIGINT, None)

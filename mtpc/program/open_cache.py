@@ -1,6 +1,6 @@
 """From a model and options to its plan, its key, and its steps in the graph cache.
 
-The key has all that shapes graphs, and no values of weights; `mtpc.program.page_identity` has them.
+The key has all that shapes graphs, and no values of weights; `mtpc.program.identity` has them.
 
 This module imports no transformers or sympy. What remains of a warm start is torch itself, checks
 of what is about to run, and mapping the weights into memory.
@@ -226,7 +226,7 @@ def open_cache(
     if isinstance(source, Checkpoint):
         model = checkpoint_fields(source)
     elif isinstance(source, torch.nn.Module) and hasattr(source, "name_or_path"):
-        from mtpc.program.object_key import object_fields
+        from mtpc.program.identity import object_fields
         from mtpc.weights.paired_checkpoint import checkpoint_of
 
         model = object_fields(source, checkpoint_of(source, False, plan.drafter))

@@ -263,7 +263,7 @@ class Road(Generic[T]):
     def _identity(self, model: Prepared) -> str:
         if not model.plan.kv_offload_dir:
             return ""
-        from mtpc.program.page_identity import page_identity  # Not above: few starts offload.
+        from mtpc.program.identity import page_identity  # Not above: few starts offload.
 
         self.report("read the weights, to know their pages in kv_offload_dir")
         return page_identity(self.source, model.plan, model.backend)

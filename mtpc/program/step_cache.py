@@ -235,7 +235,7 @@ class StepCache(OwnSteps):
             step = self.find(key, part)
             if step is None:
                 self._refuse_if_frozen(key, part)
-                from mtpc.program.misses import miss  # Not above: a warm start lacks nothing.
+                from mtpc.program.forecast import miss  # Not above: a warm start lacks nothing.
 
                 if (why := miss(self, key, part)) != self._told_miss:
                     self._tell(why)
@@ -299,7 +299,7 @@ class StepCache(OwnSteps):
 
     def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
         if self.plan.frozen:
-            from mtpc.program.misses import miss
+            from mtpc.program.forecast import miss
 
             raise CacheError(
                 f"{miss(self, key, part)}; frozen, so nothing was built: run `mtpc build` with the "

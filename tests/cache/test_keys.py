@@ -24,7 +24,7 @@ import mtpc
 from mtpc.config import CompileOptions
 from mtpc.errors import CacheError
 from mtpc.layout import StepKey
-from mtpc.program.misses import reasons
+from mtpc.program.forecast import reasons
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import ANY, StepCache
 from mtpc.store.sources import ENTRIES, imports, source_fields, source_files

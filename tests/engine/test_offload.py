@@ -27,7 +27,7 @@ from mtpc.cli.arguments import parse
 from mtpc.engine.offload import Offload
 from mtpc.engine.offload_files import OffloadDirectory
 from mtpc.errors import OptionError
-from mtpc.program.page_identity import MEMORY, page_identity
+from mtpc.program.identity import MEMORY, page_identity
 from mtpc.weights.checkpoint import open_checkpoint
 from mtpc.weights.content import content_digest
 

@@ -22,7 +22,7 @@ from mtpc.backends.package import Package
 from mtpc.cli.cache import examine
 from mtpc.errors import CacheError, DamagedEntryError, MtpcError, OptionError
 from mtpc.layout import BufferSpec, StepKey
-from mtpc.program.misses import miss
+from mtpc.program.forecast import miss
 from mtpc.program.step_cache import KIND, RECORD, StepCache
 from mtpc.program.step_record import FORMAT, StepRecord
 from mtpc.store.entries import EntryStore

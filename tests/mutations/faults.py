@@ -1569,7 +1569,7 @@ FAULTS = (
     ),
     Fault(
         "in files: the first file of weights alone identifies a model",
-        "program/page_identity.py",
+        "program/identity.py",
         "content_digest(checkpoint.paths, directory / MEMORY)",
         "content_digest(checkpoint.paths[:1], directory / MEMORY)",
         f"{_EVERY_FILE}[mimo]",
