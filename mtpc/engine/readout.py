@@ -158,8 +158,9 @@ class PendingStep:
         tiers.observe_drafts(drafts, each)
         if turn.phase == "decode":  # The time of a prefill step is not a decode step's cost.
             context = sum(request.num_tokens for request in turn.decoding)
-            num_reqs, took = key.bucket.num_reqs, (self.readout.replay_s, context)
+            took = (self.readout.replay_s, context)
             if budgets is None:
-                tiers.observe(num_reqs, key.spec_tokens, *took)
+                tiers.observe(key.bucket.num_reqs, key.spec_tokens, *took)
             else:
-                budgets.observe(num_reqs, (key.spec_tokens, key.bucket.query_len), *took)
+                shape = (key.spec_tokens, key.bucket.query_len)
+                budgets.observe(len(turn.decoding), shape, *took)

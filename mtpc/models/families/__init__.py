@@ -10,10 +10,10 @@ from mtpc.models.family import ModelFamily
 MODULES: Mapping[str, tuple[str, ...]] = {
     "mimo": ("MiMoForCausalLM",),
     "nextn": (
-        "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
-        "Glm4MoeLiteForCausalLM",
         "Glm4vMoeForConditionalGeneration",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
     ),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM",),
     "deepseek_v32": ("DeepseekV32ForCausalLM",),
@@ -26,7 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "Qwen3_5MoeForConditionalGeneration",
     ),
     "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-    "step3p7": ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    "step3p7": ("Step3p7ForConditionalGeneration", "Step3p5ForCausalLM"),
     "mimo_v2": ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM",),
     "exaone_moe": ("ExaoneMoeForCausalLM",),
