@@ -252,7 +252,7 @@ LINES = {
     "capture": 1290,
     "certificate": 1510,
     "cli": 4520,
-    "engine": 6010,
+    "engine": 6020,
     "evaluation": 610,
     "host": 520,
     "integrations": 5060,
